@@ -4,8 +4,7 @@ The blocks of a rank sleep through F, B and W, equally long whatever the schedul
 
 * "ours": the strategy in a Trainer, the optimizer's step and Lightning's own work included,
 * "bare": our executor without the Trainer and without clipping,
-* torch: ``torch.distributed.pipelining`` in the same processes. Its weight gradients are deferred
-  by a ``dw_builder``, as an expert would write it, without the walk through the autograd graph.
+* torch: ``torch.distributed.pipelining`` in the same processes (torch_pipeline.py).
 
 By default all ranks wait for each other before each step, which lasts from the first rank's start
 to the last rank's end, and torch runs the same schedule: its own GPipe, 1F1B or interleaved 1F1B,
@@ -33,13 +32,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,30 +44,23 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import (
-    _PipelineScheduleRuntime,  # private: the one that reads schedules from a file
-)
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader, Dataset
 
 from examples.benchmarks.harness import (
     FEATURES,
-    EmulatedBlock,
     EmulatedModel,
     Moment,
     StepTimes,
     quiet_trainer,
     run_ranks,
     write_results,
+)
+from examples.benchmarks.torch_pipeline import (
+    LEARNING_RATE,
+    PEERS,
+    Peer,
+    TorchPipeline,
+    csv_peer,
 )
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
@@ -79,25 +69,8 @@ from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.simulation.simulate import steady_period
 
 NUM_TRIED_STEPS = 4
-LEARNING_RATE = 0.1
 
 
-class Peer(NamedTuple):
-    """A schedule of torch's: how it is made, stages of a rank, and whether these are in a V."""
-
-    make: Callable[..., Any]
-    num_chunks: int
-    is_v: bool = False
-
-
-PEERS = {
-    "GPipe": Peer(ScheduleGPipe, 1),
-    "1F1B": Peer(Schedule1F1B, 1),
-    "Interleaved1F1B": Peer(ScheduleInterleaved1F1B, 2),
-    "InterleavedZeroBubble": Peer(ScheduleInterleavedZeroBubble, 2),
-    "ZBVZeroBubble": Peer(ScheduleZBVZeroBubble, 2, is_v=True),
-    "DualPipeV": Peer(ScheduleDualPipeV, 2, is_v=True),
-}
 SAME = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}  # by our names
 
 
@@ -159,19 +132,8 @@ class Setup:
         if self.schedule in SAME:
             name = SAME[self.schedule]
             return {name: PEERS[name]}
-        ranks = build(self.schedule, self.num_ranks, self.num_microbatches).placement
-        if any(rank != stage % self.num_ranks for stage, rank in enumerate(ranks)):
-            return {}  # torch's runtime has no such placement but for schedules of its own
-        return {"our CSV": Peer(self._from_csv, self.num_chunks)}
-
-    def _from_csv(self, stages: Any, num_microbatches: int, **options: Any) -> Any:
-        several = stages if isinstance(stages, list) else [stages]
-        schedule = _PipelineScheduleRuntime(several, num_microbatches, **options)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "schedule.csv"
-            build(self.schedule, self.num_ranks, num_microbatches).to_csv(path)
-            schedule._load_csv(str(path))
-        return schedule
+        peer = csv_peer(self.schedule, self.num_ranks, self.num_microbatches)
+        return {} if peer is None else {"our CSV": peer}
 
 
 class Contender(Protocol):
@@ -189,78 +151,6 @@ def time_run(contender: Contender, setup: Setup, num_steps: int) -> Moment:
         times.note()
         contender.step()
     return times.take(num_steps)
-
-
-class WeightGradStore:
-    """What torch's ``dw_builder`` asks for: the weight gradients that a backward has left."""
-
-    def __init__(self) -> None:
-        self._left: list[tuple[Tensor, Callable[[], Tensor]]] = []
-
-    def put(self, weight: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Leave one."""
-        self._left.append((weight, compute))
-
-    def take(self) -> Callable[[], None]:
-        """Return a function that computes all that were left since the last call."""
-        left, self._left = self._left, []
-
-        def run() -> None:
-            for weight, compute in left:
-                weight.grad = compute() if weight.grad is None else weight.grad + compute()
-
-        return run
-
-
-class TorchPipeline:
-    """One rank of the same pipeline in ``torch.distributed.pipelining``."""
-
-    def __init__(self, peer: Peer, setup: Setup) -> None:
-        rank, p = dist.get_rank(), setup.num_ranks
-        indices = [rank + chunk * p for chunk in range(peer.num_chunks)]
-        if peer.is_v:
-            indices[1] = 2 * p - 1 - rank
-        times = setup.milliseconds / 1e3 / peer.num_chunks, setup.weight_share
-        stages = [_torch_stage(index, p * peer.num_chunks, *times) for index in indices]
-        given: Any = stages if peer.num_chunks > 1 else stages[0]
-        self._schedule = peer.make(given, setup.num_microbatches, loss_fn=_mean)
-        self._parameters = [p for stage in stages for p in stage.submod.parameters()]
-        self._optimizer = torch.optim.SGD(self._parameters, lr=LEARNING_RATE)
-        self._clip = setup.clip
-        self._batch = torch.zeros(setup.num_microbatches, FEATURES)
-        self._has_first = any(stage.is_first for stage in stages)
-        self._has_last = any(stage.is_last for stage in stages)
-
-    def step(self) -> None:
-        """Train on one batch."""
-        self._optimizer.zero_grad()
-        arguments = (self._batch,) if self._has_first else ()
-        self._schedule.step(*arguments, target=self._batch if self._has_last else None)
-        if self._clip is not None:
-            norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-            squared = norm**2
-            dist.all_reduce(squared)
-            clip_grads_with_norm_(self._parameters, self._clip, squared.sqrt())
-        self._optimizer.step()
-
-
-def _torch_stage(index: int, num_stages: int, seconds: float, weight_share: float) -> PipelineStage:
-    store = WeightGradStore()
-    sample = torch.zeros(1, FEATURES, requires_grad=True)
-    return PipelineStage(
-        EmulatedBlock(seconds, store.put, weight_share),
-        index,
-        num_stages,
-        torch.device("cpu"),
-        # Given, not inferred: inference would run a backward whose weight gradients stay left.
-        input_args=sample,
-        output_args=sample,
-        dw_builder=store.take,
-    )
-
-
-def _mean(output: Tensor, target: Tensor) -> Tensor:
-    return output.mean()
 
 
 class BareLoop:
@@ -355,7 +245,11 @@ class TakingTurns(Callback):
 
     def _choose_others(self, trainer: Trainer) -> None:
         for name, peer in self._setup.torch_peers().items():
-            pipeline = TorchPipeline(peer, self._setup)
+            setup = self._setup
+            seconds = setup.milliseconds / 1e3 / peer.num_chunks
+            pipeline = TorchPipeline(
+                peer, setup.num_microbatches, seconds, setup.weight_share, setup.clip
+            )
             self.tried[name] = time_run(pipeline, self._setup, NUM_TRIED_STEPS)
             if self.tried[name] == min(self.tried.values()):
                 self._others = {name: pipeline}
