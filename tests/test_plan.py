@@ -10,7 +10,7 @@ import pytest
 from lightning_pipeoffload.cli import configuration
 from lightning_pipeoffload.cli.configuration import configuration_directory, run_hydra_app
 from lightning_pipeoffload.plan import main, plan
-from lightning_pipeoffload.schedule import Costs, ScheduleError, add_reductions, build, simulate
+from lightning_pipeoffload.schedule import Costs, ScheduleError, add_final_actions, build, simulate
 from tests.support.composed import composed
 
 CLIPS = "trainer.gradient_clip_val=1"
@@ -103,7 +103,7 @@ def test_what_was_measured_is_told_in_seconds_and_mebibytes(capsys, tmp_path, wo
 
 def test_reductions_are_planned_where_they_take_time(capsys, tmp_path):
     path = tmp_path / "reduced.csv"
-    add_reductions(build("zb_h1", 4, 8)).to_csv(path)
+    add_final_actions(build("zb_h1", 4, 8)).to_csv(path)
     for schedule in ("schedule=zb_h1", f"strategy.schedule={path}"):
         plan(composed("plan", schedule, "costs.reduce=5", "offload=none", "format=json"))
         assert json.loads(capsys.readouterr().out)["makespan"] == 27 + 5

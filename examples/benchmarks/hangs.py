@@ -40,7 +40,7 @@ from lightning_pipeoffload.schedule import (
     SCHEDULES,
     UNMEASURED,
     Schedule,
-    add_reductions,
+    add_final_actions,
     build,
     forward_only,
     lower,
@@ -349,7 +349,7 @@ class Variant:
             schedule, _ = offload_activations(schedule, UNMEASURED, "half")
         trained = {COLD: lower(single), PLAN: lower(schedule)}
         if self.num_replicas > 1:
-            trained = {step: add_reductions(plan) for step, plan in trained.items()}
+            trained = {step: add_final_actions(plan) for step, plan in trained.items()}
         if self.as_planned:
             return {PLAN: trained[PLAN]}
         evaluated = lower(forward_only(single)), lower(forward_only(schedule))

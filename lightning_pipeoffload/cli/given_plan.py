@@ -31,7 +31,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
-    add_reductions,
+    add_final_actions,
     check_name,
     estimated_copy_ratio,
     split_fused_backward,
@@ -211,8 +211,8 @@ class GivenPlans:
     def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
         """Return a schedule with its figures; with REDUCE where that takes time."""
         takes_time = any(costs.per_stage("reduce", schedule.num_stages))
-        if takes_time and not schedule.has_reductions:
-            schedule = add_reductions(schedule)
+        if takes_time and schedule.final_kind is None:
+            schedule = add_final_actions(schedule)
         return PlannedStep(schedule, costs, self._has_barrier)
 
     def compare(self, is_json: bool) -> list[PlannedStep]:

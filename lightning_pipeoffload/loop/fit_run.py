@@ -48,7 +48,7 @@ from lightning_pipeoffload.loop.lightning_patches import join_loops, join_metric
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
-from lightning_pipeoffload.loop.step_boundary import StepBoundary, may_step_early
+from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
 from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
@@ -101,7 +101,6 @@ class FitRun:
     _loaders: PipelineLoaders
     _early_step: EarlyStep | None = None
     _num_steps = 0
-    _steps_early = False
 
     def __init__(self, strategy: CheckpointHooks) -> None:
         self._strategy, self._group, self._settings = strategy, strategy.group, strategy.settings
@@ -157,6 +156,7 @@ class FitRun:
             settings.optimizer_offload,
             strategy._masters,
         )
+        self.run.measurements.step_seconds = strategy._parameters.host_step_seconds
         strategy._state = SplitState(
             self.run.pipeline, group, strategy._parameters, strategy._masters
         )
@@ -274,8 +274,6 @@ class FitRun:
         """Decide what ranks wait for between two steps."""
         self._strategy._parameters.start_training()
         self.boundary.start_training(self._settings.optimizer_sync != "barrier")
-        may = may_step_early(self._trainer, self.boundary.gradient_hooks)
-        self._steps_early = may and self._settings.optimizer_offload
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_later: bool) -> Any:
         """Run a training batch, and its backwards.
@@ -293,7 +291,7 @@ class FitRun:
             accumulation = self._accumulation(steps_later)
             if not run.pipeline.committed:
                 self._begin_training(slices[0], accumulation)
-            if self._early_step is None and self._steps_early:
+            if self._early_step is None and run.plans.training.steps_early:
                 self._early_step = self._strategy._parameters.early_step()
             if self._stop is not None:
                 self._stop.start_batch(len(slices))

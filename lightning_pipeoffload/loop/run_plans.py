@@ -38,6 +38,7 @@ from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import (
     Costs,
+    Kind,
     MemoryLimitError,
     Schedule,
     ScheduleError,
@@ -86,8 +87,8 @@ class RunPlans:
             group.num_ranks,
             executor,
             self._on_accelerator,
-            group.num_replicas > 1 or settings.optimizer_offload,
             self._has_barrier,
+            self._final_kind,
         )
         self.report = RunReport(settings, pipeline, self.training, measurements, group)
         self._search = SolverSearch(settings, group, self.training, measurements)
@@ -108,6 +109,12 @@ class RunPlans:
     @property
     def _has_step_barrier(self) -> bool:
         return self.boundary is not None and self.boundary.has_barrier()
+
+    def _final_kind(self) -> Kind | None:
+        if self._group.num_replicas > 1:
+            return Kind.REDUCE
+        may_step = self.boundary is not None and self.boundary.may_step_early
+        return Kind.STEP if may_step and self.settings.optimizer_offload else None
 
     def choose(self, inputs: StepInputs, total: int) -> int:
         """Make the plan of the first steps, by a first batch of ``total`` samples.
@@ -152,7 +159,8 @@ class RunPlans:
     def _plan_by_name(self, costs: Costs) -> Plan:
         count, barrier = self.training.schedule.num_microbatches, self.training.has_barrier()
         given = self.settings, self._group.num_ranks, count, costs, self._limits
-        return plan_for_all(self._group, request_by_name(*given, barrier))
+        request = request_by_name(*given, barrier, self.training.steps_early)
+        return plan_for_all(self._group, request)
 
     def _adopt(self, plan: Plan) -> None:
         """Run by a plan from now on, and measure it anew."""
@@ -231,7 +239,8 @@ class RunPlans:
         before = self.training.period(used, costs)
         self.training.costs = costs
         given = self.settings, self._group.num_ranks, self._options(), lambda option: costs, limits
-        request = request_for(*given, lambda option: self.training.has_barrier())
+        training = self.training
+        request = request_for(*given, lambda option: training.has_barrier(), training.steps_early)
         try:
             plan = plan_for_all(self._group, request)
         except ScheduleError as error:
@@ -274,7 +283,8 @@ class RunPlans:
         nothing is better, for by other costs its family may not fit.
         """
         self._has_measured_steps = True
-        if not (self.training.may_copy or self._is_solved):
+        training = self.training
+        if not (training.may_copy or training.steps_early or self._is_solved):
             return
         costs = self._measurements.gather_costs(self.training.schedule)
         self._limits = self._gather_limits()

@@ -27,6 +27,7 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
 from lightning_pipeoffload.loop.post_validation import PostValidation, clips_by_norm, is_watched
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
+from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
 from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pending_parameters import SettlingMode
@@ -57,7 +58,11 @@ class StepBoundary:
     Attributes:
         validation: What takes steps back that were wrong.
         gradient_hooks: The hooks that may read gradients; None: there are none.
+        may_step_early: Whether a parameter may step on the host before the gradients of others are
+            final; known once training starts.
     """
+
+    may_step_early = False
 
     def __init__(
         self,
@@ -87,6 +92,7 @@ class StepBoundary:
         """
         self._of_replicas.may_wait = _may_send_late(self._trainer)
         self._may_watch = True
+        self.may_step_early = _may_step_early(self._trainer, self.gradient_hooks)
         self._pipeline.before_trace = self.settle
         if may_take_back and self._group.num_ranks > 1:
             self._start_validation()
@@ -165,16 +171,17 @@ def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> 
     return (gradient_hooks is not None and gradient_hooks.is_any) or _needs_others(trainer)
 
 
-def may_step_early(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
+def _may_step_early(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
     """Whether a parameter may step on the host before the gradients of others are final.
 
-    Nothing clips, no hook runs between gradients and step, and nothing saves after an error, which
-    may come while some parameters have stepped and others have not.
+    Optimizers step by bucket, nothing clips, no hook runs between gradients and step, and nothing
+    saves after an error, which may come while some parameters have stepped and others have not.
     """
     saves = any(isinstance(c, OnExceptionCheckpoint) for c in trainer.callbacks)  # type: ignore[attr-defined] # set at run time
     hooks = users_hooks(trainer, _BEFORE_STEP)
     is_clipped = bool(trainer.gradient_clip_val)
-    return not (saves or hooks or is_clipped or has_step_barrier(trainer, gradient_hooks))
+    is_held_up = saves or hooks or is_clipped or has_step_barrier(trainer, gradient_hooks)
+    return not is_held_up and all(map(may_step_by_bucket, trainer.optimizers))
 
 
 def _needs_others(trainer: Trainer) -> bool:

@@ -16,6 +16,7 @@ An optimizer that has to see all its parameters at once has one bucket. The opti
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -88,9 +89,11 @@ class HostStep:
 
     Attributes:
         num_early: How many parameters were stepped before all gradients were final, in all steps.
+        seconds: Seconds of the last step, without what it waited for gradients.
     """
 
     num_early = 0
+    seconds = 0.0
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class HostStep:
         self._waiting_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
+        self._spent = 0.0
 
     def begin(self) -> None:
         """Begin a step: from now on :meth:`take` may step parameters."""
@@ -163,6 +167,7 @@ class HostStep:
         self._lanes.d2h.wait_for_compute()
         for bucket in buckets:
             self._advance(bucket)
+        self._began = time.perf_counter()
         if self._coming is not None:
             self._stand_in(self._coming, is_last=True)
 
@@ -171,7 +176,8 @@ class HostStep:
         if self._standing:
             self._write_back()
             self._lanes.h2d.hold_compute(self._lanes.h2d.mark())
-        self._coming, self._taken = None, {}
+            self.seconds = self._spent + time.perf_counter() - self._began
+        self._coming, self._taken, self._spent = None, {}, 0.0
 
     def put_back(self) -> None:
         """Leave the optimizer with its own parameters, after an error in its step too."""
@@ -184,11 +190,13 @@ class HostStep:
         """Start to copy a bucket to the host, and step the one before it."""
         if before is not None:
             before.result()  # an error in it is that of this one
+        began = time.perf_counter()
         coming, self._coming = self._coming, self._bring(bucket)
         if coming is not None:
             self._stand_in(coming, is_last=False)
             _plain_step(self._optimizer)
             self._write_back()
+        self._spent += time.perf_counter() - began
 
     def _restore(self) -> None:
         if not self._standing:

@@ -157,6 +157,10 @@ class OptimizedParameters:
 
         return EarlyStep(alone, take)
 
+    def host_step_seconds(self) -> float:
+        """Return the seconds of this rank's steps on the host; 0 where they are on the device."""
+        return sum(n.host.seconds for n in self._narrowed if n.host is not None)
+
     def is_of_another(self, parameter: Tensor) -> bool:
         """Whether another replica steps a parameter of this rank."""
         shares = [n.shares for n in self._narrowed if n.shares is not None]

@@ -32,6 +32,7 @@ _COLORS = {
     Kind.W: ("#5d9e1f", "W: gradient of the weights"),
     Kind.BW: ("#d9822b", "BW: both gradients"),
     Kind.REDUCE: ("#e0b416", "gradients over the replicas"),
+    Kind.STEP: ("#9c7a1c", "the optimizer on the host"),
     Kind.OFFLOAD: ("#8e5bb5", "activations go to the host"),
     Kind.OFFLOAD_W: ("#6b4aa8", "what waits for W goes to the host"),
     Kind.RELOAD: ("#c2557f", "activations come back"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
@@ -38,7 +39,10 @@ class Measurements:
 
     Attributes:
         costs_at_end: Costs of all ranks' stages, once training has ended; None before.
+        step_seconds: Returns the seconds of this rank's optimizer step on the host.
     """
+
+    step_seconds: Callable[[], float] = staticmethod(lambda: 0.0)
 
     def __init__(self, executor: Executor, pipeline: Pipeline, group: PipelineGroup) -> None:
         self._executor = executor
@@ -130,7 +134,8 @@ class Measurements:
         return measure_copy_speed(self._pipeline.device, meet=self._group.world.barrier)
 
     def _costs(self, may_copy: bool) -> RankCosts:
-        return measure_costs(self._executor, self.copy_speed(may_copy), self._latencies)
+        costs = measure_costs(self._executor, self.copy_speed(may_copy), self._latencies)
+        return replace(costs, step=self.step_seconds())
 
 
 def times_of(step: TimedStep, ledger: Ledger, read: Callable[[Any], float]) -> RankStep:

@@ -61,6 +61,7 @@ def request_for(
     costs_of: Callable[[Option], Costs],
     limits: MachineLimits = _NO_LIMITS,
     has_barrier: Callable[[Option], bool] = lambda option: False,
+    steps_early: bool = False,
 ) -> PlanRequest:
     """Return a run's request; costs are in seconds and bytes.
 
@@ -75,6 +76,7 @@ def request_for(
         settings.limit_on(limits.device) if keeps_device else settings.limit_bytes,
         settings.offload,
         has_barrier=has_barrier,
+        steps_early=steps_early,
         host_shortage=limits.shortage,
         must_fit=settings.limit_bytes is not None,
         recipes={**FAMILIES, **settings.own_recipe},
@@ -88,11 +90,12 @@ def request_by_name(
     costs: Costs,
     limits: MachineLimits = _NO_LIMITS,
     has_barrier: bool = False,
+    steps_early: bool = False,
 ) -> PlanRequest:
     """Return the request for the schedule that the settings name."""
     options = [settings.option(num_microbatches)]
     given = settings, num_ranks, options, lambda option: costs, limits
-    return request_for(*given, lambda option: has_barrier)
+    return request_for(*given, lambda option: has_barrier, steps_early)
 
 
 def plan_of(request: PlanRequest) -> Plan:

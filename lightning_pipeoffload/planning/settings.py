@@ -21,13 +21,13 @@ from lightning_pipeoffload.runtime.memory.recompute import check_recompute
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import (
     TRANSFERS,
-    Kind,
     Schedule,
     ScheduleError,
     accept,
     check_name,
     offload_share,
 )
+from lightning_pipeoffload.schedule.actions import FINAL
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES
@@ -423,7 +423,7 @@ def _checked(given: Schedule, num_ranks: int, num_microbatches: int) -> Schedule
             f"and W, for each microbatch (evaluations leave them out)"
         )
     for action in chain.from_iterable(given):
-        if action.kind in TRANSFERS or action.kind is Kind.REDUCE:
+        if action.kind in TRANSFERS | FINAL:
             raise ScheduleError(
                 f"schedule {given.name} has {action}, which is put in when it is lowered; "
                 f"give it as it was before lower()"

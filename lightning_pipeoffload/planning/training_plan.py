@@ -11,9 +11,10 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.schedule import (
     Costs,
+    Kind,
     OffloadReport,
     Schedule,
-    add_reductions,
+    add_final_actions,
     forward_only,
     keep_microbatches,
     lower,
@@ -55,8 +56,8 @@ class TrainingPlan:
         num_ranks: The number of ranks of the pipeline.
         executor: The executor of this rank.
         on_accelerator: Whether the ranks' devices have a memory of their own.
-        reduces: Whether something waits for the final gradients of each stage: other replicas, or
-            an optimizer on the host.
+        final_kind: Returns what begins with the final gradients of each stage: REDUCE, STEP or
+            nothing.
         has_barrier: Whether no rank begins a step before all have ended the one before; known once
             the module is cut.
 
@@ -76,16 +77,15 @@ class TrainingPlan:
         num_ranks: int,
         executor: Executor,
         on_accelerator: bool,
-        reduces: bool = False,
         has_barrier: Callable[[], bool] = lambda: False,
+        final_kind: Callable[[], Kind | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._num_ranks = num_ranks
         self._executor = executor
         self._on_accelerator = on_accelerator
         self.is_cold = False
-        self._reduces = reduces
-        self.has_barrier = has_barrier
+        self.has_barrier, self.final_kind = has_barrier, final_kind
         self.schedule = settings.provisional_schedule(num_ranks)
         self.offloaded: OffloadReport | None = None
         self.costs: Costs | None = None
@@ -98,7 +98,14 @@ class TrainingPlan:
 
     def period(self, schedule: Schedule, costs: Costs) -> float:
         """Return the seconds from one step to the next, with a barrier where this run has one."""
+        if self.steps_early:
+            schedule = add_final_actions(schedule, Kind.STEP)
         return steady_period(schedule, costs, self.has_barrier())
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether an optimizer on the host steps as gradients become final."""
+        return self.final_kind() is Kind.STEP
 
     @property
     def may_copy(self) -> bool:
@@ -107,7 +114,7 @@ class TrainingPlan:
 
     def of_evaluation(self, num_microbatches: int) -> Schedule:
         """Return the lowered plan of the forwards of so many microbatches."""
-        return self._lowered(self._order, num_microbatches, training=False, reduces=False)
+        return self._lowered(self._order, num_microbatches, training=False)
 
     def of_training(self, num_microbatches: int, steps: bool) -> Schedule:
         """Return the lowered plan of a batch, of as many microbatches as the schedule or fewer.
@@ -117,8 +124,8 @@ class TrainingPlan:
         return self._of_training(self._order, num_microbatches, steps)
 
     def _of_training(self, order: Schedule, num_microbatches: int, steps: bool) -> Schedule:
-        reduces = self._reduces and steps
-        return self._lowered(order, num_microbatches, training=True, reduces=reduces)
+        final_kind = self.final_kind() if steps else None
+        return self._lowered(order, num_microbatches, training=True, final_kind=final_kind)
 
     @property
     def _order(self) -> Schedule:
@@ -150,7 +157,9 @@ class TrainingPlan:
         self.schedule, self.offloaded, self.costs = schedule, offloaded, costs
 
 
-def _lower(schedule: Schedule, count: int, training: bool, reduces: bool) -> Schedule:
+def _lower(
+    schedule: Schedule, count: int, training: bool, final_kind: Kind | None = None
+) -> Schedule:
     kept = keep_microbatches(schedule, count) if count < schedule.num_microbatches else schedule
     plan = lower(kept if training else forward_only(kept))
-    return add_reductions(plan) if reduces else plan
+    return plan if final_kind is None else add_final_actions(plan, final_kind)

@@ -26,7 +26,7 @@ from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
-from lightning_pipeoffload.schedule.actions import COPIES
+from lightning_pipeoffload.schedule.actions import COPIES, FINAL
 from lightning_pipeoffload.schedule.ahead import actions_ahead
 from lightning_pipeoffload.schedule.messages import (
     RECVS,
@@ -88,7 +88,7 @@ class Executor:
             Kind.B: self._backward,
             Kind.BW: self._backward,
             Kind.W: self._weight,
-            Kind.REDUCE: self._reduce,
+            **dict.fromkeys(FINAL, self._declare_final),
             **dict.fromkeys(COPIES, self._move),
             **dict.fromkeys(SENDS, self._send),
             **dict.fromkeys(RECVS, self._receive),
@@ -296,7 +296,7 @@ class Executor:
         self._finish(action)
 
     def _weight(self, action: Action) -> None:
-        """Run a W; the first W of a REDUCE's tail runs the whole tail, one parameter at a time."""
+        """Run a W; the first W of a REDUCE's or STEP's tail runs all of it, by parameter."""
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
@@ -316,8 +316,8 @@ class Executor:
         self._finish(*actions)
         self._regrouped.update(others)
 
-    def _reduce(self, action: Action) -> None:
-        """Declare all gradients of the stage final; waits for no other replica."""
+    def _declare_final(self, action: Action) -> None:
+        """Declare all gradients of the stage final; waits for no replica and no step."""
         if self._reduction is not None:
             self._reduction.expect(action.stage)
 

@@ -17,8 +17,8 @@ from .build import SCHEDULES, build, check_name
 from .builders.grouped import UNMEASURED
 from .costs import Costs
 from .draw import draw
+from .passes.last_weights import Tail, add_final_actions, postpone_weights, tails
 from .passes.offload import OffloadReport, offload_activations, offload_share
-from .passes.reduce import Tail, add_reductions, tails
 from .passes.transfer import (
     add_transfers,
     forward_only,
@@ -65,7 +65,7 @@ __all__ = [
     "Tail",
     "Timeline",
     "accept",
-    "add_reductions",
+    "add_final_actions",
     "add_transfers",
     "build",
     "check_name",
@@ -91,6 +91,7 @@ __all__ = [
     "split_fused_backward",
     "steady_period",
     "sums_alike",
+    "postpone_weights",
     "tails",
     "validate",
     "with_copy_ratio",

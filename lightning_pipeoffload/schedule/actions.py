@@ -19,7 +19,9 @@ __all__ = [
     "COMPUTE",
     "COMPUTE_LANE",
     "COPIES",
+    "FINAL",
     "HOST_EFFECTS",
+    "HOST_LANE",
     "KINDS",
     "MEMORY_EFFECTS",
     "OFFLOAD_LANE",
@@ -78,6 +80,8 @@ class Kind(str, Enum):
         W: Gradient of the stage's weights.
         BW: Both gradients at once.
         REDUCE: Averages the gradients of the action's stage over the replicas, after its last W.
+        STEP: Steps the optimizer on the host with the gradients of the action's stage, after its
+            last W.
         SEND_F: Sends the output of the action's stage downstream.
         RECV_F: Waits for the input of the action's stage.
         SEND_B: Sends the input gradient of the action's stage upstream.
@@ -96,6 +100,7 @@ class Kind(str, Enum):
     W = "W"
     BW = "BW"
     REDUCE = "REDUCE"
+    STEP = "STEP"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -159,7 +164,8 @@ ACTIVATION = Part.FOR_B | Part.FOR_W
 WAITING = Part.FOR_W | Part.GRADIENT
 """What W needs: there from the end of B on."""
 
-COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE, REDUCE_LANE = "compute", "d2h", "h2d", "reduce"
+COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE = "compute", "d2h", "h2d"
+REDUCE_LANE, HOST_LANE = "reduce", "host"
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class KindRow:
         host_puts: Parts that are on the host after it, of those that are on the device.
         host_drops: Parts that are not on the host after it.
         follows: The kinds of which one comes directly before it. Empty: F, which begins, and kinds
-            that are checked otherwise (messages, REDUCE).
+            that are checked otherwise (messages, REDUCE, STEP).
         rule: The sentence of the error where it does not follow one of these, or lacks a part.
     """
 
@@ -223,6 +229,7 @@ KINDS: dict[Kind, KindRow] = {
         rule="BW needs what is on the host; put FREE and RELOAD before it",
     ),
     Kind.REDUCE: KindRow(REDUCE_LANE, ("reduce",)),
+    Kind.STEP: KindRow(HOST_LANE, ("step",)),
     Kind.SEND_F: KindRow(),
     Kind.RECV_F: KindRow(),
     Kind.SEND_B: KindRow(),
@@ -279,6 +286,8 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECVS = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECVS
 COMPUTE = frozenset(kind for kind, row in KINDS.items() if row.lane == COMPUTE_LANE)
+FINAL = frozenset({Kind.REDUCE, Kind.STEP})
+"""Kinds that begin with the final gradients of a stage."""
 RELOADS = frozenset(kind for kind, row in KINDS.items() if row.lane == RELOAD_LANE)
 COPIES = frozenset(kind for kind, row in KINDS.items() if row.follows) - COMPUTE
 """Kinds between the compute actions of one stage and microbatch."""

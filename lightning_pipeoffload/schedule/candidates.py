@@ -50,6 +50,8 @@ class Candidate:
         option: The option.
         offload: "none", "auto", "paged", which is auto where ranks wait for copies, a share, or
             "its own".
+        postponed: How many others of its stage each W is delayed by, so that an optimizer on the
+            host steps beside them.
         reason: Why it was not taken; empty if it was.
         period: Seconds from one step to the next; None where there is no plan, as the rest.
         bubble: The idle share of the period.
@@ -68,6 +70,7 @@ class Candidate:
     makespan: float | None = None
     schedule: Schedule | None = field(default=None, repr=False, compare=False)
     report: OffloadReport | None = field(default=None, repr=False, compare=False)
+    postponed: int = 0
 
     @property
     def fits(self) -> bool:
@@ -83,8 +86,12 @@ class Candidate:
 
     def figures(self) -> dict[str, Any]:
         """Return its row of a report."""
-        names = ("offload", "fits", "period", "makespan", "bubble", "peak_memory", "reason")
-        return {**vars(self.option), **{name: getattr(self, name) for name in names}}
+        names = ("offload", "postponed", "fits", "period", "makespan", "bubble", "peak_memory")
+        return {
+            **vars(self.option),
+            **{name: getattr(self, name) for name in names},
+            "reason": self.reason,
+        }
 
     def judged(self, best: Candidate) -> Candidate:
         """Return this one with the reason why another was taken."""

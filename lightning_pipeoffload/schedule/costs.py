@@ -36,6 +36,8 @@ class Costs:
         weight_input: The part of ``activation`` and ``weight_residue`` that only W needs, so that
             it can stay on the host until then.
         reduce: Seconds of REDUCE, of a stage and all its microbatches together.
+        step: Seconds of the optimizer's step on the host, of a stage. A plan with STEP takes them
+            beside its last W's, any other one after the rank's last action.
         copy_lanes: Copies that a device makes at a time: 1 where both directions take turns, 2
             where each has a lane of its own.
         ranks_per_link: Neighbouring ranks whose devices share a link to the host, 2 where pairs of
@@ -52,6 +54,7 @@ class Costs:
     reload: PerStage = 0.0
     weight_input: PerStage = 0.0
     reduce: PerStage = 0.0
+    step: PerStage = 0.0
     copy_lanes: int = 1
     ranks_per_link: int = 1
 

@@ -1,6 +1,7 @@
 """A schedule as text: one row per rank, time across, dots where a rank is idle.
 
-Below it a second row shows when the rank's gradients are reduced, where they are.
+Below it a second row shows when the rank's gradients are reduced, or its optimizer steps on the
+host, where that is in the plan.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from .actions import Action
 from .costs import Costs
 from .schedule import Schedule
 from .simulation.simulate import simulate
-from .timeline import COMPUTE_LANE, REDUCE_LANE, Event, Timeline
+from .timeline import COMPUTE_LANE, HOST_LANE, REDUCE_LANE, Event, Timeline
 
 __all__ = ["draw"]
 
-IDLE = {COMPUTE_LANE: ".", REDUCE_LANE: " "}
-UNIT = replace(Costs.unit(), reduce=1.0)
+IDLE = {COMPUTE_LANE: ".", REDUCE_LANE: " ", HOST_LANE: " "}
+UNIT = replace(Costs.unit(), reduce=1.0, step=1.0)
 
 
 def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
@@ -27,7 +28,8 @@ def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
     has several stages ``1F3`` that of stage 1. What is too narrow for its label shows its kind.
 
     Args:
-        drawn: A timeline, or a schedule, which is timed with ``Costs.unit()`` and a REDUCE of 1.
+        drawn: A timeline, or a schedule, which is timed with ``Costs.unit()`` and a REDUCE or STEP
+            of 1.
         width: Characters of a row; None: those of the terminal. The drawing is narrower where every
             label has room.
     """

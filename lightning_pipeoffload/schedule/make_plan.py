@@ -8,22 +8,23 @@ only where a lower bound leaves something to gain.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from .actions import MemoryLimitError, ScheduleError
+from .actions import Kind, MemoryLimitError, ScheduleError
 from .candidates import Candidate, Option, best_of
 from .costs import Costs
 from .families import FAMILIES
+from .passes.last_weights import add_final_actions, postpone_weights
 from .passes.offload import OffloadReport, offload_activations
-from .passes.reduce import add_reductions
 from .passes.transfer import split_every_backward, split_fused_backward
 from .quantities import share_text
 from .recipe import Recipe, build_by
 from .schedule import Schedule
 from .search.problem import ROUNDING
-from .simulation.simulate import period_bubble, simulate, steady_period
+from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds
 from .solver.plan_problem import earliest_end, most_work
 
 __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
@@ -50,6 +51,8 @@ class PlanRequest:
         taken: Returns the part of the memory limit that an option's weights take.
         has_barrier: Returns whether no rank begins a step of an option before all have ended the
             one before.
+        steps_early: Whether the optimizer's step on the host begins as gradients become final. W's
+            are postponed then until it is hidden, as far as memory allows.
         host_shortage: Returns why a schedule offloads more than the hosts have room for; else "".
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
             plan that offloads the most.
@@ -68,6 +71,7 @@ class PlanRequest:
     offload: str | float = "auto"
     taken: Callable[[Option], float] = lambda option: 0.0
     has_barrier: Callable[[Option], bool] = lambda option: False
+    steps_early: bool = False
     host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
     must_fit: bool = True
     searches_always: bool = False
@@ -131,6 +135,7 @@ def make_plan(request: PlanRequest) -> Plan:
     for option in slow:
         if option not in quick and trials.may_gain(option):
             trials.try_order(option)
+    trials.try_to_postpone()
     best = best_of(trials.found) or trials.best_effort()
     if best is None or best.schedule is None:
         raise trials.no_plan()
@@ -231,6 +236,18 @@ class _Trials:
         apart = split_every_backward(schedule)
         return offload_activations(apart, costs, amount, limit, has_room)
 
+    def try_to_postpone(self) -> None:
+        """Postpone W's of the best plan, which give an optimizer on the host time beside them."""
+        best, num_ranks = best_of(self.found), self._request.num_ranks
+        if best is None or best.schedule is None or best.schedule.has_copies:
+            return
+        costs, apart = self.costs(best.option), split_every_backward(best.schedule)
+        if not self._request.steps_early or not any(step_seconds(apart, costs)):
+            return
+        for count in sorted({num_ranks * quarter // 4 for quarter in range(5)}):
+            with suppress(MemoryLimitError):  # what more of them need as well
+                self._add(best.option, "none", postpone_weights(apart, count), postponed=count)
+
     def best_effort(self) -> Candidate | None:
         """Return the plan that offloads the most, where it need not fit; None: it has to."""
         request = self._request
@@ -241,7 +258,12 @@ class _Trials:
         return Candidate(option, "full", "", *self._figures(option, planned[0]), *planned)
 
     def _add(
-        self, option: Option, offload: str, schedule: Schedule, report: OffloadReport | None = None
+        self,
+        option: Option,
+        offload: str,
+        schedule: Schedule,
+        report: OffloadReport | None = None,
+        postponed: int = 0,
     ) -> None:
         shortage = schedule.has_copies and self._request.host_shortage(schedule, self.costs(option))
         if shortage:
@@ -252,13 +274,15 @@ class _Trials:
         if limit is not None and needed > limit * (1 + ROUNDING):
             sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
             raise MemoryLimitError(sentence, limit, needed)
-        self.found.append(Candidate(option, offload, "", *figures, schedule, report))
+        self.found.append(Candidate(option, offload, "", *figures, schedule, report, postponed))
 
     def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
         """Return period, bubble, memory and makespan of a schedule, as it runs."""
         costs, plan = self.costs(option), split_fused_backward(schedule)
-        if any(costs.per_stage("reduce", plan.num_stages)) and not plan.has_reductions:
-            plan = add_reductions(plan)
+        if plan.final_kind is None and any(costs.per_stage("reduce", plan.num_stages)):
+            plan = add_final_actions(plan)
+        elif self._request.steps_early:
+            plan = add_final_actions(plan, Kind.STEP)
         timeline = simulate(plan, costs)
         period = steady_period(plan, costs, self._request.has_barrier(option))
         bubble = period_bubble(timeline, period)

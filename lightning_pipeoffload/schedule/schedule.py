@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from .actions import COPIES, TRANSFERS, Action, Kind
+from .actions import COPIES, FINAL, TRANSFERS, Action, Kind
 from .torch_csv import read_csv, write_csv
 
 __all__ = ["Schedule", "from_numbers", "to_numbers"]
@@ -40,21 +40,21 @@ class Schedule:
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
         """Read a schedule in the compute-only format of ``torch.distributed.pipelining``.
 
-        Copies and REDUCE that ``to_csv`` wrote are read as well.
+        Copies, REDUCE and STEP that ``to_csv`` wrote are read as well.
 
         Args:
             path: A file with one line per rank; its stem becomes the name.
 
         Raises:
-            ScheduleError: A cell is no compute action, with copies and REDUCE or without.
+            ScheduleError: A cell is no compute action, with copies, REDUCE and STEP or without.
         """
         return cls.of(read_csv(path), name=Path(path).stem)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the schedule for ``torch.distributed.pipelining``, one line per rank.
 
-        A copy or REDUCE stands in the cell of the compute action before it, where torch does not
-        read it.
+        A copy, REDUCE or STEP stands in the cell of the compute action before it, where torch does
+        not read it.
 
         Raises:
             ScheduleError: The schedule is lowered; a plan is lowered anew.
@@ -115,9 +115,9 @@ class Schedule:
         return bool(self.kinds & COPIES)
 
     @property
-    def has_reductions(self) -> bool:
-        """Whether gradients are reduced over replicas of the pipeline."""
-        return Kind.REDUCE in self.kinds
+    def final_kind(self) -> Kind | None:
+        """REDUCE or STEP, where it has one behind the last gradients of each stage."""
+        return next(iter(self.kinds & FINAL), None)
 
     @property
     def is_forward_only(self) -> bool:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .actions import COMPUTE_LANE, REDUCE_LANE, Action
+from .actions import COMPUTE_LANE, HOST_LANE, REDUCE_LANE, Action
 
 __all__ = [
     "COMPUTE_LANE",
+    "HOST_LANE",
     "REDUCE_LANE",
     "TOLERANCE",
     "Event",
@@ -24,8 +25,8 @@ class Event(NamedTuple):
     """One action in time, in seconds from the start of the step.
 
     A lane runs its actions in order, beside other lanes: ``compute``, for copies ``d2h`` and
-    ``h2d``, and ``reduce`` for gradients. An action that frees memory, or allocates it for a copy
-    back, is on the compute lane as well and takes no time.
+    ``h2d``, ``reduce`` for gradients and ``host`` for the optimizer's steps. An action that frees
+    memory, or allocates it for a copy back, is on the compute lane as well and takes no time.
     """
 
     rank: int
@@ -68,9 +69,9 @@ class Timeline:
     def span(self) -> tuple[float, ...]:
         """Seconds of each rank from the start of its first action to the end of its last one.
 
-        That may be a reduction: the rank's optimizer waits for it.
+        That may be a REDUCE or a STEP, which the rank's next step waits for.
         """
-        ranks = self._events_on(COMPUTE_LANE, REDUCE_LANE)
+        ranks = self._events_on(COMPUTE_LANE, REDUCE_LANE, HOST_LANE)
         return tuple(max(e.end for e in rank) - rank[0].start if rank else 0.0 for rank in ranks)
 
     @property

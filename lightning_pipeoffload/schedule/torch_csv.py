@@ -4,8 +4,9 @@ One line per rank, one cell per action, empty cells for idle slots. torch's runt
 written here; it writes I for our B and B for our BW. Its DualPipeV has cells such as
 ``(7F4;0B0)OVERLAP_F_B``, which are read as one action after the other.
 
-Copies and REDUCE stand in the cell of the compute action that they follow, as in ``2F0 2OFFLOAD0``:
-torch reads a cell's first action and no further, so it executes the same order without them.
+Copies, REDUCE and STEP stand in the cell of the compute action that they follow, as in
+``2F0 2OFFLOAD0``: torch reads a cell's first action and no further, so it executes the same order
+without them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BESIDE_COMPUTE = set(Kind) - TORCH_NAMES.keys() - TRANSFERS
 
 
 def write_csv(path: str | PathLike[str], actions: Iterable[Iterable[Action]]) -> None:
-    """Write the compute actions of every rank, and its copies and REDUCE.
+    """Write the compute actions of every rank, and its copies, REDUCE and STEP.
 
     Raises:
         ScheduleError: There is a transfer, or a copy before all compute actions.
@@ -38,7 +39,7 @@ def read_csv(path: str | PathLike[str]) -> list[list[Action]]:
 
     Raises:
         ScheduleError: It is no text, or a cell is not an action of torch's compute-only format,
-            with copies and REDUCE or not.
+            with copies, REDUCE and STEP or not.
     """
     try:
         with open(path, newline="") as file:

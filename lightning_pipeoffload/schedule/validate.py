@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .actions import (
     COMPUTE_LANE,
+    FINAL,
     KINDS,
     NOTHING,
     OFFLOAD_LANE,
@@ -41,7 +42,7 @@ def validate(schedule: Schedule) -> None:
 
     Every stage is on one rank. Every stage does F, then BW or B and W, once for each microbatch; or
     every stage does only F. What is offloaded is freed and reloaded, in this order, before what
-    needs it. Gradients of every stage are reduced once, behind the last of them, or those of none.
+    needs it. Every stage has one REDUCE or one STEP behind its last gradients, or none has.
     What is sent is received, in the same order on every directed edge. The ranks never wait for
     each other in a circle.
 
@@ -53,8 +54,8 @@ def validate(schedule: Schedule) -> None:
     _check_compute(schedule)
     if any(KINDS[kind].follows for kind in schedule.kinds - _COMPUTED):
         _check_lives(schedule)
-    if schedule.has_reductions:
-        _check_reductions(schedule)
+    if schedule.final_kind is not None:
+        _check_final(schedule, schedule.final_kind)
     if schedule.has_transfers:
         _check_transfers(schedule)
     replay(schedule)
@@ -160,30 +161,30 @@ def _first_fault_of_life(kinds: Sequence[Kind]) -> int | None:
     return None if KINDS[kinds[-1]].lane == COMPUTE_LANE else len(kinds) - 1
 
 
-def _check_reductions(schedule: Schedule) -> None:
+def _check_final(schedule: Schedule, kind: Kind) -> None:
     last = {p.action.stage: p for p in _places(schedule) if p.action.kind in (Kind.W, Kind.BW)}
-    reduced: set[int] = set()
+    found: set[int] = set()
     for place in _places(schedule):
-        if place.action.kind is not Kind.REDUCE:
+        if place.action.kind not in FINAL:
             continue
         stage, completed = place.action.stage, last.get(place.action.stage)
-        wanted = completed and completed.action._replace(kind=Kind.REDUCE)
+        wanted = completed and completed.action._replace(kind=kind)
         rule = ""
         if completed is None:
             rule = "there are no gradients without a backward; take it out"
-        elif stage in reduced:
-            rule = f"the gradients of stage {stage} are reduced once; take it out"
+        elif stage in found:
+            rule = f"stage {stage} has one {kind.value}; take it out"
         elif completed.step > place.step:
             rule = f"the gradients are complete after {completed.action}; put {wanted} behind it"
         elif place.action != wanted:
             rule = f"it stands behind {completed.action}; call it {wanted}"
         if rule:
             raise _broken(schedule, place, rule)
-        reduced.add(stage)
+        found.add(stage)
     for stage, place in last.items():
-        if stage not in reduced:
-            add = place.action._replace(kind=Kind.REDUCE)
-            rule = f"gradients of other stages are reduced, and these are not; add {add} behind it"
+        if stage not in found:
+            add = place.action._replace(kind=kind)
+            rule = f"other stages have {kind.value}, stage {stage} has none; add {add} behind it"
             raise _broken(schedule, place, rule)
 
 

@@ -9,7 +9,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Event,
     Timeline,
-    add_reductions,
+    add_final_actions,
     build,
     simulate,
 )
@@ -86,7 +86,7 @@ def test_copies_have_lanes_under_the_row():
 
 
 def test_reductions_have_a_lane_under_the_row():
-    figure = drawn(add_reductions(build("zb_h1", 2, 2)), Costs(1, 1, 1, reduce=3))
+    figure = drawn(add_final_actions(build("zb_h1", 2, 2)), Costs(1, 1, 1, reduce=3))
     assert {"reduce", "gradients over the replicas"} <= set(words(figure))
     assert "#e0b416" in {color for *_, color in bars(figure)}
 

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 
 from lightning_pipeoffload.pictures.trace import to_trace
-from lightning_pipeoffload.schedule import Costs, add_reductions, simulate
+from lightning_pipeoffload.schedule import Costs, add_final_actions, simulate
 from tests.support.plans import plan
 
 COSTS = Costs(0.5, 1, 2)
@@ -35,7 +35,7 @@ def test_memory_is_a_counter():
 
 
 def test_reductions_have_a_lane():
-    reduced = add_reductions(plan("0F0 0BW0\n1F0 1BW0"))
+    reduced = add_final_actions(plan("0F0 0BW0\n1F0 1BW0"))
     costs = replace(COSTS, reduce=4)
     events = to_trace(simulate(reduced, costs), costs)["traceEvents"]
     threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}

@@ -175,7 +175,7 @@ def test_a_schedule_may_be_a_file(tmp_path, as_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("0F0,0B0 0REDUCE0\n1F0,1B0", "rank 1, 1BW0: gradients of other stages are reduced"),
+        ("0F0,0B0 0REDUCE0\n1F0,1B0", "rank 1, 1BW0: other stages have REDUCE"),
         ("0F0,0B0 0REDUCE0\n1F0,1B0 1REDUCE0", "schedule mine has 0REDUCE0, which is put in when"),
         ("0F0\n1F0", "schedule mine has no backward, and trains nothing; give each stage BW"),
         ("0F0 0SEND_F0,0B0\n1F0,1B0", "rank 0, 0F0: another rank needs its result; add 1RECV_F0"),

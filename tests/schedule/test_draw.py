@@ -3,7 +3,14 @@ import re
 
 import pytest
 
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, add_reductions, build, draw, simulate
+from lightning_pipeoffload.schedule import (
+    SCHEDULES,
+    Costs,
+    add_final_actions,
+    build,
+    draw,
+    simulate,
+)
 from tests.support.plans import plan
 
 ZB_H1 = """
@@ -52,20 +59,20 @@ def test_nothing_that_takes_time():
 
 
 REDUCED = """
-rank 0 F0 F1 ...B0 W0 B1 W1 .........
-reduce                      REDUCE1
-rank 1 ...F0 B0 F1 B1 W0 W1 .........
+rank 0 F0 F1 ...B0 W0 B1 W1 ......
 reduce                   REDUCE1
+rank 1 ...F0 B0 F1 B1 W0 W1 ......
+reduce                 REDUCE1
 """
 
 
 def test_a_reduction_has_a_row_of_its_own():
-    timeline = simulate(add_reductions(build("zb_h1", 2, 2)), Costs(1, 1, 1, reduce=3))
+    timeline = simulate(add_final_actions(build("zb_h1", 2, 2)), Costs(1, 1, 1, reduce=3))
     assert lines(draw(timeline, width=80)) == REDUCED.strip().splitlines()
 
 
 def test_a_reduction_of_a_schedule_takes_as_long_as_an_action():
-    drawn = draw(add_reductions(plan("0F0 1F0 1BW0 0BW0")), width=80)
+    drawn = draw(add_final_actions(plan("0F0 1F0 1BW0 0BW0")), width=80)
     assert lines(drawn) == [
         "rank 0 0F0 1F0 1BW0    0BW0    ....",
         "reduce                 REDU    REDU",
@@ -73,7 +80,7 @@ def test_a_reduction_of_a_schedule_takes_as_long_as_an_action():
 
 
 def test_short_reductions_make_no_drawing_wider():
-    timeline = simulate(add_reductions(build("zb_h1", 2, 2)), Costs(1, 1, 1, reduce=0.01))
+    timeline = simulate(add_final_actions(build("zb_h1", 2, 2)), Costs(1, 1, 1, reduce=0.01))
     assert len(draw(timeline, width=200).splitlines()[0]) == len("rank 0 ") + 7 * 3
 
 

@@ -8,7 +8,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
-    add_reductions,
+    add_final_actions,
     build,
     lower,
     offload_activations,
@@ -86,7 +86,7 @@ def test_csv_has_copies_after_what_torch_reads_of_a_cell(tmp_path):
 
 
 def test_csv_has_reductions_there_too(tmp_path):
-    schedule = add_reductions(build("zb_h1", 2, 2))
+    schedule = add_final_actions(build("zb_h1", 2, 2))
     schedule.to_csv(tmp_path / "s.csv")
     assert (tmp_path / "s.csv").read_text().splitlines()[0].endswith(",0I1,0W1 0REDUCE1")
     assert Schedule.from_csv(tmp_path / "s.csv") == schedule

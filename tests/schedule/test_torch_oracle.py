@@ -10,7 +10,14 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.distributed.pipelining.stage import PipelineStage
 
-from lightning_pipeoffload.schedule import COMPUTE, Schedule, add_reductions, build, lower, validate
+from lightning_pipeoffload.schedule import (
+    COMPUTE,
+    Schedule,
+    add_final_actions,
+    build,
+    lower,
+    validate,
+)
 from tests.support.plans import SHAPES
 
 OUR_KINDS = {"F": "F", "I": "B", "W": "W", "B": "BW"}
@@ -51,7 +58,7 @@ def torch_runtime(schedule):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_torch_reads_and_lowers_our_csv(name, tmp_path):
-    schedule = add_reductions(build(name, num_ranks=4, num_microbatches=8))
+    schedule = add_final_actions(build(name, num_ranks=4, num_microbatches=8))
     schedule.to_csv(tmp_path / "schedule.csv")
     runtime = torch_runtime(schedule)
     runtime._load_csv(tmp_path / "schedule.csv")

@@ -32,11 +32,11 @@ ERRORS = {
     ),
     "two REDUCEs": (
         "0F0 0BW0 0REDUCE0 0REDUCE0",
-        "rank 0, 0REDUCE0: the gradients of stage 0 are reduced once; take it out",
+        "rank 0, 0REDUCE0: stage 0 has one REDUCE; take it out",
     ),
     "a stage without REDUCE": (
         "0F0 3F0 3BW0 3REDUCE0 0BW0 0REDUCE0\n1F0 2F0 2BW0 1BW0 1REDUCE0",
-        "rank 1, 2BW0: gradients of other stages are reduced, and these are not; add 2REDUCE0",
+        "rank 1, 2BW0: other stages have REDUCE, stage [0-9]+ has none; add 2REDUCE0",
     ),
     "a REDUCE without gradients": (
         "0F0 0REDUCE0",

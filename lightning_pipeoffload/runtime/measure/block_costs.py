@@ -68,11 +68,13 @@ class RankCosts:
         copy_lanes: Copies that its device makes at a time.
         latencies: P2P latency in seconds, by index, of the stages whose next one is on another
             rank.
+        step: Seconds of the optimizer's step on the host, of all stages.
     """
 
     stages: Mapping[int, StageCosts]
     copy_lanes: int
     latencies: Mapping[int, float]
+    step: float = 0.0
 
 
 def measure_costs(
@@ -112,7 +114,8 @@ def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
     latencies = {
         index: max(replica.latencies[index] for replica in of_replicas) for index in first.latencies
     }
-    return RankCosts(stages, min(replica.copy_lanes for replica in of_replicas), latencies)
+    lanes = min(replica.copy_lanes for replica in of_replicas)
+    return RankCosts(stages, lanes, latencies, max(replica.step for replica in of_replicas))
 
 
 def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
@@ -121,9 +124,11 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
     by_index = {index: stage for rank in ranks for index, stage in rank.stages.items()}
     stages = [by_index[index] for index in sorted(by_index)]
     latencies = {index: seconds for rank in ranks for index, seconds in rank.latencies.items()}
+    steps = {index: rank.step / len(rank.stages) for rank in ranks for index in rank.stages}
     costs: dict[str, Any] = dict(
         zip(StageCosts.__annotations__, zip(*stages, strict=True), strict=True),
         communication=[latencies.get(index, 0.0) for index in sorted(by_index)],
+        step=[steps[index] for index in sorted(by_index)],
     )
     return Costs(**costs, copy_lanes=min(rank.copy_lanes for rank in ranks))
 
@@ -268,4 +273,5 @@ def costs_of_stages(
             for stage in stages
         ]
     latencies = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]
-    return replace(blocks, communication=mean(latencies or [0.0]), **summed)
+    # No optimizer has stepped when blocks are measured.
+    return replace(blocks, communication=mean(latencies or [0.0]), step=0.0, **summed)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
-from ..actions import COMPUTE, Action, Kind, ScheduleError
+from ..actions import COMPUTE, FINAL, Action, Kind, ScheduleError
 from ..messages import recv_before, recv_of, send_after, send_of
 from ..schedule import Schedule
 from ..validate import validate
-from .reduce import add_reductions
+from .last_weights import add_final_actions
 
 __all__ = [
     "add_transfers",
@@ -76,15 +76,15 @@ def forward_only(schedule: Schedule) -> Schedule:
 def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
     """Drop the actions of microbatches from ``count`` on, for a batch that is shorter.
 
-    A stage's REDUCE stays, behind what is then the last.
+    A stage's REDUCE or STEP stays, behind what is then the last.
 
     Raises:
         ScheduleError: Fewer than one microbatch would stay.
     """
     if count < 1:
         raise ScheduleError(f"count ({count}) of microbatches to keep must be at least 1")
-    kept = _keep(schedule, lambda a: a.microbatch < count and a.kind is not Kind.REDUCE)
-    return add_reductions(kept) if schedule.has_reductions else kept
+    kept = _keep(schedule, lambda a: a.microbatch < count and a.kind not in FINAL)
+    return add_final_actions(kept, schedule.final_kind) if schedule.final_kind else kept
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:

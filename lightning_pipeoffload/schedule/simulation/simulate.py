@@ -22,14 +22,13 @@ from ..actions import (
     KINDS,
     MEMORY_EFFECTS,
     OFFLOAD_LANE,
-    REDUCE_LANE,
     RELOAD_LANE,
     Action,
     Kind,
     Part,
 )
 from ..costs import Costs
-from ..passes.reduce import tails
+from ..passes.last_weights import tails
 from ..replay import replay
 from ..schedule import Schedule
 from ..timeline import COMPUTE_LANE, TOLERANCE, Event, Timeline
@@ -45,8 +44,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Without transfers in the schedule, each message between two ranks is implied: it is sent when F,
     B or BW ends. A RECV waits until its message is there, which is idle time. Copies run on lanes
     of their own, in the order in which a rank starts them; FREE waits for its copy, and B, W or BW
-    for the copy back of what they need. REDUCE has a lane of its own, too, and nothing waits for
-    it; a share of it runs behind each W of its tail.
+    for the copy back of what they need. REDUCE and STEP have lanes of their own, too, and nothing
+    of the same step waits for them; they run in shares, while the W's of their tail complete these.
 
     Args:
         schedule: The schedule.
@@ -72,14 +71,14 @@ class _Beside(NamedTuple):
         lane: The lane that it occupies; None: it only waits.
         link: The link to the host that it occupies, where neighbouring ranks share one.
         seconds: How long.
-        shares: Of a REDUCE, the places of the W's that each complete a share of the gradients.
+        tail: Of a REDUCE or STEP, the places of its tail's first and last W.
     """
 
     waits: tuple[tuple[int, float], ...] = ()
     lane: Hashable = None
     link: Hashable = None
     seconds: float = 0.0
-    shares: tuple[int, ...] = ()
+    tail: tuple[int, int] | None = None
 
 
 _BACKGROUND = [kind for kind, row in KINDS.items() if row.lane not in ("", COMPUTE_LANE)]
@@ -106,7 +105,7 @@ class Simulation:
         costs: Costs,
         copies: tuple[Mapping[Action, float], Mapping[Action, float]] | None = None,
     ) -> None:
-        self._schedule, self._costs = schedule, costs
+        self._schedule, self._costs, self._final = schedule, costs, schedule.final_kind
         self._replay = order = replay(schedule)
         num_stages = schedule.num_stages
         operations = [(kind, stage) for kind in Kind for stage in range(num_stages)]
@@ -129,7 +128,7 @@ class Simulation:
         """Return the waits and lanes of the actions of the replay; None for those without."""
         copy_seconds, for_w = copies
         place = {action: n for n, action in enumerate(self.actions)}
-        weights = {tail.reduction: tail.weights for rank in self._schedule for tail in tails(rank)}
+        weights = {tail.final: tail.weights for rank in self._schedule for tail in tails(rank)}
         found: list[_Beside | None] = []
         for n, (rank, action) in enumerate(zip(self._replay.ranks, self.actions, strict=True)):
             kind = action.kind
@@ -143,8 +142,9 @@ class Simulation:
             if kind in _BACKGROUND:
                 lane, link = self._lane_of(rank, row.lane)
                 seconds = copy_seconds.get(action, taken[kind][action.stage])
-                shares = tuple(place[weight] for weight in weights.get(action, ()))
-                found.append(_Beside(waits, lane, link, seconds, shares))
+                of_tail = weights.get(action)
+                tail = (place[of_tail[0]], place[of_tail[-1]]) if of_tail else None
+                found.append(_Beside(waits, lane, link, seconds, tail))
             else:
                 found.append(_Beside(waits) if waits else None)
         return found
@@ -173,8 +173,10 @@ class Simulation:
                 start = max(start, spans[copy][1] - not_awaited)
             if beside.lane is None:
                 return start
-            if beside.shares:
-                spans[place] = _shares(beside, ends, free[beside.lane])
+            if beside.tail is not None:
+                first, last = beside.tail
+                begins = ends[first] - self._seconds[first]
+                spans[place] = _in_shares(begins, ends[last], beside.seconds, free[beside.lane])
             else:
                 begin = max(start, free[beside.lane])
                 if beside.link is not None:
@@ -187,7 +189,9 @@ class Simulation:
 
         order = self._replay
         begins, ends, last = order.time(self._seconds, self._delays, starts, self._beside, reach)
-        last = [max(end, free.get((rank, REDUCE_LANE), end)) for rank, end in enumerate(last)]
+        if self._final is not None:
+            lane = KINDS[self._final].lane
+            last = [max(end, free.get((rank, lane), end)) for rank, end in enumerate(last)]
         return self._events(begins, ends, spans), last
 
     def _events(
@@ -202,14 +206,12 @@ class Simulation:
                 yield Event(rank, KINDS[kind].lane, action, *spans[place])
 
 
-def _shares(beside: _Beside, ends: list[float], free: float) -> Interval:
-    """Return when a REDUCE runs: after each W of its tail, the share that this W completes."""
-    completed = [ends[weight] for weight in beside.shares]
-    share = beside.seconds / len(completed)
-    start = end = max(free, completed[0])
-    for time in completed:
-        end = max(end, time) + share
-    return start, end
+def _in_shares(begins: float, ends: float, seconds: float, free: float) -> Interval:
+    """Return when a REDUCE or STEP runs, whose tail completes one share after another."""
+    length = (ends - begins) / _NUM_SHARES
+    start = max(free, begins + length)
+    # The lane is busy without a gap from the first share or up to the last one.
+    return start, max(start + seconds, ends + seconds / _NUM_SHARES)
 
 
 def _seconds_of(costs: Costs, num_stages: int) -> dict[Kind, list[float]]:
@@ -260,6 +262,9 @@ def copy_seconds(
                     for_w[action] = durations[action] * weight_input[stage] / activation[stage]
     return durations, for_w
 
+
+# Buckets of a stage's parameters: a stage of a large model has more, one of a small model fewer.
+_NUM_SHARES = 8
 
 # Ranks have settled after about as many steps as it takes the last to be held up by the first.
 _MOST_STEPS = 16
@@ -329,8 +334,19 @@ def _steps(
     """Yield each step's events, and when each rank begins the next one."""
     simulation = Simulation(schedule, costs)
     ends = [0.0] * schedule.num_ranks
+    after = [0.0] * schedule.num_ranks
+    if schedule.final_kind is not Kind.STEP:
+        after = step_seconds(schedule, costs)
     while True:
         events, ends = simulation.run(ends)
         if has_barrier:
             ends = [max(ends)] * len(ends)
+        ends = [end + own for end, own in zip(ends, after, strict=True)]
         yield events, ends
+
+
+def step_seconds(schedule: Schedule, costs: Costs) -> list[float]:
+    """Return the seconds of each rank's optimizer step on the host."""
+    of_stages = costs.per_stage("step", schedule.num_stages)
+    ranks = range(schedule.num_ranks)
+    return [sum(of_stages[stage] for stage in schedule.stages_of(rank)) for rank in ranks]

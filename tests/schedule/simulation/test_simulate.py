@@ -5,12 +5,11 @@ import pytest
 from lightning_pipeoffload.schedule import (
     Costs,
     ScheduleError,
-    add_reductions,
+    add_final_actions,
     add_transfers,
     build,
     lower,
     simulate,
-    tails,
 )
 from tests.support.plans import SHAPES, plan
 
@@ -200,29 +199,35 @@ def reduced(text, reduce, costs=UNIT):
     return {event.action.stage: (event.start, event.end) for event in events}
 
 
-@pytest.mark.parametrize(("seconds", "second"), [(2, (9, 11)), (6, (9, 15)), (0, (9, 10))])
-def test_a_share_of_a_reduction_follows_each_weight_gradient_of_its_tail(seconds, second):
-    """Rank 0 computes until 10 and has a tail of one W; rank 1 ends W1 at 9 and W2 at 10."""
-    plan_of_two = str(add_reductions(lower(build("zb_h1", 2, 3))))
-    assert reduced(plan_of_two, seconds) == {0: (10, 10 + seconds), 1: second}
+@pytest.mark.parametrize(
+    ("seconds", "first", "second"),
+    [(2, (9.125, 11.125), (8.25, 10.25)), (6, (9.125, 15.125), (8.25, 14.25))],
+)
+def test_a_reduction_runs_in_eight_shares_beside_its_tail(seconds, first, second):
+    """Rank 0 ends with one W, from 9 to 10; rank 1 with two, from 8 to 10."""
+    plan_of_two = str(add_final_actions(lower(build("zb_h1", 2, 3))))
+    assert reduced(plan_of_two, seconds) == {0: first, 1: second}
+    stepped = simulate(plan(plan_of_two.replace("REDUCE", "STEP")), replace(UNIT, step=seconds))
+    spans = [(e.start, e.end) for e in stepped.events if e.lane == "host"]
+    assert sorted(spans) == sorted([first, second])
 
 
-def test_shares_wait_for_their_weight_gradient_and_for_the_share_before():
+def test_a_short_reduction_ends_one_share_after_its_tail():
     text = "0F0 0F1 0F2 0B0 0B1 0B2 0W0 0W1 0W2 0REDUCE2"
-    assert reduced(text, 1.5, Costs(0, 0, 2)) == {0: (2, 6.5)}
-    assert reduced(text, 12, Costs(0, 0, 2)) == {0: (2, 14)}
+    assert reduced(text, 1.6, Costs(0, 0, 2)) == {0: (0.75, 6.2)}
+    assert reduced(text, 12, Costs(0, 0, 2)) == {0: (0.75, 12.75)}
 
 
 def test_a_reduction_of_1f1b_follows_its_last_backward():
     """Stage 0 ends BW at 6, or W; stage 1, which another rank waits for, ends W at 5."""
-    lowered = add_reductions(lower(build("1f1b", 2, 1)))
-    assert reduced(str(lowered), [3, 4]) == {0: (5, 8), 1: (4, 8)}
+    lowered = add_final_actions(lower(build("1f1b", 2, 1)))
+    assert reduced(str(lowered), [3, 4]) == {0: (5, 8), 1: (3.125, 7.125)}
 
 
 def test_reductions_of_one_rank_take_turns():
     text = "0F0 1F0 1B0 0B0 1W0 1REDUCE0 0W0 0REDUCE0"
-    assert reduced(text, [1, 5]) == {1: (5, 10), 0: (10, 11)}
-    assert reduced(text, [3, 0.5]) == {1: (5, 5.5), 0: (6, 9)}
+    assert reduced(text, [1, 5]) == {1: (4.125, 9.125), 0: (9.125, 10.125)}
+    assert reduced(text, [3, 0.5]) == {1: (4.125, 5.0625), 0: (5.125, 8.125)}
 
 
 def test_one_that_stands_further_behind_starts_when_its_rank_comes_to_it():
@@ -232,23 +237,12 @@ def test_one_that_stands_further_behind_starts_when_its_rank_comes_to_it():
 @pytest.mark.parametrize("name", SHAPES)
 def test_nothing_waits_for_a_reduction(name):
     lowered, costs = lower(build(name, 4, 8)), replace(UNEQUAL, reduce=100)
-    without, timeline = simulate(lowered, costs), simulate(add_reductions(lowered), costs)
+    without, timeline = simulate(lowered, costs), simulate(add_final_actions(lowered), costs)
     others = [event for event in timeline.events if event.lane != "reduce"]
     assert others == list(without.events)
     assert (timeline.busy, timeline.peak_memory) == (without.busy, without.peak_memory)
     assert timeline.makespan > without.makespan
     assert timeline.bubble > without.bubble
-
-
-@pytest.mark.parametrize(("num_ranks", "name"), [(2, "zb_h1"), (4, "zb_h1"), (4, "zb_h2")])
-def test_of_the_reductions_that_a_tail_hides_one_share_is_left(num_ranks, name):
-    """One that takes no longer than its tail is over a share after it."""
-    lowered = add_reductions(lower(build(name, num_ranks, 2 * num_ranks)))
-    lengths = [len(weights) for rank in lowered for weights, _ in tails(rank)]
-    events = simulate(lowered, replace(UNIT, reduce=[0.75 * k for k in lengths])).events
-    for rank in range(num_ranks):
-        ends = {event.lane: event.end for event in events if event.rank == rank}
-        assert ends["reduce"] - ends["compute"] == pytest.approx(0.75)
 
 
 def test_a_reduction_is_the_end_of_a_rank_and_no_work():

@@ -5,7 +5,7 @@ import pytest
 from lightning_pipeoffload.schedule import (
     COMPUTE,
     Costs,
-    add_reductions,
+    add_final_actions,
     build,
     lower,
     offload_activations,
@@ -67,7 +67,7 @@ def test_a_lowered_plan_takes_as_long():
 
 def test_a_rank_waits_for_its_own_reduction():
     costs = Costs(1, 1, 1, reduce=5.0)
-    plan = add_reductions(build("zb_h2", 2, 4))
+    plan = add_final_actions(build("zb_h2", 2, 4))
     assert steady_period(plan, costs, False) > steady_period(plan, Costs.unit(), False)
 
 
