@@ -79,29 +79,40 @@ class EmulatedBlock(nn.Module):
         seconds: Of each.
         defer: Takes the computation of a weight gradient; None: autograd computes it.
         weight_share: Seconds of W, as a share of F's; next to nothing where only adapters train.
+        num_weights: Weights, each of which has its share of W.
     """
 
-    def __init__(self, seconds: float, defer: Deferral | None, weight_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        defer: Deferral | None,
+        weight_share: float = 1.0,
+        num_weights: int = 1,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(FEATURES))
+        self.weights = nn.ParameterList(torch.zeros(FEATURES) for _ in range(num_weights))
         self.seconds = seconds
-        self.weight_seconds = seconds * weight_share
+        self.weight_seconds = seconds * weight_share / num_weights
         self.defer = defer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus the weight."""
-        weight: Tensor = SleepForWeight.apply(self.weight, self.weight_seconds, self.defer)
-        slept: Tensor = Sleep.apply(x, self.seconds)
-        return slept + weight
+        """Return ``x`` plus the weights."""
+        y: Tensor = Sleep.apply(x, self.seconds)
+        for weight in self.weights:
+            y = y + SleepForWeight.apply(weight, self.weight_seconds, self.defer)
+        return y
 
 
 class EmulatedModel(LightningModule):
     """A chain of such blocks, as a user of Lightning would write it."""
 
-    def __init__(self, num_blocks: int, seconds: float, weight_share: float = 1.0) -> None:
+    def __init__(
+        self, num_blocks: int, seconds: float, weight_share: float = 1.0, num_weights: int = 1
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            EmulatedBlock(seconds, defer_weight_grad, weight_share) for _ in range(num_blocks)
+            EmulatedBlock(seconds, defer_weight_grad, weight_share, num_weights)
+            for _ in range(num_blocks)
         )
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:

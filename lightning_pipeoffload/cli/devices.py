@@ -3,7 +3,10 @@
 Sources: NVIDIA's data sheets of the forms with NVLink (SXM), without sparsity, which doubles what
 they print large. H100: 989 TFLOP/s dense bf16 and fp16, 67 fp32, 67 fp64 in tensor cores, 80 GB,
 NVLink 900 GB/s both ways together, PCIe gen 5 of 16 lanes. H200: the same with 141 GB. A100: 312,
-19.5 and 19.5 TFLOP/s, 80 GB, NVLink 600 GB/s, PCIe gen 4.
+19.5 and 19.5 TFLOP/s, 80 GB, NVLink 600 GB/s, PCIe gen 4. RTX 4090: 165 TFLOP/s dense bf16 and fp16
+with sums in float32, 82.6 fp32, 1.3 fp64, 24 GiB, PCIe gen 4, which is its link as well. A host's
+memory is that of two sockets with eight channels each, DDR4-3200 beside an A100 or RTX 4090 and
+DDR5-4800 beside an H100 or H200, which eight devices share.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any, NamedTuple
 
+from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.schedule import ScheduleError
 
 __all__ = ["DEVICES", "Device", "device_named", "kind_of_precision"]
@@ -25,6 +29,7 @@ class Device(NamedTuple):
         memory: Bytes.
         copy_rate: Bytes per second to the host, and as many back at the same time.
         link_rate: Bytes per second to a neighbour.
+        host_rate: Bytes per second of the host's memory, which its devices share.
     """
 
     name: str
@@ -32,23 +37,32 @@ class Device(NamedTuple):
     memory: float
     copy_rate: float
     link_rate: float
+    host_rate: float
 
 
 _HOPPER = {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12}
+_ADA = {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12, "fp64": 1.3e12}
 _AMPERE = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100", _AMPERE, 80e9, 32e9, 300e9),
-        Device("h100", _HOPPER, 80e9, 64e9, 450e9),
-        Device("h200", _HOPPER, 141e9, 64e9, 450e9),
+        Device("4090", _ADA, 24 * 2**30, 32e9, 32e9, 410e9 / 8),
+        Device("a100", _AMPERE, 80e9, 32e9, 300e9, 410e9 / 8),
+        Device("h100", _HOPPER, 80e9, 64e9, 450e9, 614e9 / 8),
+        Device("h200", _HOPPER, 141e9, 64e9, 450e9, 614e9 / 8),
     )
 }
 
 
-def device_named(name: Any, efficiency: Any) -> Device:
+def device_named(name: Any, efficiency: Any, host_rate: Any = None) -> Device:
     """Return a device with ``efficiency``, a share, of its peak rates.
+
+    Args:
+        name: One of ``DEVICES``.
+        efficiency: The share.
+        host_rate: Bytes per second of its host's memory that are its own, such as ``50GB``; None:
+            those of the data sheet.
 
     Raises:
         ScheduleError: There is no such device, or the share is none.
@@ -62,10 +76,13 @@ def device_named(name: Any, efficiency: Any) -> Device:
     is_number = isinstance(efficiency, (int, float)) and not isinstance(efficiency, bool)
     if not is_number or not 0 < efficiency < inf or efficiency > 1:
         raise ScheduleError(f"efficiency ({efficiency}) must be a share above 0 and up to 1")
+    if host_rate is not None:
+        device = device._replace(host_rate=parse_bytes(host_rate, "host_bandwidth"))
     return device._replace(
         flops={kind: rate * efficiency for kind, rate in device.flops.items()},
         copy_rate=device.copy_rate * efficiency,
         link_rate=device.link_rate * efficiency,
+        host_rate=device.host_rate * efficiency,
     )
 
 

@@ -31,11 +31,11 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
-    add_final_actions,
     check_name,
     estimated_copy_ratio,
     split_fused_backward,
     with_copy_ratio,
+    with_final_actions,
 )
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
 from lightning_pipeoffload.schedule.families import FAMILIES
@@ -48,7 +48,14 @@ from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["GivenPlans", "has_barrier", "mapping", "parse_name", "write_costs"]
+__all__ = [
+    "GivenPlans",
+    "has_barrier",
+    "mapping",
+    "needs_all_gradients",
+    "parse_name",
+    "write_costs",
+]
 
 _COSTS = tuple(field.name for field in fields(Costs))
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
@@ -78,7 +85,7 @@ def mapping(
 
 
 def has_barrier(config: DictConfig) -> bool:
-    """Whether ranks wait between steps: the trainer clips by norm, or scales the loss.
+    """Whether ranks wait between steps for what :func:`needs_all_gradients` names.
 
     Raises:
         ScheduleError: ``strategy.optimizer_sync`` has another value than it can have.
@@ -86,11 +93,16 @@ def has_barrier(config: DictConfig) -> bool:
     sync = config.strategy.optimizer_sync
     if sync not in _SYNCS:
         raise ScheduleError(f"strategy.optimizer_sync ({sync}) must be one of {', '.join(_SYNCS)}")
+    return sync == "barrier" and needs_all_gradients(config)
+
+
+def needs_all_gradients(config: DictConfig) -> bool:
+    """Whether the trainer clips by norm, or scales the loss."""
     trainer = config.get("trainer") or {}
     by_norm = trainer.get("gradient_clip_algorithm") != "value"
     clips = bool(trainer.get("gradient_clip_val")) and by_norm
     is_scaled = str(trainer.get("precision")) in ("16", "16-mixed")
-    return sync == "barrier" and (is_scaled or clips)
+    return is_scaled or clips
 
 
 def parse_name(name: str) -> tuple[str, str | float]:
@@ -115,6 +127,7 @@ class GivenPlans:
         self.costs = _costs(config)
         self.units = MEASURED if config.costs_file else Units.of(self.costs)
         self._has_barrier = has_barrier(config)
+        self._steps_early = not needs_all_gradients(config)
 
     def request(self, wanted: Sequence[Option], **more: Any) -> PlanRequest:
         values = {"offload": self._config.strategy.offload, **more}
@@ -123,6 +136,7 @@ class GivenPlans:
             wanted,
             lambda option: _costs_of_stage(self.costs, option.num_chunks),
             has_barrier=lambda option: self._has_barrier,
+            steps_early=self._steps_early,
             **values,
         )
 
@@ -209,11 +223,9 @@ class GivenPlans:
         return given.name, given.num_chunks, recipe
 
     def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
-        """Return a schedule with its figures; with REDUCE where that takes time."""
-        takes_time = any(costs.per_stage("reduce", schedule.num_stages))
-        if takes_time and schedule.final_kind is None:
-            schedule = add_final_actions(schedule)
-        return PlannedStep(schedule, costs, self._has_barrier)
+        """Return a schedule with its figures; with REDUCE or STEP where these take time."""
+        plan = with_final_actions(schedule, costs, self._steps_early)
+        return PlannedStep(plan, costs, self._has_barrier)
 
     def compare(self, is_json: bool) -> list[PlannedStep]:
         """Print schedules side by side, for the same work of every rank; return those that fit."""

@@ -165,6 +165,20 @@ class MemoryNeeds:
         """Return the bytes of parameters, gradients and optimizer states of some stages."""
         return sum(self._kept_by(stages))
 
+    def step_bytes(self) -> list[float]:
+        """Return what the host's memory moves of each stage in one step of its optimizer.
+
+        It reads gradients, reads and writes what it steps and keeps, and writes weights: 28 bytes
+        for a parameter under Adam in float32, or with masters.
+        """
+        found = []
+        has_masters = self.hosted is not None and self.hosted.has_masters
+        for stage in self.owned:
+            trained = [sizes for sizes in stage.values() if sizes[1]]
+            moved = (g + 2 * states + (w if has_masters else 2 * w) for w, g, states in trained)
+            found.append(sum(moved) / self.num_sharing)
+        return found
+
     def copied(self, plan: Schedule) -> list[tuple[int, int]]:
         """Return the bytes of each rank's snapshot that may be on its device, and all others."""
         found = []

@@ -20,6 +20,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     one_at_a_time,
     steady_period,
+    with_final_actions,
 )
 
 # Ranks wait for each other where the plan changes, which must gain this share of its time.
@@ -98,9 +99,8 @@ class TrainingPlan:
 
     def period(self, schedule: Schedule, costs: Costs) -> float:
         """Return the seconds from one step to the next, with a barrier where this run has one."""
-        if self.steps_early:
-            schedule = add_final_actions(schedule, Kind.STEP)
-        return steady_period(schedule, costs, self.has_barrier())
+        plan = with_final_actions(schedule, costs, self.steps_early)
+        return steady_period(plan, costs, self.has_barrier())
 
     @property
     def steps_early(self) -> bool:

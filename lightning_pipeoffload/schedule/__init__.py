@@ -17,7 +17,13 @@ from .build import SCHEDULES, build, check_name
 from .builders.grouped import UNMEASURED
 from .costs import Costs
 from .draw import draw
-from .passes.last_weights import Tail, add_final_actions, postpone_weights, tails
+from .passes.last_weights import (
+    Tail,
+    add_final_actions,
+    postpone_weights,
+    tails,
+    with_final_actions,
+)
 from .passes.offload import OffloadReport, offload_activations, offload_share
 from .passes.transfer import (
     add_transfers,
@@ -93,6 +99,7 @@ __all__ = [
     "sums_alike",
     "postpone_weights",
     "tails",
+    "with_final_actions",
     "validate",
     "with_copy_ratio",
 ]

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
-from .actions import Kind, MemoryLimitError, ScheduleError
+from .actions import MemoryLimitError, ScheduleError
 from .candidates import Candidate, Option, best_of
 from .costs import Costs
 from .families import FAMILIES
-from .passes.last_weights import add_final_actions, postpone_weights
+from .passes.last_weights import postpone_weights, with_final_actions
 from .passes.offload import OffloadReport, offload_activations
 from .passes.transfer import split_every_backward, split_fused_backward
 from .quantities import share_text
@@ -278,11 +278,8 @@ class _Trials:
 
     def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
         """Return period, bubble, memory and makespan of a schedule, as it runs."""
-        costs, plan = self.costs(option), split_fused_backward(schedule)
-        if plan.final_kind is None and any(costs.per_stage("reduce", plan.num_stages)):
-            plan = add_final_actions(plan)
-        elif self._request.steps_early:
-            plan = add_final_actions(plan, Kind.STEP)
+        costs = self.costs(option)
+        plan = with_final_actions(split_fused_backward(schedule), costs, self._request.steps_early)
         timeline = simulate(plan, costs)
         period = steady_period(plan, costs, self._request.has_barrier(option))
         bubble = period_bubble(timeline, period)

@@ -23,6 +23,7 @@ SMALL = (
 
 # One stage on each rank: every other cut is looked at anew.
 AUTO = ("schedule=auto", "num_chunks=1")
+CLIPPED = "+trainer.gradient_clip_val=1.0"
 
 
 def plan_config(*overrides):
@@ -36,7 +37,8 @@ def planned(capsys, *overrides):
 
 def test_seconds_are_the_operations_of_a_step_on_one_device_over_what_it_reaches():
     config = plan_config("+trainer.precision=bf16-mixed", "efficiency=0.4")
-    costs = ModelPlanner(config).costs_of(Option("zb_h1", 1, 4), 2)
+    planner = ModelPlanner(config)
+    costs = planner.costs_of(Option("zb_h1", 1, 4), 2, planner.settings)
     seconds = sum(map(sum, costs.compute(2).values()))
     module, batch = make(config, "model"), torch.zeros(2, 33, dtype=torch.long)
     module.log = lambda *args, **more: None
@@ -44,6 +46,18 @@ def test_seconds_are_the_operations_of_a_step_on_one_device_over_what_it_reaches
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module.training_step((batch[:, :-1], batch[:, 1:]), 0)
     assert seconds == pytest.approx(3 * counter.get_total_flops() / (0.4 * 989e12), rel=1e-6)
+
+
+def test_an_optimizer_on_the_host_steps_at_its_share_of_the_machines_memory(capsys):
+    on_host = "+strategy.optimizer_offload=true", "host_bandwidth=50GB", "efficiency=0.5"
+    config = plan_config(*on_host)
+    planner = ModelPlanner(config)
+    step = planner.costs_of(Option("zb_h1", 1, 4), 2, planner.settings).step
+    module = make(config, "model")
+    moved = sum(28 * parameter.numel() for parameter in module.parameters())  # AdamW in float32
+    assert sum(step) == pytest.approx(moved / 25e9)
+    beside, behind = planned(capsys, *AUTO, *on_host), planned(capsys, *AUTO, *on_host, CLIPPED)
+    assert beside["period"] < behind["period"]
 
 
 def test_what_is_told_is_what_it_goes_by(capsys):
@@ -83,7 +97,7 @@ def test_a_schedule_can_be_named(capsys):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["device=b9"], r"device \(b9\) is unknown; use one of a100, h100, h200"),
+        (["device=b9"], r"device \(b9\) is unknown; use one of 4090, a100, h100, h200"),
         (["efficiency=0"], r"efficiency \(0\) must be a share above 0"),
         (["efficiency=nan"], r"efficiency \(nan\) must be a share"),
         (["memory_limit=3"], r"memory_limit \(3\) follows from the device"),

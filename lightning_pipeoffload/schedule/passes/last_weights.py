@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..actions import FINAL, Action, Kind, ScheduleError
+from ..costs import Costs
 from ..schedule import Schedule
 
-__all__ = ["Tail", "add_final_actions", "postpone_weights", "tails"]
+__all__ = ["Tail", "add_final_actions", "postpone_weights", "tails", "with_final_actions"]
 
 
 _WEIGHT_GRADIENTS = {Kind.W, Kind.BW}
@@ -50,6 +51,21 @@ def add_final_actions(plan: Schedule, kind: Kind = Kind.REDUCE) -> Schedule:
             f"add it to a plan that trains"
         )
     return Schedule.of((_with_final(rank, kind) for rank in plan), plan.name)
+
+
+def with_final_actions(plan: Schedule, costs: Costs, steps_early: bool) -> Schedule:
+    """Return a plan as it runs by these costs: with REDUCE or STEP where these take time.
+
+    Args:
+        plan: Any plan that trains.
+        costs: Its costs.
+        steps_early: Whether an optimizer on the host steps as gradients become final.
+    """
+    names = {Kind.REDUCE: "reduce", Kind.STEP: "step" if steps_early else ""}
+    for kind, name in names.items():
+        if name and plan.final_kind is None and any(costs.per_stage(name, plan.num_stages)):
+            return add_final_actions(plan, kind)
+    return plan
 
 
 def _with_final(actions: Sequence[Action], kind: Kind) -> Iterator[Action]:

@@ -1,0 +1,362 @@
+"""Plans of a model from its shapes: memory of each rank, times by counted operations, advice.
+
+A model is planned by the bytes of its shapes and by its operations, divided by the rate that the
+device reaches. Without a device operations are the unit of time, and a copy there and back takes as
+long as its stage's computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_precision
+from lightning_pipeoffload.cli.given_plan import has_barrier, needs_all_gradients
+from lightning_pipeoffload.cli.model_probe import ModelProbe
+from lightning_pipeoffload.planning.figures import PlannedStep
+from lightning_pipeoffload.planning.limits import parse_bytes
+from lightning_pipeoffload.planning.memory_needs import HostedOptimizer, MemoryNeeds, RankNeeds
+from lightning_pipeoffload.planning.plan_request import first_plan
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
+from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, lower
+from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
+from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
+from lightning_pipeoffload.schedule.placement import stages_on
+from lightning_pipeoffload.schedule.quantities import seconds_text
+from lightning_pipeoffload.schedule.recipe import check_sizes
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["Estimate", "ModelPlanner"]
+
+_COMPUTE = ("forward", "backward_input", "backward_weight")
+_RECOMPUTES = ("none", "cheap", "full")
+_ABOUT_EQUAL = 1.01  # of plans that take so little longer, that with the fewest changes is named
+_MORE_RANKS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory needs of a plan's ranks, and its figures by counted operations."""
+
+    settings: PipelineSettings
+    num_ranks: int
+    num_microbatches: int
+    needs: Sequence[RankNeeds]
+    step: PlannedStep
+
+    @property
+    def name(self) -> str:
+        """The plan as it is named on the command line."""
+        amount = self.settings.offload
+        copies = "" if amount in ("none", "auto") else f"+{amount}"
+        return f"{self.settings.schedule}{copies}"
+
+    @property
+    def largest(self) -> RankNeeds:
+        """The needs of the rank that needs most on its device."""
+        return max(self.needs, key=lambda rank: rank.device)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan that fits, and the words of the command line that ask for it."""
+
+    candidate: Candidate
+    settings: PipelineSettings
+    num_ranks: int
+    words: Sequence[str]
+
+    @property
+    def order(self) -> tuple[int, float]:
+        assert self.candidate.peak_memory is not None
+        return len(self.words), self.candidate.peak_memory
+
+
+class ModelPlanner:
+    """Plans the model that conf/plan.yaml and the command line describe.
+
+    Attributes:
+        device: The device with the rates that it reaches; None: none is named.
+        settings: The strategy's arguments that are given.
+
+    Raises:
+        ValueError: The device is unknown, or the model cannot be built.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self.device: Device | None = None
+        if config.device is not None:
+            self.device = device_named(config.device, config.efficiency, config.host_bandwidth)
+        self._config, strategy = config, config.strategy
+        self._num_chunks, self._count = config.num_chunks, config.num_microbatches
+        chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
+        check_sizes(num_microbatches=self._count, **chunks)
+        self.settings = PipelineSettings(
+            num_microbatches=self._count,
+            num_chunks="auto" if self._num_chunks is None else self._num_chunks,
+            blocks=strategy.get("blocks"),
+            split=strategy.get("split", "auto"),
+            offload=strategy.offload,
+            recompute=strategy.recompute,
+            data_parallel_size=strategy.get("data_parallel_size", 1),
+            sharding=strategy.get("sharding", "none"),
+            optimizer_offload=strategy.get("optimizer_offload", False),
+            master_weights=strategy.get("master_weights"),
+            host_memory_limit=strategy.get("host_memory_limit"),
+        )
+        self._has_barrier = has_barrier(config)
+        self._is_clipped = needs_all_gradients(config)
+        self._needs: dict[Any, MemoryNeeds] = {}
+
+    @cached_property
+    def probe(self) -> ModelProbe:
+        return ModelProbe(self._config)
+
+    @cached_property
+    def memory(self) -> float | None:
+        """Bytes of a device; None: not known."""
+        if self._config.device_memory is not None:
+            return parse_bytes(self._config.device_memory, "device_memory")
+        return None if self.device is None else self.device.memory
+
+    @property
+    def flops(self) -> float:
+        """Operations of the device in a second."""
+        assert self.device is not None
+        return self.device.flops[kind_of_precision(self.probe.precision)]
+
+    def needs_of(self, option: Option, num_ranks: int) -> MemoryNeeds:
+        """Return what the stages of an option need; the model is traced once for all options.
+
+        Raises:
+            ScheduleError: The model cannot be cut so.
+        """
+        placement = option.placement(num_ranks)
+        key = placement, option.num_microbatches, option.recompute
+        if key not in self._needs:
+            settings = replace(self.settings, recompute=option.recompute)
+            try:
+                needs = self.probe.joined_needs(placement, self._count, settings)
+            except ScheduleError:
+                raise
+            except ValueError as error:
+                raise ScheduleError(str(error)) from error
+            self._needs[key] = needs.scaled(self._count / option.num_microbatches)
+        return self._needs[key]
+
+    def costs_of(self, option: Option, num_ranks: int, settings: PipelineSettings) -> Costs:
+        """Return the costs of an option's stages: bytes, and seconds or average blocks' work."""
+        needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
+        num_stages = len(needs.owned)
+        unit = needs.flops_of_one / (self.flops if self.device else 1e12)
+        compute: dict[str, Any] = {
+            name: [unit * work for work in needs.costs.per_stage(name, num_stages)]
+            for name in _COMPUTE
+        }
+        if option.recompute == "full":
+            pairs = zip(compute["backward_input"], compute["forward"], strict=True)
+            compute["backward_input"] = [b + f for b, f in pairs]
+        if self.device is None:
+            copies = [sum(work) / 2 for work in zip(*compute.values(), strict=True)]
+            return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
+        sizes = needs.costs.per_stage("activation", num_stages)
+        copies = [size / self.device.copy_rate for size in sizes]
+        compute["communication"] = [
+            sent / self.device.link_rate for sent in needs.sent[Kind.SEND_F]
+        ]
+        if needs.hosted is not None:
+            compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
+        return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
+
+    def taken(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
+        """Return the bytes of the fullest rank besides activations."""
+        needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
+        placement = option.placement(num_ranks)
+        return max(needs.kept_by(stages_on(placement, rank)) for rank in range(num_ranks))
+
+    def _with_optimizer(self, needs: MemoryNeeds, settings: PipelineSettings) -> MemoryNeeds:
+        """Return the needs with optimizer states where the settings have them."""
+        num_sharing, hosted = settings.num_sharing(int(settings.data_parallel_size)), None
+        if settings.optimizer_offload:
+            by_bucket, obstacle = self.probe.host_step
+            if obstacle:
+                raise ScheduleError(obstacle)
+            hosted = HostedOptimizer(by_bucket, settings.master_weights is not None)
+        return replace(needs, num_sharing=num_sharing, hosted=hosted)
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes of host memory that a rank may take."""
+        given = self.settings.host_memory_limit
+        return inf if given is None else parse_bytes(given, "host_memory_limit")
+
+    def request(
+        self, wanted: Sequence[Option], num_ranks: int, settings: PipelineSettings, **more: Any
+    ) -> PlanRequest:
+        """Return the request for some options; offload and sharding are those of the settings."""
+        return PlanRequest(
+            num_ranks,
+            wanted,
+            lambda option: self.costs_of(option, num_ranks, settings),
+            self.memory,
+            settings.offload,
+            lambda option: self.taken(option, num_ranks, settings),
+            lambda option: self._has_barrier,
+            self.steps_early(settings),
+            **more,
+        )
+
+    def steps_early(self, settings: PipelineSettings) -> bool:
+        """Whether an optimizer on the host steps as gradients become final."""
+        is_alone = settings.data_parallel_size == 1 and not self._is_clipped
+        return settings.optimizer_offload and is_alone and self.probe.host_step[0]
+
+    def settings_named(self, schedule: str, offload: str | float = "") -> PipelineSettings:
+        """Return the settings with a schedule by its name, and an amount of offload if given."""
+        offload = self.settings.offload if offload == "" else offload
+        return replace(self.settings, schedule=schedule, offload=offload)
+
+    def estimate(self, settings: PipelineSettings, num_ranks: int) -> Estimate:
+        """Estimate the first plan of a run.
+
+        Raises:
+            ValueError: The plan cannot be, or the model cannot be cut so.
+        """
+        count = settings.choose_num_microbatches(num_ranks, self.probe.batch_size)
+
+        def needs_of(plan: Schedule) -> MemoryNeeds:
+            needs = self.probe.joined_needs(plan.placement, count, settings)
+            return self._with_optimizer(needs, settings)
+
+        if settings.offload == "auto" and self.memory is not None:
+            request = self.request([settings.option(count)], num_ranks, settings, must_fit=False)
+            plan = lower(make_plan(request).schedule)
+            # The planner counts no messages.
+            messages = max(rank.messages for rank in needs_of(plan).of_ranks(plan))
+            request = replace(request, memory_limit=self.memory - messages)
+            plan = lower(make_plan(request).schedule)
+        else:
+            plan = lower(first_plan(settings, num_ranks, count)[0])
+        needs = needs_of(plan)
+        step = PlannedStep(plan, needs.costs, self._has_barrier)
+        return Estimate(settings, num_ranks, count, needs.of_ranks(plan), step)
+
+    def advice(self, asked: PipelineSettings, num_ranks: int) -> str:
+        """Return the words that ask for the fastest plan that fits.
+
+        Schedules, chunks, recomputation, offload, microbatches and sharding may change; where no
+        plan fits the optimizer steps on the host, and where none fits then the number of ranks is
+        another. Of plans that take about as long it is that with the fewest changes.
+        """
+        can_step_on_host = not self.probe.host_step[1]
+        places = dict.fromkeys([asked.optimizer_offload, can_step_on_host or False])
+        for times, on_host in product(_MORE_RANKS, places):
+            found = [*self._search(asked, num_ranks, times, on_host)]
+            while found:
+                fastest = min(each.candidate.score for each in found)
+                near = [f for f in found if f.candidate.score <= fastest * _ABOUT_EQUAL]
+                best = min(near, key=lambda each: each.order)
+                if self._fits(best):
+                    return f"use {' '.join(best.words)}: {self._step_time(best, asked, num_ranks)}"
+                found.remove(best)
+        return "use a smaller model, batch or data type"
+
+    def _fits(self, found: _Found) -> bool:
+        """Whether a plan fits with its messages too."""
+        try:
+            estimate = self.estimate(found.settings, found.num_ranks)
+        except ValueError:
+            return False
+        on_host = max(rank.host for rank in estimate.needs)
+        return estimate.largest.device <= (self.memory or inf) and on_host <= self.host_memory
+
+    def _step_time(self, found: _Found, asked: PipelineSettings, num_ranks: int) -> str:
+        period = found.candidate.period
+        assert period is not None
+        if self.device is not None:
+            on_top = " and the optimizer's on the host" * found.settings.optimizer_offload
+            return f"a step takes {seconds_text(period)}{on_top}"
+        try:
+            wanted = [self._option(asked)]
+            free = replace(self.request(wanted, num_ranks, asked), memory_limit=None)
+            before = make_plan(free).best.period or period
+        except ScheduleError:
+            return "it fits"
+        return f"a step takes {period / before:.2f} times as long as {asked.schedule} would"
+
+    def _option(self, asked: PipelineSettings) -> Option:
+        count = asked.num_microbatches
+        return asked.option(count if isinstance(count, int) else self._count)
+
+    def _search(
+        self, asked: PipelineSettings, num_ranks: int, times: int, on_host: bool
+    ) -> Iterator[_Found]:
+        """Yield plans that fit on so many times the ranks."""
+        counts = [self._count * n for n in (1, 2, 4)]
+        counts = [c for c in counts if c <= MOST_MICROBATCHES and self.probe.batch_size % c == 0]
+        wanted = [
+            option
+            for option in options(counts, recompute=_RECOMPUTES)
+            if not FAMILIES[option.schedule].takes_seconds
+        ]
+        shardings = ["none"] if asked.data_parallel_size == 1 else ["none", "optimizer"]
+        best = inf
+        for sharding in dict.fromkeys([asked.sharding, *shardings]):
+            settings = replace(
+                asked,
+                schedule="auto",
+                offload="auto",
+                sharding=sharding,
+                optimizer_offload=on_host,
+            )
+            request = self.request(wanted, times * num_ranks, settings, omits_above=best)
+            try:
+                plan = make_plan(request)
+            except ScheduleError:
+                continue
+            best = min(best, plan.best.score)
+            for candidate in plan.candidates:
+                if candidate.fits:
+                    yield self._found(candidate, asked, settings, num_ranks, times)
+
+    def _found(
+        self,
+        candidate: Candidate,
+        asked: PipelineSettings,
+        settings: PipelineSettings,
+        num_ranks: int,
+        times: int,
+    ) -> _Found:
+        option, before = candidate.option, self._option(asked)
+        offload = asked.offload if candidate.offload == "its own" else settings.offload
+        settings = replace(
+            settings,
+            schedule=option.schedule,
+            num_chunks=option.num_chunks,
+            num_microbatches=option.num_microbatches,
+            recompute=option.recompute,
+            offload="none" if candidate.offload == "none" else offload,
+        )
+        is_default = option.num_chunks == FAMILIES[option.schedule].num_chunks
+        changes = {
+            f"num_ranks={times * num_ranks}": times > 1,
+            f"schedule={option.schedule}": option.schedule != before.schedule,
+            f"num_chunks={option.num_chunks}": not is_default
+            or (self._num_chunks not in (None, option.num_chunks)),
+            f"num_microbatches={option.num_microbatches}": option.num_microbatches != self._count,
+            f"offload={settings.offload}": settings.offload != asked.offload,
+            f"strategy.recompute={option.recompute}": option.recompute != asked.recompute,
+            f"+strategy.sharding={settings.sharding}": settings.sharding != asked.sharding,
+            "+strategy.optimizer_offload=true": settings.optimizer_offload
+            and not asked.optimizer_offload,
+        }
+        words = [word for word, is_changed in changes.items() if is_changed]
+        return _Found(candidate, settings, times * num_ranks, words)
