@@ -14,6 +14,7 @@ from torch.nn import functional
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.schedule import build
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
@@ -242,6 +243,33 @@ def assert_exact(module, batch, size=2, num_ranks=2):
     count = len(split_batch(batch, size))
     found = run_pipeline(module, build("zb_h1", num_ranks, count), batch, size)
     assert_same(found, run_plain(module, batch, size))
+
+
+def train_beside(module, schedule, num_ranks, batches, size=2, **options):
+    """Train a pipeline and a copy of ``module``, a step for each batch; compare them after each.
+
+    Returns:
+        The pipeline, and the copy.
+    """
+    plain, count = copy.deepcopy(module), len(split_batch(batches[0], size))
+    pipeline = InProcessPipeline(module, build(schedule, num_ranks, count), call_step, **options)
+    for seed, batch in enumerate(batches):
+        expected = []
+        for index, part in enumerate(split_batch(copy.deepcopy(batch), size)):
+            seed_all(mix_seed(mix_seed(seed, index), 0))
+            expected.append(call_step(plain, part))
+            (expected[-1] * batch_size(part) / batch_size(batch)).backward()
+        found = Outcome(pipeline.run(batch, size, seed), pipeline.named_gradients())
+        gradients = {n: p.grad for n, p in plain.named_parameters(remove_duplicate=False)}
+        assert_same(found, Outcome([loss.detach() for loss in expected], gradients), 1e-9)
+        for rank in pipeline.ranks:
+            descend(rank.ownership.local_tensors().values())
+        descend(plain.parameters())
+    for name, value in plain.state_dict().items():
+        saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of(name)].module
+        held = saver.state_dict()[name]
+        torch.testing.assert_close(held, value, rtol=1e-9, atol=1e-9, msg=name)
+    return pipeline, plain
 
 
 @torch.no_grad()

@@ -1,45 +1,65 @@
-"""What steps write outside of the blocks is what the plain module writes, over the microbatches."""
+"""What steps write is what the plain module writes, and backwards find what their forwards saw."""
 
 import copy
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.microbatch import split_batch
+from lightning_pipeoffload.runtime.users_code.snapshot import fingerprint, is_unchanged
+from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.pairs import pairs
-from tests.support.small_modules import Regression, call_step, linear_blocks
+from tests.support.small_modules import Regression, call_step, linear_blocks, train_beside
 
-SCHEDULES = ["zb_h1", "interleaved_1f1b", "zb_v"]
+PIPELINES = [("zb_v", 1), ("interleaved_1f1b", 2), ("zb_h1", 3), ("zb_v", 2), ("1f1b", 1)]
+
+
+def batches(count=2):
+    return [torch.randn(8, 4).double() for _ in range(count)]
 
 
 class Writing(Regression):
-    """Writes before its blocks; the loss has all of it."""
+    """Writes at one of its places: 0 before the blocks, 2 between them, 4 behind; reads there."""
 
-    def __init__(self, write):
+    def __init__(self, write, place=0):
         super().__init__(linear_blocks(4))
-        self.write = write
+        self.write, self.place = write, place
         self.bias = nn.Parameter(torch.zeros(()))
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("mean", torch.zeros(4))
-        self.plain = torch.zeros(())
-        self.count, self.seen, self.table = 0, [], {"calls": [0]}
+        self.plain, self.kept = torch.zeros(()), torch.ones(4)
+        self.count, self.seen, self.table = 0, [], {"calls": [0], "kept": torch.ones(4)}
 
     def step(self, x):
-        self.write(self, x)
-        seen = self.count + len(self.seen) + self.plain + self.table["calls"][0]
-        loss = super().step(x * self.scale + self.mean) * self.scale + self.bias
-        return loss * (1 + seen)
+        x = self.embed(self.note(x, 0))
+        for index, block in enumerate(self.blocks):
+            x = block(self.note(x, index) if index else x)
+        loss = self.head(self.note(x, 4)).pow(2).mean()
+        return loss * self.scale + self.bias if self.place == 0 else loss
+
+    def note(self, x, place):
+        if place != self.place:
+            return x
+        self.write(self, x.detach())
+        x = x * self.scale * self.kept * self.table["kept"] + self.mean
+        return x * (1 + self.count + len(self.seen) + self.plain + self.table["calls"][0])
 
     def written(self):
-        return [self.count, self.seen, self.table, self.plain]
+        return [self.count, self.seen, self.table["calls"], self.plain]
 
 
 def writes_buffers_in_place(module, x):
     module.scale.mul_(1.5)
-    module.mean.copy_(x.mean(0))
+    module.mean.copy_(module.mean / 2 + x.mean(0))
+
+
+def writes_their_data(module, x):
+    module.scale.data.mul_(0.9)
+    module.kept.data.mul_(0.9)
+    module.table["kept"].data.mul_(0.9)
 
 
 def assigns_buffers(module, x):
@@ -59,105 +79,229 @@ def makes_an_attribute(module, x):
     module.count = module.num_calls
 
 
-WRITES = [writes_buffers_in_place, assigns_buffers, writes_attributes, makes_an_attribute]
+WRITES = [
+    writes_buffers_in_place, writes_their_data, assigns_buffers, writes_attributes,
+    makes_an_attribute,
+]  # fmt: skip
 
 
-def run_both(module, schedule, num_ranks, num_steps=2):
-    """Run steps of 4 microbatches; return the pipeline and the plain module after them."""
-    module, x = module.double(), torch.randn(8, 4).double()
-    pipeline = InProcessPipeline(module, build(schedule, num_ranks, 4), call_step)
-    plain = copy.deepcopy(module)
-    for _ in range(num_steps):
-        losses, expected = pipeline.run(x, 2), []
-        for part in split_batch(x, 2):
-            expected.append(call_step(plain, part))
-            (expected[-1] / 4).backward()
-        torch.testing.assert_close(losses, [loss.detach() for loss in expected])
-    gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    torch.testing.assert_close(pipeline.named_gradients(), gradients)
-    return pipeline, plain
-
-
+@pytest.mark.parametrize(("schedule", "num_ranks"), PIPELINES)
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_writes_before_the_blocks_count_once_for_each_microbatch(write, schedule, num_ranks):
-    pipeline, plain = run_both(Writing(write), schedule, num_ranks)
+    pipeline, plain = train_beside(Writing(write).double(), schedule, num_ranks, batches())
     for rank in pipeline.ranks:
         assert rank.module.written() == plain.written()
         torch.testing.assert_close(dict(rank.module.named_buffers()), dict(plain.named_buffers()))
 
 
-class Averaging(Regression):
-    """Averages what comes before or out of a block, in a buffer, and counts."""
-
-    def __init__(self, place, assigns):
-        super().__init__(linear_blocks(4))
-        self.place, self.assigns, self.count = place, assigns, 0
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            self.note(x, index)
-            x = block(x)
-        self.note(x, 4)
-        return self.head(x)
-
-    def note(self, x, place):
-        if place == self.place:
-            self.count += 1
-            mean = self.mean / 2 + x.detach().mean(0)
-            if self.assigns:
-                self.mean = mean
-            else:
-                self.mean.copy_(mean)
-
-
 @pytest.mark.parametrize(
-    ("place", "assigns", "schedule"),
-    pairs([0, 2, 4] * 2, [False, True], [*SCHEDULES, *SCHEDULES[1:], SCHEDULES[0]]),
+    ("place", "write", "pipeline"), pairs([2, 4] * 4, WRITES[:4], PIPELINES[1:4])
 )
-def test_a_buffer_of_what_a_stage_computes_is_saved_from_that_stage(place, assigns, schedule):
-    pipeline, plain = run_both(Averaging(place, assigns), schedule, 2)
+def test_what_a_later_stage_writes_is_saved_from_that_stage(place, write, pipeline):
+    pipeline, plain = train_beside(Writing(write, place).double(), *pipeline, batches())
     saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of("mean")].module
     torch.testing.assert_close(saver.state_dict()["mean"], plain.mean)
     last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.partition) - 1)
-    assert last.module.count == plain.count
+    assert last.module.written() == plain.written()
 
 
 def test_what_is_written_between_steps_counts_for_every_stage():
-    pipeline, _ = run_both(Writing(writes_attributes), "zb_v", 1)
-    (rank,) = pipeline.ranks
-    rank.module.count, rank.module.seen = 0, []
-    pipeline.run(torch.randn(8, 4).double(), 2)
-    assert rank.module.written()[:2] == [4, [0, 1, 2, 3]]
+    pipeline, plain = train_beside(Writing(writes_attributes).double(), "zb_v", 1, batches())
+    for module in (pipeline.ranks[0].module, plain):
+        module.count, module.seen = 0, []
+    (batch,) = batches(1)
+    expected = [call_step(plain, part).detach() for part in batch.split(2)]
+    torch.testing.assert_close(pipeline.run(batch, 2), expected)
+    assert pipeline.ranks[0].module.written() == plain.written()
 
 
-OLD, NEW = nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm
+# Weights and buffers that are written where a backward reads them
 
 
-class Named(Regression):
-    """Finds its layers by name."""
+class Block(nn.Linear):
+    """Writes what it computes with, each time."""
 
-    def __getitem__(self, name):
-        return getattr(self, name)
+    def __init__(self, write):
+        super().__init__(4, 4)
+        self.write = write
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.write(self)
+        return (super().forward(x) * self.scale).tanh()
 
 
-@pytest.mark.parametrize(
-    ("norm", "where", "way"),
-    pairs(
-        [OLD, NEW],
-        ["embed", "blocks", "head"] * 2,
-        [("zb_h1", 2, True), ("1f1b", 3, False), ("zb_v", 1, True), ("zb_h1", 2, True)],
-    ),
-)
-def test_what_is_written_as_out_is_saved_from_where_it_is(norm, where, way):
-    schedule, num_ranks, trains = way
-    model = Named([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
-    for layer in [block[0] for block in model.blocks] if where == "blocks" else [model[where]]:
-        norm(layer)
-    pipeline, plain = run_both(model.train(trains), schedule, num_ranks)
-    for name, expected in plain.state_dict().items():
-        saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of(name)].module
-        torch.testing.assert_close(saver.state_dict()[name], expected)
+class Head(Regression):
+    """Writes its head behind its blocks."""
+
+    def __init__(self, write):
+        super().__init__(linear_blocks(2))
+        self.head = Block(write)
+
+
+@torch.no_grad()
+def scales(block):
+    block.weight.mul_(0.9)
+
+
+@torch.no_grad()
+def clamps(block):
+    block.weight.clamp_(-0.3, 0.3)
+
+
+def scales_data(block):
+    block.weight.data.mul_(0.9)
+
+
+def gives_new_data(block):
+    block.weight.data = block.weight.data * 0.9
+
+
+def scales_buffer(block):
+    block.scale.mul_(0.9)
+
+
+def scales_buffer_data(block):
+    block.scale.data.mul_(0.9)
+
+
+IN_BLOCKS = [
+    (scales_data, "zb_h1", 3, "none"),
+    (scales_data, "zb_v", 1, "full"),
+    (scales, "zb_v", 2, "none"),
+    (scales, "zb_h1", 1, "full"),
+    (clamps, "zb_h1", 3, "full"),
+    (scales_buffer, "zb_h1", 3, "none"),
+    (scales_buffer_data, "zb_v", 1, "none"),
+    (scales_buffer_data, "zb_h1", 2, "full"),
+]
+BEHIND = [scales_data, scales, gives_new_data, clamps, scales_buffer, scales_buffer_data]
+
+
+@pytest.mark.parametrize(("write", "schedule", "num_ranks", "recompute"), IN_BLOCKS)
+def test_a_block_may_write_what_it_computes_with(write, schedule, num_ranks, recompute):
+    module = Regression([Block(write) for _ in range(6)]).double()
+    train_beside(module, schedule, num_ranks, batches(3), recompute=recompute)
+
+
+@pytest.mark.parametrize("write", BEHIND)
+def test_a_step_may_write_what_it_computes_with_behind_the_blocks(write):
+    train_beside(Head(write).double(), "gpipe", 2, batches(3))
+
+
+def test_casts_of_a_weight_that_is_written_are_not_shared():
+    module, x = Head(scales_data), torch.randn(8, 4)
+    plain, expected = copy.deepcopy(module), []
+    pipeline = InProcessPipeline(module, build("1f1b", 2, 4), call_step)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        losses = pipeline.run(x, 2)
+    for part in x.split(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected.append(call_step(plain, part).detach())
+    torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("zb_h1", 2), ("zb_v", 2)])
+def test_a_buffer_that_only_later_steps_write_in_place_is_refused_by_name(schedule, num_ranks):
+    writes = []
+    module = Regression([Block(lambda block: [write(block) for write in writes]) for _ in range(4)])
+    pipeline = InProcessPipeline(module, build(schedule, num_ranks, 4), call_step)
+    pipeline.run(torch.randn(8, 4), 2)
+    writes.append(lambda block: setattr(block, "scale", block.scale * 0.9))  # no write in place
+    pipeline.run(torch.randn(8, 4), 2)
+    writes[:] = [scales_buffer]
+    with pytest.raises(RuntimeError, match=r"writes the buffer blocks\.\d\.scale in place, which"):
+        pipeline.run(torch.randn(8, 4), 2)
+
+
+# Batches that a step changes: once for each microbatch, as on one device
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    extras: dict = field(default_factory=dict)
+
+
+def replaces(batch):
+    batch["x"] = batch["x"] / 2
+    return batch["x"]
+
+
+def adds_a_key(batch):
+    batch["n"] = batch.get("n", 0) + 1
+    return batch["x"] * batch["n"]
+
+
+def pops(batch):
+    return batch["x"] * batch.pop("scale", 1.0).mean()
+
+
+def appends(batch):
+    batch["inside"].append(batch["x"] / len(batch["inside"]))
+    return batch["inside"][-1]
+
+
+def writes_into_a_dataclass(batch):
+    batch["record"].x.mul_(3)
+    batch["record"].extras["n"] = len(batch["record"].extras)
+    return batch["record"].x + batch["record"].extras["n"]
+
+
+CHANGES = [
+    lambda batch: batch["x"].div_(2), replaces, adds_a_key, pops, appends, writes_into_a_dataclass,
+    lambda batch: batch["x"].requires_grad_(),
+]  # fmt: skip
+
+
+class Changing(Regression):
+    """The loss has what was changed too, behind the blocks."""
+
+    def __init__(self, change):
+        super().__init__(linear_blocks(6))
+        self.change = change
+
+    def step(self, batch):
+        return (self(self.change(batch)) - batch["x"].mean()).pow(2).mean()
+
+
+def batch_of(x):
+    inside, scale = [x.clone() * 2, x.clone()], torch.rand(8).double()
+    return {"x": x, "scale": scale, "inside": inside, "record": Batch(x.clone())}
+
+
+@pytest.mark.parametrize(("change", "pipeline"), pairs(CHANGES, PIPELINES))
+def test_a_change_of_the_batch_is_made_once(change, pipeline):
+    train_beside(Changing(change).double(), *pipeline, list(map(batch_of, batches())))
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "zb_h1"])
+def test_hooks_find_the_change_in_the_batch_once(schedule):
+    x = torch.randn(8, 4)
+    batch = {"x": x.clone()}
+    InProcessPipeline(Changing(CHANGES[0]), build(schedule, 1, 4), call_step).run(batch, 2)
+    torch.testing.assert_close(batch["x"], x / 2)
+
+
+def test_what_is_one_tensor_for_all_is_changed_for_each_microbatch_alone():
+    def change(batch):
+        batch["scale"].mul_(2)
+        return batch["x"] * batch["scale"]
+
+    module, x = Changing(change), torch.randn(1, 4).expand(8, 4)
+    expected = call_step(module, {"x": x, "scale": torch.ones(1)}).detach()
+    pipeline = InProcessPipeline(module, build("zb_v", 1, 4), call_step)
+    losses = pipeline.run({"x": x, "scale": torch.ones(1)}, 2)
+    torch.testing.assert_close(losses, [expected] * 4)
+
+
+def test_copies_of_a_batch_have_its_form_and_identities():
+    tensor = torch.ones(2)
+    value = {"a": tensor, "b": [tensor, (tensor, "text")], "c": Batch(tensor)}
+    copied = copy_batch(value)
+    assert copied["a"] is copied["b"][0] is copied["b"][1][0] is copied["c"].x is not tensor
+    before = fingerprint(copied)
+    assert is_unchanged(before, fingerprint(copied))
+    copied["c"].x.add_(1)
+    assert not is_unchanged(before, fingerprint(copied))
+    assert value["a"].sum() == 2

@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_pipeoffload.runtime.weight_grad.kernels import (
     remove_kernels,
 )
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, add_to_grad, deferring
+from lightning_pipeoffload.runtime.weight_grad.regrouping import RegroupedWeightGrads
 
 
 class Product(nn.Module):
@@ -163,14 +165,14 @@ def gradients(module, x):
     return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
 
 
-def backward(module, x, call=None, between=lambda: None):
+def backward(module, x, call=None):
     """Run F, B and W; return the gradients, and how many of them were left for W."""
     queue = WeightGradQueue()
     with deferring(queue):
         (call or module)(x).pow(2).sum().backward()
-    waiting = len(queue._entries)
-    between()
+    waiting = len(queue.waiting)
     queue.run()
+    queue.run()  # of nothing: what ran is gone
     return gradients(module, x), waiting
 
 
@@ -223,6 +225,8 @@ def modulus_and_phase(y):
 @pytest.mark.parametrize(("count", "make"), COMPLEX_CALLS.values(), ids=COMPLEX_CALLS)
 def test_gradients_of_complex_weights(count, make, first_layer):
     inner = make().to(torch.complex128)
+    for parameter in inner.parameters():
+        parameter.data += 1j * torch.randn(parameter.shape, dtype=torch.float64)
     x = make_input().detach() * torch.tensor(1 + 0.5j) + 0.2j
     x.requires_grad_(not first_layer)
     module = nn.Sequential(inner, Call(modulus_and_phase))
@@ -253,34 +257,9 @@ def test_a_product_and_a_view_of_it_may_be_written_in_place(make):
     assert waiting == 1
 
 
-def test_weights_wait_for_w():
-    module, x = mark_all(nn.Linear(4, 4).double()), make_input()
-    seen = []
-    backward(module, x, between=lambda: seen.append((x.grad is None, module.weight.grad)))
-    assert seen == [(False, None)]
-    assert module.weight.grad is not None
-
-
 def test_weights_nobody_marked_do_not_wait():
     _, waiting = backward(nn.Linear(4, 4).double(), make_input())
     assert waiting == 0
-
-
-def test_nothing_waits_without_a_queue():
-    module, x = nn.Linear(4, 4).double(), make_input()
-    expected = plain(module, x)
-    mark_all(module)(x).pow(2).sum().backward()
-    torch.testing.assert_close(gradients(module, x), expected)
-
-
-def test_a_fused_backward_leaves_nothing():
-    module, x = nn.Linear(4, 4).double(), make_input()
-    expected = plain(module, x)
-    queue = WeightGradQueue(immediate=True)
-    with deferring(queue):
-        mark_all(module)(x).pow(2).sum().backward()
-    assert not queue._entries
-    torch.testing.assert_close(gradients(module, x), expected)
 
 
 @pytest.mark.parametrize(
@@ -300,53 +279,29 @@ def test_flops(layer, shape, flops):
     assert queue.flops == flops
 
 
-class Calls:
-    """Both kinds of hook on a parameter, and what they were called with."""
+@pytest.mark.parametrize(("uses", "dtype"), [(1, None), (2, None), (1, torch.bfloat16)])
+def test_hooks_are_called_as_plain_autograd_does(uses, dtype):
+    def calls(marked):
+        torch.manual_seed(1)
+        module, x, seen = nn.Linear(4, 4), torch.randn(6, 4), []
+        module.weight.register_hook(lambda grad: seen.append(grad.clone()) or 3 * grad)
+        module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        if marked:
+            mark_all(module)
+        for _ in range(2):
+            queue = WeightGradQueue()
+            with deferring(queue), torch.autocast("cpu", dtype, enabled=dtype is not None):
+                y = x
+                for _ in range(uses):
+                    y = module(y).sin()
+            with deferring(queue):
+                y.pow(2).sum().backward()
+            queue.run()
+        return seen
 
-    def __init__(self, parameter):
-        self.gradients, self.accumulated = [], []
-        parameter.register_hook(self.gradient)
-        parameter.register_post_accumulate_grad_hook(self.accumulation)
-
-    def gradient(self, grad):
-        self.gradients.append(grad.clone())
-
-    def accumulation(self, parameter):
-        self.accumulated.append(parameter.grad.clone())
-
-
-def hooked(deferred, uses):
-    """Use a weight ``uses`` times in a step; return the calls of its hooks."""
-    torch.manual_seed(1)
-    module, x = nn.Linear(4, 4).double(), make_input()
-    calls = Calls(module.weight)
-    if deferred:
-        mark_all(module)
-    for _ in range(2):
-        queue = WeightGradQueue()
-        with deferring(queue):
-            y = x
-            for _ in range(uses):
-                y = module(y).sin()
-            y.pow(2).sum().backward()
-        queue.run()
-    return calls
-
-
-@pytest.mark.parametrize("uses", [1, 2])
-def test_hooks_are_called_as_plain_autograd_does(uses):
-    found, expected = hooked(deferred=True, uses=uses), hooked(deferred=False, uses=uses)
-    torch.testing.assert_close(found.gradients, expected.gradients)
-    torch.testing.assert_close(found.accumulated, expected.accumulated)
-    assert len(found.gradients) == len(found.accumulated) == 2
-
-
-def test_a_hook_may_change_the_gradient():
-    module, x = nn.Linear(4, 4).double(), make_input()
-    expected = plain(module, x)
-    module.weight.register_hook(lambda grad: 3 * grad)
-    found, _ = backward(mark_all(module), x)
-    torch.testing.assert_close(found["weight"], 3 * expected["weight"])
+    found = calls(marked=True)
+    torch.testing.assert_close(found, calls(marked=False))
+    assert len(found) == 4
 
 
 def test_a_weight_changed_in_place_is_an_error():
@@ -359,23 +314,15 @@ def test_a_weight_changed_in_place_is_an_error():
             loss.backward()
 
 
-def test_checkpointed_blocks_recompute_in_b():
+def test_a_checkpoint_recomputes_in_b_up_to_the_last_operations_input(monkeypatch):
+    calls, compute = [], Linear.forward
     module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double(), make_input()
-    expected, forwards = plain(module, x), []
-    module[0].register_forward_hook(lambda *args: forwards.append(1))
+    expected = plain(module, x)
+    monkeypatch.setattr(Linear, "forward", lambda *args: calls.append(args) or compute(*args))
     recomputed = partial(checkpoint, module, use_reentrant=False)
     found, waiting = backward(mark_all(module), x, recomputed)
     torch.testing.assert_close(found, expected)
-    assert (waiting, len(forwards)) == (2, 2)
-
-
-def test_a_recomputation_stops_before_the_last_operation(monkeypatch):
-    calls = []
-    compute = Linear.forward
-    monkeypatch.setattr(Linear, "forward", lambda *args: calls.append(args) or compute(*args))
-    module = mark_all(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).double())
-    backward(module, make_input(), partial(checkpoint, module, use_reentrant=False))
-    assert len(calls) == 3  # two in F, the first one again in B
+    assert (waiting, len(calls)) == (2, 3)  # two in F, the first one again in B
 
 
 @pytest.mark.parametrize("name", ["linear", "x @ w", "addmm", "conv1d", "self attention"])
@@ -384,9 +331,11 @@ def test_autocast(name):
     module, x = make(), torch.randn(6, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(module, x)
-        found, waiting = backward(mark_all(module), x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert waiting == count
+        for times in (1, 2):
+            found, waiting = backward(mark_all(module), x)
+            exact = {n: None if g is None else times * g for n, g in expected.items()}
+            torch.testing.assert_close(found, exact, rtol=0, atol=0)
+            assert waiting == count
 
 
 def test_anomaly_detection_sees_a_weights_gradient_too():
@@ -414,92 +363,55 @@ class Scale(torch.autograd.Function):
         return grad * ctx.weight, None
 
 
-def scale():
-    return Product(lambda w, b, x: Scale.apply(x, b))
+@pytest.mark.parametrize(
+    ("queue", "count"),
+    [(None, 0), (WeightGradQueue(immediate=True), 0), (WeightGradQueue(), 1)],
+    ids=["no split", "fused", "split"],
+)
+@pytest.mark.parametrize("users", [False, True])
+def test_gradients_wait_where_b_and_w_are_apart_those_of_users_kernels_too(queue, count, users):
+    module = Product(lambda w, b, x: Scale.apply(x, b) if users else x @ w).double()
+    x = make_input()
+    with nullcontext() if queue is None else deferring(queue):
+        y = mark_all(module)(x)
+        y.pow(2).sum().backward()
+    if queue is not None:
+        assert len(queue.waiting) == count
+        queue.run()
+    expected = (2 * x * y).sum(0) if users else x.mT @ (2 * y)
+    torch.testing.assert_close((module.bias if users else module.weight).grad, expected.detach())
 
 
-def test_a_users_kernel_waits_for_w():
-    module, x, seen = scale().double(), make_input(), []
-    backward(module, x, between=lambda: seen.append(module.bias.grad))
-    assert seen == [None]
-    torch.testing.assert_close(module.bias.grad, (2 * x * x * module.bias).sum(0).detach())
-
-
-def test_a_users_kernel_runs_at_once_outside_of_a_split():
-    module, x = scale().double(), make_input()
-    module(x).pow(2).sum().backward()
-    torch.testing.assert_close(module.bias.grad, (2 * x * x * module.bias).sum(0).detach())
-
-
-def test_a_queue_that_ran_keeps_nothing():
-    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4)
-    queue = WeightGradQueue()
-    with deferring(queue):
-        module(x).sum().backward()
-    queue.run()
-    module.weight.grad = None
-    queue.run()
-    assert module.weight.grad is None
-
-
-def test_kernels_are_removed_again():
-    module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
-    with deferring(WeightGradQueue()):
-        ours = type(module(x).grad_fn).__name__
-        remove_kernels()
-        theirs = type(module(x).grad_fn).__name__
-    assert (ours, theirs) == ("_DeferredBackward", "AddmmBackward0")
-
-
-def test_installing_twice_is_harmless():
-    install_kernels("cpu")
-    _, waiting = backward(mark_all(nn.Linear(4, 4).double()), make_input())
-    assert waiting == 1
-
-
-def hold_of_the_interpreter(run):
-    """Return the seconds that ``run`` takes, and the longest for which no other thread could go on.
-
-    The best of three, for the machine may stand still.
-    """
-    return min((_watch(run) for _ in range(3)), key=lambda found: found[1] / found[0])
-
-
-def _watch(run):
-    ticks, done = [], threading.Event()
+def longest_hold(run):
+    """Return the largest share of ``run`` for which no other thread could go on."""
+    ticks, done = [time.perf_counter()], threading.Event()
 
     def tick():
-        while not done.is_set():
+        while not done.wait(1e-3):
             ticks.append(time.perf_counter())
-            time.sleep(1e-3)
 
     thread = threading.Thread(target=tick)
     thread.start()
-    started = time.perf_counter()
     run()
-    ended = time.perf_counter()
+    ticks.append(time.perf_counter())
     done.set()
     thread.join()
-    inside = [started, *(t for t in ticks if started < t < ended), ended]
-    return ended - started, max(b - a for a, b in zip(inside, inside[1:], strict=False))
+    return max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) / (ticks[-1] - ticks[0])
 
 
 @pytest.mark.slow  # goes by the clock, which a busy machine holds
 @pytest.mark.parametrize("trains", [True, False])
 def test_other_threads_run_python_during_an_operation(trains):
-    weight = nn.Parameter(torch.randn(1100, 1100))
-    if trains:
-        mark(weight)
-    x = torch.randn(1100, 1100, requires_grad=True)
+    weight, x = (torch.randn(1100, 1100).requires_grad_() for _ in range(2))
+    mark(weight, trains)
     with deferring(WeightGradQueue()):
-        output = functional.linear(x, weight)
+        y = functional.linear(x, weight)
         passes = (
             lambda: functional.linear(x, weight),
-            lambda: torch.autograd.grad(output, x, output, retain_graph=True),
+            lambda: torch.autograd.grad(y, x, y, retain_graph=True),
         )
         for run in passes:
-            seconds, held = hold_of_the_interpreter(run)
-            assert held < seconds / 2
+            assert min(longest_hold(run) for _ in range(3)) < 0.5
 
 
 @pytest.mark.parametrize("name", _KERNELS)
@@ -544,46 +456,6 @@ def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
     assert torch.equal(linear.bias.grad, torch.full((4,), 2.0))
 
 
-def gradients_in_bfloat16(module, passes, deferred, monkeypatch):
-    """Return the gradients after so many passes under autocast, and the engine's runs in W."""
-    module, x = copy.deepcopy(module), torch.ones(2, 4, requires_grad=True)
-    for parameter in module.parameters() if deferred else ():
-        mark(parameter)
-    runs, backward = [], torch.autograd.backward
-    for _ in range(passes):
-        queue = WeightGradQueue()
-        with deferring(queue):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = module(x).sum()
-            loss.backward()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.autograd, "backward", lambda *a: (runs.append(a), backward(*a)))
-            queue.run()
-    return [p.grad for p in module.parameters()], len(runs)
-
-
-def test_a_casts_gradient_goes_to_its_parameter_without_the_engine(monkeypatch):
-    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    plain, _ = gradients_in_bfloat16(module, 3, False, monkeypatch)
-    found, runs = gradients_in_bfloat16(module, 3, True, monkeypatch)
-    assert runs == 0
-    assert all(map(torch.equal, found, plain))
-    assert all(gradient.dtype == torch.float32 for gradient in found)
-
-
-def test_a_casts_gradient_reaches_the_hooks():
-    module, seen = nn.Linear(4, 4), []
-    module.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
-    mark(module.weight)
-    queue = WeightGradQueue()
-    with deferring(queue):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = module(torch.ones(2, 4)).sum()
-        loss.backward()
-    queue.run()
-    assert seen == [torch.float32]
-
-
 def test_a_cast_to_more_than_the_parameter_has_is_rounded_first():
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     wide = weight.float()
@@ -591,3 +463,53 @@ def test_a_cast_to_more_than_the_parameter_has_is_rounded_first():
         add_to_grad(wide, torch.full((4, 4), value))
     expected = torch.ones(4, 4, dtype=torch.bfloat16) + torch.tensor(2**-9, dtype=torch.bfloat16)
     assert torch.equal(weight.grad, expected)
+
+
+# Gradients of the last W's, regrouped by parameter
+
+LAYERS = "cba"  # in the order of a backward
+
+
+def add_to(parameter, value):
+    def compute():
+        parameter.grad = value if parameter.grad is None else parameter.grad + value
+
+    return compute
+
+
+def test_a_parameter_is_final_before_the_next_one_begins_and_to_the_bit():
+    generator = torch.Generator().manual_seed(0)
+    values = {n: [torch.randn(5, generator=generator) for _ in range(4)] for n in LAYERS}
+    tensors = {name: nn.Parameter(torch.zeros(5)) for name in LAYERS}
+    plain = {name: sum(found[1:], found[0]) for name, found in values.items()}
+    waiting = [
+        [(add_to(tensors[n], values[n][m]), (tensors[n],)) for n in LAYERS] for m in range(4)
+    ]
+    final = []
+
+    def finish(parameter):
+        name = next(n for n, tensor in tensors.items() if tensor is parameter)
+        assert torch.equal(parameter.grad, plain[name])
+        later = LAYERS[LAYERS.index(name) + 1 :]
+        assert all(tensors[other].grad is None for other in later)
+        final.append(name)
+
+    regrouped = RegroupedWeightGrads(waiting)
+    assert [id(p) for p in regrouped.parameters] == [id(tensors[n]) for n in LAYERS]
+    regrouped.run(finish)
+    assert final == list(LAYERS)
+
+
+def test_what_several_layers_use_is_final_with_the_last_of_them():
+    tied, own = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    uses = {"head": (tied,), "both": (own, tied.bfloat16()[None]), "own": (own,)}
+    ran, final = [], []
+    waiting = [
+        [(partial(ran.append, (name, m)), weights) for name, weights in uses.items()]
+        for m in range(2)
+    ]
+    regrouped = RegroupedWeightGrads(waiting)
+    assert [p is tied for p in regrouped.parameters] == [True, False]
+    regrouped.run(lambda p: final.append((p is tied, len(ran))))
+    assert ran == [(name, m) for name in uses for m in range(2)]
+    assert final == [(True, 4), (False, 6)]
