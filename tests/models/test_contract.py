@@ -4,6 +4,7 @@ The table of docs/contract.md says the same in the user's words; a test compares
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -15,10 +16,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
 from tests.support.pairs import slow
-from tests.support.small_modules import Regression, call_step, descend
+from tests.support.small_modules import (
+    Regression,
+    assert_same,
+    linear_blocks,
+    run_pipeline,
+    train_beside,
+)
 
 V = ("zb_v", 2)
 OTHERS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 1)]
@@ -26,415 +32,333 @@ LOSSES, CACHE = [], {}
 
 
 class Step(Regression):
-    """Four blocks, with a hook of the row before them and one behind."""
+    """Four blocks; functions of the module stand before, around and behind them."""
 
-    def __init__(self):
-        super().__init__([nn.Linear(4, 4) for _ in range(4)])
-        self.prepare()
+    seen = []
+
+    def __init__(self, before=None, call=None, behind=None, prepare=None, **attributes):
+        super().__init__(linear_blocks(4))
+        self.functions = before, call, behind
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        if prepare:
+            prepare(self)
         self.double()
 
-    def prepare(self):
-        pass
-
-    def start(self):
-        """Do what a copy of the module would lack."""
-
-    def before(self, x):
-        return x
-
-    def call(self, block, x):
-        return torch.tanh(block(x))
-
-    def behind(self, loss):
-        return loss
-
     def step(self, x):
-        x = self.embed(self.before(x))
+        before, call, behind = self.functions
+        x = self.embed(before(self, x) if before else x)
         for block in self.blocks:
-            x = self.call(block, x)
-        return self.behind(self.head(x).pow(2).mean())
+            x = torch.tanh(call(self, block, x) if call else block(x))
+        loss = self.head(x).pow(2).mean()
+        return behind(self, loss) if behind else loss
 
 
-# 1. A counter
+# Counters
 
 
-class CountsBefore(Step):
-    def prepare(self):
-        self.count = 0
-
-    def before(self, x):
-        self.count += 1
-        return x * self.count
+def counts(m, value):
+    m.count += 1
+    return value * m.count
 
 
-class CountsBehind(CountsBefore):
-    def before(self, x):
-        return x
-
-    def behind(self, loss):
-        self.count += 1
-        return loss * self.count
+def reads_the_count(m, x):
+    return x * (1 + m.count)
 
 
-class CountsBehindAndReadsBefore(CountsBehind):
-    def before(self, x):
-        return x * (1 + self.count)
+def has_counters(m):
+    for block in m.blocks:
+        block.count = 0
+        block.register_buffer("scale", torch.ones(()))
 
 
-class CountsOnItsBlocks(Step):
-    """An attribute and a buffer of each block, which the step writes before it calls the block."""
-
-    def prepare(self):
-        for block in self.blocks:
-            block.count = 0
-            block.register_buffer("scale", torch.ones(()))
-
-    def call(self, block, x):
-        block.count += 1
-        block.scale = block.scale * 0.9
-        return super().call(block, x * block.count * block.scale)
+def counts_on_its_block(m, block, x):
+    block.count += 1
+    block.scale = block.scale * 0.9
+    return block(x * block.count * block.scale)
 
 
-class CountsInAnArray(Step):
-    def prepare(self):
-        self.counts = np.zeros(2)
-
-    def before(self, x):
-        self.counts[0] += 1
-        return x * self.counts[0]
+def counts_in_an_array(m, value):
+    m.counts[0] += 1
+    return value * m.counts[0]
 
 
-class CountsInAnArrayBehind(CountsInAnArray):
-    def before(self, x):
-        return x * (1 + self.counts[0])
-
-    def behind(self, loss):
-        self.counts[0] += 1
-        return loss
+def reads_the_array(m, x):
+    return x * (1 + m.counts[0])
 
 
 @dataclass
 class Counts:
     """As torch's own, no key of a dict."""
 
-    number: int = 0
+    number: int = 1
     sizes: list = field(default_factory=list)
 
 
-class CountsInADataclass(CountsBehind):
-    def prepare(self):
-        self.counts, self.count = Counts(), 1
-
-    def behind(self, loss):
-        self.counts = Counts(self.counts.number + 1, [*self.counts.sizes, loss.detach()])
-        return loss * self.counts.number
+def counts_in_a_dataclass(m, loss):
+    m.counts = Counts(m.counts.number + 1, [*m.counts.sizes, loss.detach()])
+    return loss * m.counts.number
 
 
-class ReplacesAModelsOutput(Step):
-    def behind(self, loss):
-        self.output = BaseModelOutput(loss)
-        return loss
+def counts_in_a_tuple(m, value):
+    m.counts[0][0].add_(1)
+    m.counts[1]["steps"] = m.counts[1].get("steps", 0) + 1
+    return value * m.counts[0][0] * m.counts[1]["steps"]
 
 
-class CountsInsideOfATuple(Step):
-    def prepare(self):
-        self.counts = [torch.zeros(())], {}
-
-    def behind(self, loss):
-        self.counts[0][0].add_(1)
-        self.counts[1]["steps"] = self.counts[1].get("steps", 0) + 1
-        return loss * self.counts[0][0] * self.counts[1]["steps"]
+def keeps_a_models_output(m, loss):
+    m.output = BaseModelOutput(loss)
+    return loss
 
 
-class CountsInsideOfATupleBefore(CountsInsideOfATuple):
-    def before(self, x):
-        return super().behind(x)
-
-    def behind(self, loss):
-        return loss
+# Averages and queues
 
 
-# 2. A moving average of the loss
+def averages(m, loss):
+    m.average = 0.9 * m.average + 0.1 * loss.detach()
+    return loss / m.average
 
 
-class Averages(Step):
-    def prepare(self):
-        self.average = 1.0
-
-    def behind(self, loss):
-        self.average = 0.9 * self.average + 0.1 * loss.detach()
-        return loss / self.average
+def has_an_average(m):
+    m.register_buffer("average", torch.ones(()))
 
 
-class AveragesInABuffer(Step):
-    def prepare(self):
-        self.register_buffer("average", torch.ones(()))
-
-    def behind(self, loss):
-        self.average = 0.9 * self.average + 0.1 * loss.detach()
-        return loss / self.average
+def queues_behind(m, loss):
+    m.queue.append(loss.detach())
+    return loss / torch.stack(m.queue[-3:]).sum()
 
 
-# 3. A queue
+def queues_before(m, x):
+    m.queue.append(float(x[0, 0]))
+    return x * m.queue.pop(0)
 
 
-class QueuesBehind(Step):
-    def prepare(self):
-        self.queue = []
-
-    def behind(self, loss):
-        self.queue.append(loss.detach())
-        return loss / torch.stack(self.queue[-3:]).sum()
+def fills(m, loss):
+    m.queue.append(loss.detach())
+    return loss
 
 
-class QueuesBefore(Step):
-    def prepare(self):
-        self.queue = [1.0, 2.0]
-
-    def before(self, x):
-        self.queue.append(float(x[0, 0]))
-        return x * self.queue.pop(0)
+def consumes(m, x):
+    return x * m.queue.pop(0)
 
 
-class FillsBehindAndConsumesBefore(QueuesBefore):
-    def before(self, x):
-        return x * self.queue.pop(0)
-
-    def behind(self, loss):
-        self.queue.append(loss.detach())
-        return loss
+def makes_in_the_first_step(m, x):
+    if not hasattr(m, "queue"):
+        m.queue = [float(n) for n in range(1, 30)]
+    return consumes(m, x)
 
 
-class MakesInTheFirstStep(Step):
-    def before(self, x):
-        if not hasattr(self, "queue"):
-            self.queue = [float(n) for n in range(1, 30)]
-        return x * self.queue.pop(0)
+# Random numbers, checkpoints, writes
 
 
-# 4. A generator
+def has_generators(m):
+    m.noise = torch.Generator().manual_seed(3)
+    m.sources = {"numpy": [np.random.default_rng(3)]}
 
 
-class Draws(Step):
-    def prepare(self):
-        self.noise = torch.Generator().manual_seed(3)
-        self.sources = {"numpy": [np.random.default_rng(3)]}
-
-    def before(self, x):
-        return x + torch.randn(x.shape, generator=self.noise, dtype=x.dtype)
-
-    def behind(self, loss):
-        return loss * self.sources["numpy"][0].random()
+def draws_before(m, x):
+    return x + torch.randn(x.shape, generator=m.noise, dtype=x.dtype)
 
 
-# 5. A checkpointed block that reads an attribute
+def draws_behind(m, loss):
+    return loss * m.sources["numpy"][0].random()
 
 
 class Masked(nn.Linear):
     mask = None
 
-    def forward(self, x):
-        return super().forward(x) * self.mask
+    def forward(self, x, mask=None):
+        return super().forward(x) * (self.mask if mask is None else mask)
 
 
-class Checkpointed(Step):
-    def prepare(self):
-        self.blocks = nn.ModuleList(Masked(4, 4) for _ in range(4))
-
-    def before(self, x):
-        for block in self.blocks:
-            block.mask = x.abs().mean()
-        return x
-
-    def call(self, block, x):
-        return torch.tanh(checkpoint(block, x, use_reentrant=False))
+def has_masked_blocks(m):
+    m.blocks = nn.ModuleList(Masked(4, 4) for _ in range(4))
 
 
-class TakesAMask(nn.Linear):
-    def forward(self, x, mask):
-        return super().forward(x) * mask
+def sets_masks(m, x):
+    for block in (m, *m.blocks):
+        block.mask = x.abs().mean()
+    return x
 
 
-class CheckpointedWithAnArgument(Step):
-    def prepare(self):
-        self.blocks = nn.ModuleList(TakesAMask(4, 4) for _ in range(4))
-
-    def before(self, x):
-        self.mask = x.abs().mean()
-        return x
-
-    def call(self, block, x):
-        return torch.tanh(checkpoint(block, x, self.mask, use_reentrant=False))
+def checkpoints(m, block, x):
+    return checkpoint(block, x, use_reentrant=False)
 
 
-# 6. A step that writes into its batch
+def checkpoints_with_an_argument(m, block, x):
+    return checkpoint(block, x, m.mask, use_reentrant=False)
 
 
-class WritesItsBatch(Step):
-    def before(self, x):
-        return x.mul_(2).sub_(x.mean())
+def writes_its_batch(m, x):
+    return x.mul_(2).sub_(x.mean())
 
 
-# 7. A weight that is written where it is used, and spectral norm
+def scales_its_weights(m, block, x):
+    block.weight.data.mul_(0.9)
+    return block(x)
 
 
-class ScalesItsWeights(Step):
-    def call(self, block, x):
-        block.weight.data.mul_(0.9)
-        return super().call(block, x)
+def is_normed(m, norm):
+    for layer in (m.embed, m.blocks[1], m.head):
+        norm(layer)
 
 
-class Spectral(Step):
-    def prepare(self):
-        for layer in (self.embed, self.blocks[1], self.head):
-            nn.utils.parametrizations.spectral_norm(layer)
+# Files, clocks, iterators, globals
 
 
-# 8. An open file, and an iterator
+def reads(m, x):
+    return x * float(m.file.readline())
 
 
-class Reads(Step):
-    def before(self, x):
-        return x * float(self.file.readline())
+def writes_a_log(m, loss):
+    m.file.write(f"{float(loss)}\n")
+    return loss
 
 
-class WritesALog(Step):
-    def behind(self, loss):
-        self.file.write(f"{float(loss)}\n")
-        return loss
+def tells_the_time(m, x):
+    return x * perf_counter()
 
 
-class TellsTheTime(Step):
-    def before(self, x):
-        return x * perf_counter()
+def draws_from_an_object(m, x):
+    return x * m.helper.draw()
 
 
-class DrawsFromAnObject(Step):
-    def prepare(self):
-        self.helper = SimpleNamespace(draw=np.random.default_rng(3).random)
-
-    def before(self, x):
-        return x * self.helper.draw()
+def iterates(m, x):
+    return x * next(m.scales)
 
 
-class Iterates(Step):
-    def before(self, x):
-        return x * next(self.scales)
+def fills_a_global(m, loss):
+    LOSSES.append(loss.detach())
+    return loss
 
 
-# 9. A list in a Python module
+def counts_with_a_global(m, x):
+    LOSSES.append(1.0)
+    return x * len(LOSSES)
 
 
-class FillsAGlobal(Step):
-    def behind(self, loss):
-        LOSSES.append(loss.detach())
-        return loss
+def caches_in_a_global(m, x):
+    return x * CACHE.setdefault("scale", 2.0)
 
 
-class CountsWithAGlobal(Step):
-    def before(self, x):
-        LOSSES.append(1.0)
-        return x * len(LOSSES)
+def fills_its_class(m, loss):
+    m.seen.append(float(loss))
+    return loss
 
 
-class CachesInAGlobal(Step):
-    def before(self, x):
-        return x * CACHE.setdefault("scale", 2.0)
+# Hooks
 
 
-class FillsItsClass(Step):
-    seen = []
-
-    def behind(self, loss):
-        self.seen.append(float(loss))
-        return loss
+def halve(parameter):
+    parameter.grad.mul_(0.5)
 
 
-# 10. A hook that reads .grad
+def halves_gradients(m):
+    for parameter in m.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
 
 
-class ReadsGradients(Step):
-    def start(self):
-        for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(self.halve)
-
-    def halve(self, parameter):
-        parameter.grad.mul_(0.5)
+def sets_a_scale(m, x):
+    m.scale = x.abs().mean()
+    return x
 
 
-class ScalesByAnAttribute(Step):
-    def before(self, x):
-        self.scale = x.abs().mean()
-        return x
-
-    def call(self, block, x):
-        x = super().call(block, x)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient * self.scale)
-        return x
+def scales_gradients(m, block, x):
+    x = block(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * m.scale)
+    return x
 
 
-class BindsAtOnce(ScalesByAnAttribute):
-    def call(self, block, x):
-        x = Step.call(self, block, x)
-        if x.requires_grad:
-            x.register_hook(lambda gradient, scale=self.scale: gradient * scale)
-        return x
+def binds_the_scale(m, block, x):
+    x = block(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient, scale=m.scale: gradient * scale)
+    return x
 
 
-TRAINS = [
-    CountsInADataclass,
-    ReplacesAModelsOutput,
-    CountsInsideOfATuple,
-    CountsInsideOfATupleBefore,
-    CountsBefore,
-    CountsBehind,
-    CountsOnItsBlocks,
-    CountsInAnArray,
-    Averages,
-    AveragesInABuffer,
-    QueuesBehind,
-    QueuesBefore,
-    CheckpointedWithAnArgument,
-    WritesItsBatch,
-    ScalesItsWeights,
-    Spectral,
-    CachesInAGlobal,
-    ReadsGradients,
-    BindsAtOnce,
-]
+def of(**how):
+    return partial(Step, **how)
 
+
+TRAINS = {
+    "counts before": of(count=0, before=counts),
+    "counts behind": of(count=0, behind=counts),
+    "counts on its blocks": of(prepare=has_counters, call=counts_on_its_block),
+    "counts in an array": lambda: Step(counts=np.zeros(2), before=counts_in_an_array),
+    "counts in a dataclass": of(counts=Counts(), behind=counts_in_a_dataclass),
+    "counts in a tuple": lambda: Step(counts=([torch.zeros(())], {}), behind=counts_in_a_tuple),
+    "counts in a tuple before": lambda: Step(
+        counts=([torch.zeros(())], {}), before=counts_in_a_tuple
+    ),
+    "replaces a model's output": of(behind=keeps_a_models_output),
+    "averages": of(average=1.0, behind=averages),
+    "averages in a buffer": of(prepare=has_an_average, behind=averages),
+    "queues behind": lambda: Step(queue=[], behind=queues_behind),
+    "queues before": lambda: Step(queue=[1.0, 2.0], before=queues_before),
+    "checkpoints with an argument": of(
+        prepare=has_masked_blocks, before=sets_masks, call=checkpoints_with_an_argument
+    ),
+    "writes its batch": of(before=writes_its_batch),
+    "scales its weights": of(call=scales_its_weights),
+    "spectral norm": of(prepare=partial(is_normed, norm=nn.utils.parametrizations.spectral_norm)),
+    "spectral norm of old": of(prepare=partial(is_normed, norm=nn.utils.spectral_norm)),
+    "caches in a global": of(before=caches_in_a_global),
+    "hooks on parameters": Step,
+    "binds at once": of(before=sets_a_scale, call=binds_the_scale),
+}
+START = {"hooks on parameters": halves_gradients}  # which a copy of the module would lack
+
+GIVES = r"gives another value each time"
 REFUSED = {
-    CountsBehindAndReadsBefore: r"self\.count",
-    CountsInAnArrayBehind: r"self\.counts",
-    FillsBehindAndConsumesBefore: r"self\.queue",
-    MakesInTheFirstStep: r"self\.queue",
-    Checkpointed: r"blocks\.3|mask",
-    Reads: r"self\.file",
-    WritesALog: r"self\.file",
-    TellsTheTime: r"gives another value each time",
-    DrawsFromAnObject: r"gives another value each time",
-    Iterates: r"self\.scales",
-    FillsAGlobal: r"LOSSES",
-    CountsWithAGlobal: r"LOSSES",
-    FillsItsClass: r"FillsItsClass\.seen",
-    ScalesByAnAttribute: r"scale",
+    "counts behind and reads before": (
+        of(count=0, before=reads_the_count, behind=counts),
+        r"self\.count",
+    ),
+    "counts in an array behind": (
+        lambda: Step(counts=np.zeros(2), before=reads_the_array, behind=counts_in_an_array),
+        r"self\.counts",
+    ),
+    "fills behind and consumes before": (
+        lambda: Step(queue=[1.0, 2.0], before=consumes, behind=fills),
+        r"self\.queue",
+    ),
+    "makes in the first step": (of(before=makes_in_the_first_step), r"self\.queue"),
+    "checkpoints": (
+        of(prepare=has_masked_blocks, before=sets_masks, call=checkpoints),
+        r"blocks\.3|mask",
+    ),
+    "reads": (of(before=reads), r"self\.file"),
+    "writes a log": (of(behind=writes_a_log), r"self\.file"),
+    "tells the time": (of(before=tells_the_time), GIVES),
+    "draws from an object": (
+        lambda: Step(
+            helper=SimpleNamespace(draw=np.random.default_rng(3).random),
+            before=draws_from_an_object,
+        ),
+        GIVES,
+    ),
+    "iterates": (of(before=iterates), r"self\.scales"),
+    "fills a global": (of(behind=fills_a_global), "LOSSES"),
+    "counts with a global": (of(before=counts_with_a_global), "LOSSES"),
+    "fills its class": (of(behind=fills_its_class), r"Step\.seen"),
+    "scales gradients by an attribute": (of(before=sets_a_scale, call=scales_gradients), "scale"),
 }
 
 DOCUMENTED = {
-    "counts: ": [CountsBefore, CountsBehind],
-    "counts behind the blocks, and reads": [CountsBehindAndReadsBefore],
-    "averages the loss": [Averages, AveragesInABuffer],
-    "fills a queue behind the blocks and reads it there": [QueuesBehind],
-    "fills a queue behind the blocks and reads it before": [FillsBehindAndConsumesBefore],
-    "draws from a generator": [Draws],
-    "checkpoints a block that reads": [Checkpointed],
-    "writes its batch": [WritesItsBatch],
-    "writes a weight or a buffer": [ScalesItsWeights],
-    "has layers with `spectral_norm`": [Spectral],
-    "reads or writes an open file": [Reads, WritesALog],
-    "appends to a list of a Python module": [FillsAGlobal, FillsItsClass],
-    "registers a hook on a parameter": [ReadsGradients],
+    "counts: ": ["counts before", "counts behind"],
+    "counts behind the blocks, and reads": ["counts behind and reads before"],
+    "averages the loss": ["averages", "averages in a buffer"],
+    "fills a queue behind the blocks and reads it there": ["queues behind"],
+    "fills a queue behind the blocks and reads it before": ["fills behind and consumes before"],
+    "draws from a generator": [],  # test_draws_the_same_for_every_number_of_ranks
+    "checkpoints a block that reads": ["checkpoints"],
+    "writes its batch": ["writes its batch"],
+    "writes a weight or a buffer": ["scales its weights"],
+    "has layers with `spectral_norm`": ["spectral norm"],
+    "reads or writes an open file": ["reads", "writes a log"],
+    "appends to a list of a Python module": ["fills a global", "fills its class"],
+    "registers a hook on a parameter": ["hooks on parameters"],
     "has a Lightning hook": [],  # tests/loop/hooks/test_gradient_hooks.py
 }
 
@@ -443,77 +367,53 @@ def test_the_documented_answers_are_those_of_the_tests():
     page = (Path(__file__).parents[2] / "docs/contract.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == len(DOCUMENTED)
-    for (text, answer, _), (start, kinds) in zip(rows, DOCUMENTED.items(), strict=True):
+    for (text, answer, _), (start, names) in zip(rows, DOCUMENTED.items(), strict=True):
         assert text.startswith(f"| {start}")
-        for kind in kinds:
-            trains = kind is Draws or kind in TRAINS
-            assert (answer == "trains", answer == "refused") == (trains, kind in REFUSED)
+        for name in names:
+            assert (answer == "trains", answer == "refused") == (name in TRAINS, name in REFUSED)
 
 
-def train(kind, schedule="", num_ranks=1, **attributes):
-    """Train three batches of four microbatches; return the weights.
-
-    Args:
-        kind: The module's class.
-        schedule: The schedule; "": one device trains, without a pipeline.
-        num_ranks: The ranks of the pipeline.
-        attributes: Makes what cannot be copied, for each rank.
-    """
-    torch.manual_seed(1)
+def train(make, schedule, num_ranks, start=None):
     LOSSES.clear()
     CACHE.clear()
-    module = kind()
-    pipeline = None
-    if schedule:
-        pipeline = InProcessPipeline(module, build(schedule, num_ranks, 4), call_step)
-    ranks = pipeline.ranks if pipeline else []
-    for owner in [rank.module for rank in ranks] or [module]:
-        for name, make in attributes.items():
-            setattr(owner, name, make())
-        owner.start()
-    for seed, batch in enumerate(torch.randn(3, 8, 4, dtype=torch.float64)):
-        if pipeline:
-            pipeline.run(batch, 2, seed)
-        else:
-            for part in batch.split(2):
-                (call_step(module, part) / 4).backward()
-            descend(module.state_dict(keep_vars=True).values())
-        for rank in ranks:
-            descend(rank.ownership.local_tensors().values())
-    if pipeline is None:
-        return module.state_dict()
-    return {n: t for rank in ranks for n, t in rank.ownership.local_tensors().items()}
-
-
-def assert_equal(found, expected):
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].detach(), value.detach(), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("kind", "schedule", "num_ranks"),
-    [(kind, *V) for kind in TRAINS] + [slow((kind, *other)) for kind in TRAINS for other in OTHERS],
-)
-def test_trains_as_one_device(kind, schedule, num_ranks):
-    assert_equal(train(kind, schedule, num_ranks), train(kind))
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks"), [V, *map(slow, OTHERS[1:])])
-def test_draws_the_same_for_every_number_of_ranks(schedule, num_ranks):
-    assert_equal(train(Draws, schedule, num_ranks), train(Draws, "gpipe", 1))
+    torch.manual_seed(1)
+    batches = torch.randn(3, 8, 4, dtype=torch.float64)
+    train_beside(make(), schedule, num_ranks, list(batches), start=start)
 
 
 def open_file():
     return open(__file__)
 
 
+def holds_a_file_and_an_iterator(module):
+    module.file, module.scales = open_file(), iter([1.0] * 99)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "num_ranks"),
+    [(name, *V) for name in TRAINS] + [slow((name, *other)) for name in TRAINS for other in OTHERS],
+)
+def test_trains_as_one_device(name, schedule, num_ranks):
+    train(TRAINS[name], schedule, num_ranks, START.get(name))
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [V, *map(slow, OTHERS[1:])])
+def test_draws_the_same_for_every_number_of_ranks(schedule, num_ranks):
+    module = Step(draws_before, behind=draws_behind, prepare=has_generators)
+    batch = torch.randn(8, 4).double()
+    found, one = (
+        run_pipeline(module, build(*way, 4), batch, 2) for way in [(schedule, num_ranks), OTHERS[0]]
+    )
+    assert_same(found, one)
+    assert len({*map(float, one.losses)}) == 4
+
+
 def test_a_file_and_an_iterator_that_no_step_touches_are_left_alone():
-    held = {"file": open_file, "scales": lambda: iter([1.0])}
-    assert_equal(train(Step, "zb_v", 2, **held), train(Step))
+    train(Step, *V, holds_a_file_and_an_iterator)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_is_refused_by_name(kind):
-    held = {"file": open_file, "scales": lambda: iter([1.0] * 99)}
-    with pytest.raises((ValueError, RuntimeError), match=REFUSED[kind]):
-        train(kind, "zb_v", 2, **held)
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_by_name(name):
+    make, message = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        train(make, *V, holds_a_file_and_an_iterator)

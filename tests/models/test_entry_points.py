@@ -56,19 +56,6 @@ def chain(block=Block, depth=4):
     return nn.ModuleList(block() for _ in range(depth))
 
 
-class LearnedPositions(Entered):
-    def __init__(self):
-        super().__init__()
-        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
-        self.blocks, self.head = chain(), nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, x):
-        x = self.words(x) + self.positions.weight[: x.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class TiedHead(Entered):
     def __init__(self):
         super().__init__()
@@ -79,47 +66,6 @@ class TiedHead(Entered):
         for block in self.blocks:
             x = block(x)
         return x @ self.words.weight.T
-
-
-class Rotated(Block):
-    def forward(self, x, cos, sin):
-        left, right = self.norm(x).chunk(2, -1)
-        turned = torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
-        return x + self.down(torch.tanh(self.up(turned)))
-
-
-class Rotary(Entered):
-    def __init__(self):
-        super().__init__()
-        angles = torch.outer(torch.arange(32.0), 0.1 ** torch.arange(WIDTH // 2))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks, self.head = chain(Rotated), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x):
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
-        x = self.words(x)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        return self.head(x)
-
-
-class ClassToken(Entered):
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
-        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.randn(1, 17, WIDTH))
-        self.blocks, self.head = chain(), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        x = x + self.positions[:, : x.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x[:, -1])
 
 
 class BatchNormStem(Entered):
@@ -157,7 +103,7 @@ class EncoderDecoder(Entered):
         return self.head(x)
 
 
-class Summing(LearnedPositions):
+class Summing(TiedHead):
     """Predicts what has no row for each sample, or one for as many as there are of something."""
 
     def predict_step(self, batch, batch_idx):
@@ -180,9 +126,6 @@ class Normalized(TiedHead):
 MODELS = {
     EncoderDecoder: {"blocks": ["encoder.*", "decoder.*"]},
     TiedHead: {},
-    LearnedPositions: {},
-    Rotary: {},
-    ClassToken: {},
     BatchNormStem: {"num_microbatches": 1, "schedule": "1f1b"},  # else its statistics are others
 }
 
@@ -238,7 +181,7 @@ class Runs:
 
     def _data(self):
         generator = torch.Generator().manual_seed(0)
-        if self.kind in (ClassToken, BatchNormStem):
+        if self.kind is BatchNormStem:
             x = torch.randn(12, 3, 16, 16, generator=generator, dtype=torch.float64)
             y = torch.randint(CLASSES, (12,), generator=generator)
         else:

@@ -95,21 +95,6 @@ def exchange_message():
     return None
 
 
-def measure_p2p_latency():
-    rank, transport = connect()
-    if rank == 1:
-        return measure_latency(transport, 1, 2, make_message())
-    if rank == 2:
-        answer_latency(transport, 2, 1, specs_of(make_message()))
-    return None
-
-
-def test_p2p_latency_is_measured_by_the_rank_that_sends(pool):
-    last, seconds, first = pool.run(measure_p2p_latency)
-    assert first is last is None
-    assert 0 < seconds < 60
-
-
 class OpenReceives:
     """A transport on which nothing may wait for the device while a receive is open.
 

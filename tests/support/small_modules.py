@@ -245,21 +245,27 @@ def assert_exact(module, batch, size=2, num_ranks=2):
     assert_same(found, run_plain(module, batch, size))
 
 
-def train_beside(module, schedule, num_ranks, batches, size=2, **options):
+def train_beside(module, schedule, num_ranks, batches, size=2, start=None, **options):
     """Train a pipeline and a copy of ``module``, a step for each batch; compare them after each.
+
+    Args:
+        start: Gets the module of each rank and the copy, and gives them what cannot be copied.
 
     Returns:
         The pipeline, and the copy.
     """
     plain, count = copy.deepcopy(module), len(split_batch(batches[0], size))
     pipeline = InProcessPipeline(module, build(schedule, num_ranks, count), call_step, **options)
+    for each in (*(rank.module for rank in pipeline.ranks), plain) if start else ():
+        start(each)
     for seed, batch in enumerate(batches):
-        expected = []
-        for index, part in enumerate(split_batch(copy.deepcopy(batch), size)):
+        parts, expected = split_batch(copy.deepcopy(batch), size), []
+        losses = pipeline.run(batch, size, seed)
+        for index, part in enumerate(parts):
             seed_all(mix_seed(mix_seed(seed, index), 0))
             expected.append(call_step(plain, part))
             (expected[-1] * batch_size(part) / batch_size(batch)).backward()
-        found = Outcome(pipeline.run(batch, size, seed), pipeline.named_gradients())
+        found = Outcome(losses, pipeline.named_gradients())
         gradients = {n: p.grad for n, p in plain.named_parameters(remove_duplicate=False)}
         assert_same(found, Outcome([loss.detach() for loss in expected], gradients), 1e-9)
         for rank in pipeline.ranks:
