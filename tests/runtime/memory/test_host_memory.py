@@ -25,18 +25,14 @@ def test_a_range_may_cross_pieces():
     assert [(offset, len(part)) for offset, part in found] == [(0, 192), (192, 808)]
 
 
-def test_pieces_are_reused():
-    memory = HostMemory(pinned=False)
+def test_pieces_are_reused_and_the_budget_is_kept():
+    memory = HostMemory(pinned=False, budget=HostBudget.given(sum(piece_sizes(10_000))))
     for _ in range(3):
         memory.take(10_000).give_back()
     assert memory.num_allocations == len(piece_sizes(10_000))
     assert memory.allocated_bytes == sum(piece_sizes(10_000))
-
-
-def test_the_budget_is_kept():
-    memory = HostMemory(pinned=False, budget=HostBudget.given(8192))
-    memory.take(8192)
-    with pytest.raises(HostMemoryError, match=r"host_memory_limit is 0\.01 MiB; offload less"):
+    memory.take(10_000)
+    with pytest.raises(HostMemoryError, match=r"host_memory_limit is 0\.02 MiB; offload less"):
         memory.take(1)
 
 
@@ -55,27 +51,22 @@ def test_the_machine_does_not_swap(machine):
         HostMemory(pinned=False).take(4096)
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(1, 25_000), (4, 6250)])
-def test_ranks_share_what_the_machine_has_left(machine, ranks, share):
-    machine(100_000, 30_000)
+@pytest.mark.parametrize(
+    ("total", "available", "ranks", "share"),
+    [(100_000, 30_000, 1, 25_000), (100_000, 30_000, 4, 6250), (100_000, 1000, 2, 0)],
+)
+def test_ranks_share_what_the_machine_has_left(machine, total, available, ranks, share):
+    machine(total, available)
     budget = HostBudget.share_of_machine(ranks)
     assert budget.num_bytes == share
     with pytest.raises(HostMemoryError, match="is a rank's share of the .* left for"):
         HostMemory(pinned=False, budget=budget).take(28_000)
 
 
-def test_a_full_machine_has_no_share_and_an_unknown_one_no_limit(machine):
-    machine(100_000, 1000)
-    assert HostBudget.share_of_machine(2).num_bytes == 0
+def test_a_machine_that_does_not_tell_has_no_limit(machine, tmp_path):
+    assert machine_memory(tmp_path) == (0, 0)
     machine(0, 0)
     assert HostBudget.share_of_machine(2) is None
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0.00 MiB"), (3 << 19, "1.50 MiB"), ((5 << 30) + 1, "5,120.01 MiB")]
-)
-def test_amounts_are_in_one_unit(num_bytes, text):
-    assert HostBudget.given(num_bytes).origin == f"host_memory_limit is {text}"
 
 
 def test_what_a_validation_allocates_can_be_trained_with():
@@ -86,56 +77,34 @@ def test_what_a_validation_allocates_can_be_trained_with():
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 600 kB\n"
 MACHINE = (1_024_000, 614_400)
-FOLDERS = {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}
-NAMES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+CGROUPS = {
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current"),
+}
+UNLIMITED = {1: 2**63 - 4096, 2: "max"}
+GROUPS = {
+    "none": ({}, MACHINE),
+    "its own": ({"job/step": (5000, 2000, 500)}, (5000, 3500)),
+    "a parent": ({"job": (5000, 2000, 500)}, (5000, 3500)),
+    "the root": ({"": (5000, 2000, 500)}, (5000, 3500)),
+    "the narrowest": ({"job/step": (9000, 100, 0), "job": (10_000, 9500, 0)}, (9000, 500)),
+    "without a limit": ({"job": (None, 0, 0)}, MACHINE),
 }
 
 
-@pytest.fixture(params=[1, 2])
-def version(request):
-    return request.param
-
-
-@pytest.fixture
-def root(tmp_path, version):
+@pytest.mark.parametrize("version", CGROUPS)
+@pytest.mark.parametrize(("groups", "expected"), GROUPS.values(), ids=GROUPS)
+def test_limits_of_control_groups(tmp_path, version, groups, expected):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(MEMINFO)
-    other = "4:memory:/job/step" if version == 1 else "0::/job/step"
-    (tmp_path / "proc/self/cgroup").write_text(f"3:cpuset:/\n{other}\n")
-    return tmp_path
-
-
-def add_group(root, version, path, limit, usage=0, cached=0):
-    folder = root / FOLDERS[version] / path
-    folder.mkdir(parents=True, exist_ok=True)
-    limit_file, usage_file, row = NAMES[version]
-    (folder / limit_file).write_text(f"{limit}\n")
-    (folder / usage_file).write_text(f"{usage}\n")
-    (folder / "memory.stat").write_text(f"cache 7\n{row} {cached}\n")
-
-
-def test_a_machine_without_limits(root):
-    assert machine_memory(root) == MACHINE
-
-
-@pytest.mark.parametrize("path", ["job/step", "job", ""])
-def test_a_group_or_a_parent_of_it_limits(root, version, path):
-    add_group(root, version, path, 5000, usage=2000, cached=500)
-    assert machine_memory(root) == (5000, 3500)
-
-
-def test_the_narrowest_counts(root, version):
-    add_group(root, version, "job/step", 9000, usage=100)
-    add_group(root, version, "job", 10_000, usage=9500)
-    assert machine_memory(root) == (9000, 500)
-
-
-def test_no_limit_is_none(root, version):
-    add_group(root, version, "job", "max" if version == 2 else 2**63 - 4096)
-    assert machine_memory(root) == MACHINE
-
-
-def test_a_system_that_does_not_tell(tmp_path):
-    assert machine_memory(tmp_path) == (0, 0)
+    line = "4:memory:/job/step" if version == 1 else "0::/job/step"
+    (tmp_path / "proc/self/cgroup").write_text(f"3:cpuset:/\n{line}\n")
+    root, limit_file, usage_file = CGROUPS[version]
+    row = "total_inactive_file" if version == 1 else "inactive_file"
+    for path, (limit, usage, cached) in groups.items():
+        folder = tmp_path / root / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit_file).write_text(f"{UNLIMITED[version] if limit is None else limit}\n")
+        (folder / usage_file).write_text(f"{usage}\n")
+        (folder / "memory.stat").write_text(f"cache 7\n{row} {cached}\n")
+    assert machine_memory(tmp_path) == expected
