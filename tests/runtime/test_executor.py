@@ -15,20 +15,14 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
-    MEMORY_EFFECTS,
     Action,
-    Costs,
     Kind,
-    MemoryEffect,
-    Part,
     Schedule,
     build,
-    simulate,
     validate,
 )
 from tests.support.offloaded import memory_of_all
 from tests.support.small_modules import (
-    SCHEDULES,
     DemoGPT,
     Regression,
     assert_same,
@@ -70,26 +64,6 @@ def _released_by(action, last_stage):
 PLACEMENTS = {"loop": (0, 1, 0, 1), "v": (0, 1, 1, 0), "one each": (0, 1, 2)}
 
 
-@pytest.fixture
-def watch(monkeypatch):
-    """Call a function with executor and action before each action of any rank."""
-
-    def install(look):
-        plain = Executor.execute
-
-        def execute(self, action):
-            look(self, action)
-            plain(self, action)
-
-        monkeypatch.setattr(Executor, "execute", execute)
-
-    return install
-
-
-def count_alive(executor):
-    return sum(len(stage._alive) for stage in executor.stages.values())
-
-
 def actions(text):
     return [Action.parse(word) for word in text.split()]
 
@@ -107,26 +81,6 @@ def test_any_valid_order_gives_the_plain_gradients(plain, placement, seed):
     module, batch, expected = plain
     found = run_pipeline(module, random_schedule(placement, 3, seed), batch, size=1)
     assert_same(found, expected)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_as_much_is_alive_as_the_simulator_says(name, num_ranks, watch):
-    expected, peaks = [0] * num_ranks, [0] * num_ranks
-    counted = Part.FOR_B | Part.GRADIENT
-
-    def look(executor, action):
-        rank, effect = executor.rank, MEMORY_EFFECTS.get(action.kind, MemoryEffect())
-        change = (effect.puts & counted).bit_count() - (effect.drops & counted).bit_count()
-        assert count_alive(executor) == expected[rank], action
-        peaks[rank] = max(peaks[rank], expected[rank], expected[rank] + change)
-        expected[rank] += change
-
-    watch(look)
-    schedule = build(name, num_ranks, 8)
-    run_pipeline(Regression(linear_blocks(8)).double(), schedule, torch.randn(8, 4).double(), 1)
-    assert tuple(peaks) == simulate(schedule, Costs.unit()).peak_memory
-    assert expected == [0] * num_ranks
 
 
 class Held:
@@ -174,13 +128,14 @@ def without_gc():
 
 
 @pytest.mark.usefixtures("without_gc")
-def test_after_backward_only_the_queue_is_alive(watch):
-    found = {}
+def test_after_backward_only_the_queue_is_alive(monkeypatch):
+    found, execute = {}, Executor.execute
 
     def look(executor, action):
         found[str(action)] = len(Watched.__alive__)
+        execute(executor, action)
 
-    watch(look)
+    monkeypatch.setattr(Executor, "execute", look)
     plan = Schedule.of([actions("0F0 0B0 0W0")])
     module = Regression([Watched(), Watched()]).double()
     pipeline = InProcessPipeline(module, plan, call_step, memory_of_all)
@@ -199,17 +154,6 @@ def test_after_a_step_nothing_is_alive(num_ranks):
     module = Regression([Watched() for _ in range(4)]).double()
     run_pipeline(module, build("zb_h1", num_ranks, 4), torch.randn(4, 4).double(), 1)
     assert not Watched.__alive__
-
-
-def test_forward_only_keeps_nothing(watch):
-    most = []
-    watch(lambda executor, action: most.append(count_alive(executor)))
-    plan = Schedule.of([actions("0F0 0F1"), actions("1F0 1F1")])
-    losses = InProcessPipeline(Regression(linear_blocks(4)), plan, call_step).run(
-        torch.randn(2, 4), 1
-    )
-    assert len(losses) == 2
-    assert max(most) == 0
 
 
 def test_before_backward_is_called_once_and_before_the_first_backward():

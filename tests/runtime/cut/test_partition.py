@@ -14,7 +14,6 @@ from tests.support.small_modules import (
     Regression,
     call_step,
     linear_blocks,
-    run_pipeline,
     tokens,
 )
 
@@ -54,12 +53,24 @@ def test_no_other_cut_has_a_lighter_heaviest_stage(num_stages):
         assert heaviest(forward, found) == best, forward
 
 
-def test_a_heavy_head_and_embedding_get_fewer_blocks():
-    assert counts_of(cut(chain_of(8), costs_of(3, 1, 1, 1, 1, 1, 1, 1, 2), range(3))) == [2, 4, 2]
+CUTS = {
+    "a heavy head and embedding": ((3, 1, 1, 1, 1, 1, 1, 1, 2), range(3), "auto", [2, 4, 2]),
+    "equal blocks": ((*[1] * 8, 0), range(4), "auto", [2, 2, 2, 2]),
+    # [1, 2, 2, 1] has stages as light, but gives rank 1 four blocks.
+    "the busiest rank of a V": ((*[1] * 6, 0.2), [0, 1, 1, 0], "auto", [2, 2, 1, 1]),
+    "one even stage": ((9, *[1] * 7), range(1), "even", [7]),
+    "two even stages": ((9, *[1] * 7), range(2), "even", [4, 3]),
+    "three even stages": ((9, *[1] * 7), range(3), "even", [3, 2, 2]),
+    "as given": ([1] * 5, range(2), [3, 1], [3, 1]),
+}
 
 
-def test_equal_blocks_are_spread_evenly():
-    assert counts_of(cut(chain_of(8), costs_of(*[1] * 8, 0), range(4))) == [2, 2, 2, 2]
+@pytest.mark.parametrize(("costs", "ranks", "split", "counts"), CUTS.values(), ids=CUTS)
+def test_cuts(costs, ranks, split, counts):
+    stages = cut(chain_of(len(costs) - 1), costs_of(*costs), ranks, split)
+    assert counts_of(stages) == counts
+    assert [i for stage in stages for i in stage.blocks] == [*range(len(costs) - 1)]
+    assert stages[-1].segments == {*stages[-1].blocks, len(costs) - 1}
 
 
 def test_parameters_decide_where_nothing_is_known_of_time():
@@ -68,49 +79,19 @@ def test_parameters_decide_where_nothing_is_known_of_time():
     assert counts_of(cut(chain_of(4), costs, range(2))) == [1, 3]
 
 
-@pytest.mark.parametrize(("num_stages", "counts"), [(1, [7]), (2, [4, 3]), (3, [3, 2, 2])])
-def test_an_even_cut(num_stages, counts):
-    assert (
-        counts_of(cut(chain_of(7), costs_of(*[9, *[1] * 7]), range(num_stages), "even")) == counts
-    )
+REFUSED = [
+    ([3, 2], 2, r"split=\[3, 2\] must have 2 entries .* add up to 4 .*; its 2 entries add up to 5"),
+    ([4], 2, r"split=\[4\] must have 2 entries .* its 1 entries add up to 4"),
+    ([4, 0], 2, r"split=\[4, 0\] must have 2 entries of at least 1"),
+    ("auto", 8, "^blocks has 4 blocks for 8 stages; use fewer devices or num_chunks, or a model of "
+     "at least 8 blocks$"),
+]  # fmt: skip
 
 
-def test_the_busiest_rank_is_relieved_where_ranks_have_several_stages():
-    in_a_v = [0, 1, 1, 0]
-    costs = costs_of(
-        *[1] * 6, 0.2
-    )  # [1, 2, 2, 1] has stages as light, but gives rank 1 four blocks
-    counts = counts_of(cut(chain_of(6), costs, in_a_v))
-    assert counts[1] + counts[2] == 3
-    assert max(counts) == 2
-
-
-def test_a_given_cut():
-    stages = cut(chain_of(4), costs_of(*[1] * 5), range(2), [3, 1])
-    assert [list(stage.blocks) for stage in stages] == [[0, 1, 2], [3]]
-    assert [stage.segments for stage in stages] == [{0, 1, 2}, {3, 4}]
-
-
-BAD_SPLITS = {
-    (3, 2): r"split=\[3, 2\] must have 2 entries .* add up to 4 blocks; its 2 entries add up to 5",
-    (4,): r"split=\[4\] must have 2 entries .* its 1 entries add up to 4",
-    (4, 0): r"split=\[4, 0\] must have 2 entries of at least 1",
-}
-
-
-@pytest.mark.parametrize(("split", "message"), BAD_SPLITS.items(), ids=str)
-def test_a_split_that_does_not_add_up_is_refused(split, message):
+@pytest.mark.parametrize(("split", "num_stages", "message"), REFUSED)
+def test_a_cut_that_does_not_add_up_is_refused(split, num_stages, message):
     with pytest.raises(ValueError, match=message):
-        cut(chain_of(4), costs_of(*[1] * 5), range(2), split)
-
-
-def test_fewer_blocks_than_stages_are_refused():
-    with pytest.raises(
-        ValueError,
-        match="^blocks has 2 blocks for 4 stages; use fewer devices or "
-        "num_chunks, or a model of at least 4 blocks$",
-    ):
-        cut(chain_of(2), costs_of(1, 1, 1), range(4))
+        cut(chain_of(4), costs_of(*[1] * 5), range(num_stages), split)
 
 
 @pytest.mark.parametrize("options", [{"split": [3, 2]}, {"blocks": "embed"}])
@@ -119,38 +100,17 @@ def test_a_pipeline_refuses_at_once(options):
         InProcessPipeline(Regression(linear_blocks(4)), build("1f1b", 2, 2), call_step, **options)
 
 
-def test_a_large_chain_is_cut_in_no_time():
-    counts = counts_of(cut(chain_of(200), costs_of(*[1] * 200, 3), range(64)))
-    assert sum(counts) == 200
-    assert set(counts[:-1]) <= {3, 4}
-
-
 # Costs of a real model
 
 
-@pytest.fixture
-def cut_gpt():
-    pipeline = InProcessPipeline(DemoGPT(depth=4), build("1f1b", 2, 2), call_step)
+def test_costs_are_in_units_of_an_average_block_and_parameters_add_up_to_the_models():
+    module = DemoGPT(depth=4)
+    pipeline = InProcessPipeline(module, build("1f1b", 2, 2), call_step)
     pipeline.run(tokens(2), 1)
-    return pipeline.ranks[0]
-
-
-def test_costs_are_in_units_of_an_average_block(cut_gpt):
-    assert sum(cut_gpt.costs.forward) == pytest.approx(4 + head_share(cut_gpt))
-
-
-def head_share(rank):
-    width, vocabulary, time = 8, 16, 6
+    rank, width, vocabulary, time = pipeline.ranks[0], 8, 16, 6
     block = 2 * time * 12 * width**2 + 2 * 2 * time**2 * width
-    return 2 * time * width * vocabulary / block
-
-
-def test_parameters_of_stages_add_up_to_the_models(cut_gpt):
-    assert sum(cut_gpt.num_parameters) == sum(p.numel() for p in DemoGPT(depth=4).parameters())
-
-
-def test_every_name_has_an_owner(cut_gpt):
-    assert all(cut_gpt.ownership.owners.values())
+    assert sum(rank.costs.forward) == pytest.approx(4 + 2 * time * width * vocabulary / block)
+    assert sum(rank.num_parameters) == sum(p.numel() for p in module.parameters())
 
 
 def test_unused_parameters_stay_where_they_were_registered():
@@ -168,10 +128,3 @@ def test_unused_parameters_stay_where_they_were_registered():
     pipeline.run(torch.ones(2, 4), 1)
     owners = pipeline.ranks[0].ownership.owners
     assert (owners["embed.weight"], owners["behind.weight"]) == ({0}, {1})
-
-
-def test_a_split_of_a_run():
-    found = run_pipeline(
-        Regression(linear_blocks(4)), build("1f1b", 2, 2), torch.ones(2, 4), 1, split=[1, 3]
-    )
-    assert len(found.losses) == 2

@@ -94,12 +94,6 @@ def formatting_before(m, x):
     return loss_of(m, through(m.blocks, x))
 
 
-def list_before(m, x):
-    x = m.embed(x)
-    m.values = x.tolist()  # <- named in the message
-    return loss_of(m, through(m.blocks, x))
-
-
 def numpy_before(m, x):
     x = m.embed(x)
     m.values = x.detach().numpy()  # <- named in the message
@@ -140,7 +134,6 @@ EARLY = {
     branch_before: early("blocks.0", BRANCH, EMBED),
     branch_that_is_caught: early("blocks.0", BRANCH, EMBED),
     formatting_before: early("blocks.0", "the format '.3f'", EMBED),
-    list_before: early("blocks.0", "tolist()", EMBED),
     numpy_before: early("blocks.0", "numpy()", EMBED),
     item_between: early("blocks.2", BRANCH, "the output of blocks.1"),
     sum_in_a_tensor: early(
@@ -220,14 +213,6 @@ def copies(head):
     head.weight.copy_(normal(head.weight))  # <- named in the message
 
 
-def divides(head):
-    head.weight.div_(head.weight.norm())  # <- named in the message
-
-
-def clamps(head):
-    head.weight.clamp_(-1, 1)  # <- named in the message
-
-
 def assigns_data(head):
     head.weight.data = normal(head.weight.data)  # <- named in the message
 
@@ -257,8 +242,8 @@ def assigns_a_parameter(head):
 
 
 WRITES = [
-    copies, divides, clamps, assigns_data, writes_data, writes_a_row, writes_with_out,
-    writes_several, initializes, assigns_a_parameter,
+    copies, assigns_data, writes_data, writes_a_row, writes_with_out, writes_several, initializes,
+    assigns_a_parameter,
 ]  # fmt: skip
 WRITTEN = (
     "the step writes head.weight before blocks.0 {line}, on stage 0, but stage 1 has this weight "
