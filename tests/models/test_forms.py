@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.support.comparison import SCHEDULES, assert_trains_exactly, train, train_plain
+from tests.support.comparison import assert_trains_exactly, train, train_plain
 from tests.support.families import Task
-from tests.support.pairs import pairs
 from tests.support.small_modules import Outcome, assert_same
 
 WIDTH = 4
@@ -80,21 +79,14 @@ def tokens(length=5, count=8):
     return torch.randint(8, (count, length))
 
 
-class Adapted(Block):
-    """A frozen weight, and beside it the product of two small ones."""
+class Product(Block):
+    """A frozen weight, to which the product of two small ones is added."""
 
     def __init__(self):
         super().__init__()
         self.linear.requires_grad_(False)
         self.down = nn.Linear(WIDTH, 1, bias=False)
         self.up = nn.Linear(1, WIDTH, bias=False)
-
-    def forward(self, x):
-        return super().forward(x) + self.up(self.down(x))
-
-
-class Product(Adapted):
-    """The same, the product added to the weight."""
 
     def forward(self, x):
         weight = self.linear.weight + self.up.weight @ self.down.weight
@@ -105,29 +97,6 @@ class Normed(Block):
     def __init__(self):
         super().__init__()
         self.linear = weight_norm(self.linear)
-
-
-class BatchNormed(Block):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x):
-        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
-
-
-class Counting(Block):
-    """Writes a buffer and counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("largest", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        self.largest.copy_(x.detach().abs().max())
-        return super().forward(x)
 
 
 class Square(torch.autograd.Function):
@@ -157,11 +126,6 @@ class WithUnused(Block):
     def __init__(self):
         super().__init__()
         self.unused = nn.Linear(WIDTH, WIDTH)
-
-
-class Einsum(Block):
-    def forward(self, x):
-        return x + torch.einsum("bti,io,o->bto", x, self.linear.weight, self.linear.bias)
 
 
 class Binary(Block):
@@ -204,24 +168,12 @@ class Unknown(Block):
         return x + self.operation(x, self.linear.weight)
 
 
-def frozen_start():
-    model = Net()
-    model.embed.requires_grad_(False)
-    model.blocks[:3].requires_grad_(False)
-    return model
-
-
 FORMS = {
-    "tied_by_alias": lambda: Net(tied=True),
-    "frozen_start": frozen_start,
     "product_of_adapters": lambda: Net(Product),
     "weight_norm": lambda: Net(Normed),
-    "batch_norm": lambda: Net(BatchNormed),
-    "buffer_and_counter": lambda: Net(Counting),
     "custom_function": lambda: Net(Squaring),
     "forward_hook": lambda: Net(Hooked),
     "unused_parameters": lambda: Net(WithUnused),
-    "einsum": lambda: Net(Einsum),
     "binary_weights": lambda: Net(Binary),
     "unknown_operation": lambda: Net(Unknown),
 }
@@ -230,36 +182,6 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_trains_exactly(form):
     assert_trains_exactly(Task(FORMS[form](), loss).double(), tokens())
-
-
-def tied_by_function(model, batch):
-    x = model.embed(batch)
-    for block in model.blocks:
-        x = block(x)
-    logits = functional.linear(x, model.embed.weight)
-    return functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
-
-
-def masked_at_random(model, batch):
-    kept = torch.rand(batch.shape) < 0.5
-    logits = model(batch * kept)
-    return (
-        functional.cross_entropy(logits.flatten(0, 1), batch.flatten(), reduction="none")[
-            ~kept.flatten()
-        ]
-    ).sum()
-
-
-def mixed_up(model, batch):
-    share, order = float(torch.rand(())), torch.randperm(len(batch))
-    return share * loss(model, batch) + (1 - share) * batch[order].double().mean()
-
-
-@pytest.mark.parametrize(
-    ("step", "schedule"), pairs([tied_by_function, masked_at_random, mixed_up], SCHEDULES)
-)
-def test_a_step_trains_exactly(step, schedule):
-    assert_trains_exactly(Task(Net(), step).double(), tokens(), schedule)
 
 
 @pytest.mark.parametrize(
@@ -281,17 +203,10 @@ def test_autocast_in_the_step():
 
 
 def test_lengths_and_sizes_change_from_batch_to_batch():
-    pipeline = assert_trains_exactly(Task(Net(), loss).double(), tokens())
     module = Task(Net(), loss).double()
-    pipeline, found = train(module, "zb_h1", 4, tokens())
+    pipeline, _ = train(module, "zb_h1", 4, tokens())
     for length, size in ((3, 2), (7, 3), (5, 2)):
-        batch = tokens(length, 4 * size)
-        before = pipeline.named_gradients()
-        before = {name: grad.clone() for name, grad in before.items()}
-        pipeline.run(batch, size)
-        plain = train_plain(module, batch, size)
-        added = {n: g - before[n] for n, g in pipeline.named_gradients().items()}
-        torch.testing.assert_close(added, plain.gradients, rtol=1e-10, atol=1e-12)
+        assert_goes_on_exactly(pipeline, module, tokens(length, 4 * size), size)
 
 
 def test_a_number_in_the_batch_decides_shapes():
@@ -315,8 +230,10 @@ def test_hooks_of_parameters_run_once_per_microbatch(kind):
     assert len(calls) == 4 * len(list(module.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize(("schedule", "num_ranks"), [("zb_h1", 3), ("zb_v", 1)])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "num_ranks"),
+    [("register_hook", "zb_h1", 3), ("register_post_accumulate_grad_hook", "zb_v", 1)],
+)
 def test_a_hook_on_a_weight_of_several_stages_is_refused(schedule, num_ranks, kind):
     module = Task(Net(tied=True), loss).double()
     pipeline, _ = train(module, schedule, num_ranks, tokens())  # without one
@@ -340,15 +257,15 @@ def test_a_hook_on_a_tied_weight_of_one_stage_sees_the_sum():
     torch.testing.assert_close(model.embed.weight.grad, module.model.embed.weight.grad)
 
 
-def assert_goes_on_exactly(pipeline, module, batch):
+def assert_goes_on_exactly(pipeline, module, batch, size=2):
     """Compare one more step of ``pipeline`` with the module's."""
     for rank in pipeline.ranks:
         rank.module.zero_grad()
-    losses = pipeline.run(batch, 2)
-    assert_same(Outcome(losses, pipeline.named_gradients()), train_plain(module, batch))
+    losses = pipeline.run(batch, size)
+    assert_same(Outcome(losses, pipeline.named_gradients()), train_plain(module, batch, size))
 
 
-@pytest.mark.parametrize(("schedule", "tied"), pairs(SCHEDULES, [True, False]))
+@pytest.mark.parametrize(("schedule", "tied"), [("zb_h1", True), ("interleaved_1f1b", False)])
 def test_parameters_freeze_and_thaw_while_training(schedule, tied):
     module = Task(Net(tied=tied), loss).double()
     pipeline, _ = train(module, schedule, 2, tokens())

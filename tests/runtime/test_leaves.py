@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
+from lightning_pipeoffload.runtime.leaves import leaves_of
 
 Pair = namedtuple("Pair", ["left", "right"])
 X, Y, Z = (torch.full((), float(i)) for i in range(3))
@@ -22,7 +22,3 @@ TREES = {
 def test_leaves_are_those_of_torch_in_its_order(name):
     found, expected = list(leaves_of(TREES[name])), tree_leaves(TREES[name])
     assert list(map(id, found)) == list(map(id, expected))
-
-
-def test_tensors_in_a_tree():
-    assert list(map(float, tensors_in(TREES["arguments"]))) == [0, 1, 2]

@@ -11,19 +11,8 @@ def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_mixed_seeds_depend_on_order_and_number():
-    assert len({mix_seed(1, 2), mix_seed(2, 1), mix_seed(1, 2, 0), mix_seed(12)}) == 4
-
-
 def test_mixed_seeds_are_the_same_on_every_machine():
     assert mix_seed(1, 2, 3) == 6087047714123848686
-
-
-def test_one_seed_seeds_all():
-    seed_all(mix_seed(1))
-    first = draw()
-    seed_all(mix_seed(1))
-    assert draw() == first
 
 
 def test_a_fork_leaves_the_generators_as_found():

@@ -45,12 +45,6 @@ def run_step(monkeypatch):
     return run
 
 
-def test_without_a_step_all_is_zero():
-    timer = ActionTimer(torch.device("cpu"))
-    assert (timer.step_seconds(), timer.idle_share(), timer.action_seconds()) == (0, 0, {})
-    assert timer.between_share() == 0
-
-
 def test_a_wait_is_no_work(run_step):
     timer = run_step(0, 0, 1, 7, 8, 8, 9, 10)
     assert timer.action_seconds() == {(Kind.F, 0): 2, (Kind.B, 0): 1}

@@ -127,3 +127,25 @@ def test_writes_in_place_are_left_to_the_owner():
         nn.init.normal_(weight)
     assert isinstance(weight, RemoteTensor)
     assert weight.origins == before
+
+
+OPTIONS = {
+    "most are inside": {},
+    "of a generator": {"generator": torch.Generator()},
+    "few are inside": {"mean": 2.0, "std": 1.0, "a": -1.0, "b": 1.0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_every_rank_draws_the_same_truncated_numbers(options):
+    def anew(module):
+        """Initialize all weights anew; return what is drawn next."""
+        torch.manual_seed(1)
+        generator = options.get("generator", torch.default_generator).manual_seed(1)
+        for parameter in module.parameters():
+            nn.init.trunc_normal_(parameter, **options)
+        return torch.randn(3, generator=generator)
+
+    plain = Regression(linear_blocks(4))
+    for module in after_a_step(plain):
+        assert torch.equal(anew(module), anew(plain))
