@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 ALONE = [
     gpu_parts.late_copies, gpu_parts.live_bytes, gpu_spin.waits_beside_a_kernel,
     gpu_parts.host_waits, gpu_parts.late_copies_under_sanitizer, gpu_parts.exactness,
-    gpu_parts.casts, gpu_parts.compiled, gpu_parts.host_time, gpu_parts.offload,
-    gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors, gpu_fits.host_waits_of_a_trainer,
-    gpu_fits.fits, gpu_fits.quantized,
+    gpu_parts.casts, gpu_parts.compiled, gpu_parts.host_time, gpu_parts.block_graphs,
+    gpu_parts.offload, gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors,
+    gpu_fits.host_waits_of_a_trainer, gpu_fits.fits, gpu_fits.quantized,
 ]  # fmt: skip
 IN_PAIRS = [
     gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,

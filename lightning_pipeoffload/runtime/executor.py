@@ -183,6 +183,9 @@ class Executor:
         if self._keep:
             self.timer.end_step()
         self.transport.finish_step()
+        if self._keep:
+            for stage in self.stages.values():
+                stage.end_step()
 
     def _use(self, plan: Schedule) -> None:
         self._plan = plan

@@ -30,6 +30,7 @@ class CutSettings:
     agree: Callable[[Any], Any] = lambda own: own
     """Returns replica 0's costs of those that each replica passes: all have to cut alike."""
     compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
+    make_graph_pool: Callable[[], Any] | None = None  # see stage_graphs.StageGraphs; None: none
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ class StageRunner:
         self.memory = SavedMemory()
         self._alive: dict[int, _Alive] = {}
         self._last = -1
+        self._most_alive = 0
 
     def owned_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers that the rank owns."""
@@ -116,6 +117,7 @@ class StageRunner:
             output = step.run()
         if keep:
             self._alive[microbatch.index] = alive
+            self._most_alive = max(self._most_alive, len(self._alive))
             alive.left = step.left
             self._last = microbatch.index
             self.memory.measure_forward(store)
@@ -240,6 +242,11 @@ class StageRunner:
         """Drop the state of all microbatches, after an error."""
         self._alive.clear()
         self._gradients.forget()
+
+    def end_step(self) -> None:
+        """Capture the blocks for later steps, with as many microbatches in flight."""
+        if self._context.graphs is not None:
+            self._context.graphs.capture(self._most_alive)
 
     def take_back(self) -> None:
         """Drop the F's that have run without their backwards; they run again."""

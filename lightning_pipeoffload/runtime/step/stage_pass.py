@@ -42,6 +42,7 @@ from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
+from lightning_pipeoffload.runtime.step.stage_graphs import StageGraphs
 from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
@@ -70,6 +71,7 @@ class StageContext:
         generators: The random generators that the modules hold.
         recompute: What B computes again: "none", "cheap" (norms, activations, dropout) or "full"
             (blocks).
+        graphs: The graphs of the stage's blocks; None: blocks run as they are written.
         is_first: Whether the step starts here.
         is_last: Whether the step ends here.
     """
@@ -82,6 +84,7 @@ class StageContext:
     gradients: OwnGradients
     generators: Generators
     recompute: str = "none"
+    graphs: StageGraphs | None = None
 
     def __post_init__(self) -> None:
         self.is_first = self.stage.index == 0
@@ -227,11 +230,15 @@ class StagePass:
         self._called, self._is_in_block = name, True
         with _NOTHING if is_open else self._paused():
             # A value that leaves an open block through a hook would come from its first run only.
-            if context.recompute != "full" or self._received is None or is_open:
+            if self._received is None or is_open:
                 output = run(*args, **kwargs)
-            else:
+            elif context.recompute == "full":
                 written = context.written_tensors()
                 output = run_checkpointed(chain.blocks[index], run, args, kwargs, written)
+            elif context.graphs is not None:
+                output = context.graphs.call(index, args, kwargs, self._record)
+            else:
+                output = run(*args, **kwargs)
         self._is_in_block = False
         if self._carried is not None:
             output = self._leave_block(index, output)

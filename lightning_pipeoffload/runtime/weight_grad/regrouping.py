@@ -39,7 +39,7 @@ class RegroupedWeightGrads:
         self._by_id: dict[int, Tensor] = {}
         for entries in waiting:
             for compute, weights in entries:
-                parameters = {id(p): p for weight in weights for p in _parameters_of(weight)}
+                parameters = {id(p): p for weight in weights for p in parameters_of(weight)}
                 self._by_id |= parameters
                 self._groups.setdefault((*parameters,), []).append(compute)
 
@@ -63,7 +63,7 @@ class RegroupedWeightGrads:
                     finish(self._by_id[key])
 
 
-def _parameters_of(weight: Tensor) -> Iterable[Tensor]:
+def parameters_of(weight: Tensor) -> Iterable[Tensor]:
     """Return the parameters that a weight was computed from; itself, if it is one."""
     if weight.grad_fn is None:
         return [weight]
