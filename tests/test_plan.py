@@ -109,7 +109,7 @@ def test_reductions_are_planned_where_they_take_time(capsys, tmp_path):
         assert json.loads(capsys.readouterr().out)["makespan"] == 26 + 1 / 8 + 5
     plan(composed("plan", "schedule=zb_h1", "costs.reduce=[0,0,0,3]"))
     printed = capsys.readouterr().out
-    assert "alone 27.38 units" in printed  # an eighth of it, behind a tail of four W's
+    assert "alone 27.375 units" in printed  # an eighth of it, behind a tail of four W's
     assert "\nreduce " in printed
 
 
