@@ -136,7 +136,7 @@ class GivenPlans:
             wanted,
             lambda option: _costs_of_stage(self.costs, option.num_chunks),
             has_barrier=lambda option: self._has_barrier,
-            steps_early=self._steps_early,
+            steps_early=lambda option: self._steps_early,
             **values,
         )
 

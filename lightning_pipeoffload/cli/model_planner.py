@@ -210,7 +210,7 @@ class ModelPlanner:
             settings.offload,
             lambda option: self.taken(option, num_ranks, settings),
             lambda option: self._has_barrier,
-            self.steps_early(settings),
+            lambda option: self.steps_early(settings),
             **more,
         )
 

@@ -76,7 +76,7 @@ def request_for(
         settings.limit_on(limits.device) if keeps_device else settings.limit_bytes,
         settings.offload,
         has_barrier=has_barrier,
-        steps_early=steps_early,
+        steps_early=lambda option: steps_early,
         host_shortage=limits.shortage,
         must_fit=settings.limit_bytes is not None,
         recipes={**FAMILIES, **settings.own_recipe},

@@ -31,6 +31,8 @@ __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
 
 # A builder that searches for seconds must promise to gain this share of the best plan's period.
 _WORTH_SEARCHING = 0.02
+# Plans whose W's are postponed: those that are fastest but for the optimizer's step.
+_NUM_POSTPONED = 3
 
 
 class HostShortageError(ScheduleError):
@@ -51,8 +53,8 @@ class PlanRequest:
         taken: Returns the part of the memory limit that an option's weights take.
         has_barrier: Returns whether no rank begins a step of an option before all have ended the
             one before.
-        steps_early: Whether the optimizer's step on the host begins as gradients become final. W's
-            are postponed then until it is hidden, as far as memory allows.
+        steps_early: Returns whether an option's optimizer steps on the host as gradients become
+            final. W's are postponed then until that is hidden, as far as memory allows.
         host_shortage: Returns why a schedule offloads more than the hosts have room for; else "".
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
             plan that offloads the most.
@@ -71,7 +73,7 @@ class PlanRequest:
     offload: str | float = "auto"
     taken: Callable[[Option], float] = lambda option: 0.0
     has_barrier: Callable[[Option], bool] = lambda option: False
-    steps_early: bool = False
+    steps_early: Callable[[Option], bool] = lambda option: False
     host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
     must_fit: bool = True
     searches_always: bool = False
@@ -237,16 +239,24 @@ class _Trials:
         return offload_activations(apart, costs, amount, limit, has_room)
 
     def try_to_postpone(self) -> None:
-        """Postpone W's of the best plan, which give an optimizer on the host time beside them."""
-        best, num_ranks = best_of(self.found), self._request.num_ranks
-        if best is None or best.schedule is None or best.schedule.has_copies:
-            return
-        costs, apart = self.costs(best.option), split_every_backward(best.schedule)
-        if not self._request.steps_early or not any(step_seconds(apart, costs)):
-            return
-        for count in sorted({num_ranks * quarter // 4 for quarter in range(5)}):
-            with suppress(MemoryLimitError):  # what more of them need as well
-                self._add(best.option, "none", postpone_weights(apart, count), postponed=count)
+        """Postpone W's of the most hopeful plans: an optimizer on the host steps beside these."""
+        num_ranks = self._request.num_ranks
+        counts = sorted({num_ranks * quarter // 4 for quarter in range(5)})
+        planned = [c for c in self.found if c.schedule is not None and not c.schedule.has_copies]
+        early = [c for c in planned if self._request.steps_early(c.option)]
+        for found in sorted(early, key=self._period_without_step)[:_NUM_POSTPONED]:
+            assert found.schedule is not None
+            apart = split_every_backward(found.schedule)
+            for count in counts if any(step_seconds(apart, self.costs(found.option))) else ():
+                with suppress(MemoryLimitError):  # what more of them need as well
+                    postponed = postpone_weights(apart, count)
+                    self._add(found.option, "none", postponed, postponed=count)
+
+    def _period_without_step(self, found: Candidate) -> float:
+        assert found.schedule is not None
+        plan, costs = split_fused_backward(found.schedule), self.costs(found.option)
+        has_barrier = self._request.has_barrier(found.option)
+        return steady_period(plan, replace(costs, step=0.0), has_barrier)
 
     def best_effort(self) -> Candidate | None:
         """Return the plan that offloads the most, where it need not fit; None: it has to."""
@@ -279,7 +289,8 @@ class _Trials:
     def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
         """Return period, bubble, memory and makespan of a schedule, as it runs."""
         costs = self.costs(option)
-        plan = with_final_actions(split_fused_backward(schedule), costs, self._request.steps_early)
+        early = self._request.steps_early(option)
+        plan = with_final_actions(split_fused_backward(schedule), costs, early)
         timeline = simulate(plan, costs)
         period = steady_period(plan, costs, self._request.has_barrier(option))
         bubble = period_bubble(timeline, period)
