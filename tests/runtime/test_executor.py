@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     Action,
@@ -31,7 +30,6 @@ from tests.support.small_modules import (
     run_pipeline,
     run_plain,
     tokens,
-    users_step,
 )
 
 
@@ -97,24 +95,18 @@ class Watched(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.linear = nn.Linear(4, 4)
-
-    def pack(self, tensor):
-        held = Held(tensor)
-        Watched.watch(held, tensor)
-        return held
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
 
     @staticmethod
-    def watch(found, tensor):
+    def watch(tensor, found=None):
         if not isinstance(tensor, ShapeOnly):  # a trace's have no memory, and await the collector
-            Watched.__alive__.add(found)
+            Watched.__alive__.add(tensor if found is None else found)
+        return found
 
     def forward(self, x):
-        with saved_tensors_hooks(self.pack, lambda held: held.tensor):
-            normed = self.norm(x)
-            out = torch.nn.functional.gelu(self.linear(normed)).sin()
-            Watched.watch(out, out)
+        with saved_tensors_hooks(lambda t: self.watch(t, Held(t)), lambda held: held.tensor):
+            out = torch.nn.functional.gelu(self.linear(self.norm(x))).sin()
+            self.watch(out)
             return x + out
 
 
@@ -154,35 +146,6 @@ def test_after_a_step_nothing_is_alive(num_ranks):
     module = Regression([Watched() for _ in range(4)]).double()
     run_pipeline(module, build("zb_h1", num_ranks, 4), torch.randn(4, 4).double(), 1)
     assert not Watched.__alive__
-
-
-def test_before_backward_is_called_once_and_before_the_first_backward():
-    pipeline = InProcessPipeline(Regression(linear_blocks(2)), build("1f1b", 1, 2), call_step)
-    pipeline.run(torch.randn(2, 4), 1)
-    executor, rank, seen = pipeline.executors[0], pipeline.ranks[0], []
-    step = users_step(rank.module.step)
-    microbatches = make_microbatches(rank.cut_batch(torch.randn(2, 4), 1, step, "train", 0))
-    look = lambda results: seen.append((executor.current, len(results)))  # noqa: E731
-    executor.run(pipeline.plan, microbatches, look)
-    assert seen == [(Action(Kind.BW, 0, 0), 1)]
-
-
-class Failing(nn.Linear):
-    def forward(self, x):
-        if x.shape[0] == 1:
-            raise ArithmeticError("a microbatch of one")
-        return super().forward(x)
-
-
-def test_a_failure_leaves_the_action_where_it_was():
-    blocks = [nn.Linear(4, 4), Failing(4, 4)]
-    pipeline = InProcessPipeline(Regression(blocks), build("1f1b", 2, 2), call_step)
-    pipeline.run(torch.randn(4, 4), 2)
-    blocks = pipeline.ranks[1].module.blocks
-    blocks[1].register_forward_pre_hook(lambda block, args: (args[0][:1],))
-    with pytest.raises(ArithmeticError):
-        pipeline.run(torch.randn(4, 4), 2)
-    assert pipeline.executors[1].current == Action(Kind.F, 1, 0)
 
 
 def test_ranks_that_wait_for_each_other_are_an_error():

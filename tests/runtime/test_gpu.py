@@ -50,13 +50,18 @@ def test_a_module_on_the_host_comes_over_stage_by_stage(name, schedule):
     assert_same(found, run_plain(on_device(module), batch, size=2))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_dropout_does_not_depend_on_ranks(num_ranks):
-    module, batch = MODELS["gpt"].make(), on_device(MODELS["gpt"].batch(8))
+def with_dropout(name):
+    module = MODELS[name].make()
     for layer in module.modules():
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.3
-    module = on_device(module.double())
+    return on_device(module), on_device(MODELS[name].batch(8))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_dropout_does_not_depend_on_ranks(num_ranks):
+    module, batch = with_dropout("gpt")
+    module = module.double()
     reference = run_pipeline(module, build("gpipe", 1, 4), batch, size=2)
     assert_same(run_pipeline(module, build("zb_h1", num_ranks, 4), batch, size=2), reference)
 
@@ -79,11 +84,7 @@ def test_replayed_blocks_have_the_gradients_of_their_code(name, schedule):
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
 def test_recomputed_values_are_the_forwards(name, schedule, how, monkeypatch):
     monkeypatch.setattr(recompute, "SMALLEST_NUMEL", 1)
-    module, batch = MODELS[name].make(), on_device(MODELS[name].batch(8))
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.Dropout):
-            layer.p = 0.2
-    module, plan = on_device(module), build(schedule, 2, 4)
+    (module, batch), plan = with_dropout(name), build(schedule, 2, 4)
     plain = run_pipeline(module, plan, batch, size=2)
     assert_same(run_pipeline(module, plan, batch, size=2, recompute=how), plain, tolerance=0)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, read_stored
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 
 
 class Stored:
@@ -81,8 +81,3 @@ def test_an_optimizer_takes_it_unread(stored):
     weight.grad = torch.ones(2, 3)
     optimizer.step()
     assert weight.tolist() == (1 - (stored.value * 0.5 + 1)).tolist()
-
-
-def test_a_tree_of_them_is_read(stored):
-    found = read_stored({"a": [stored.tensor, 1], "b": (stored.tensor,)})
-    assert type(found["a"][0]) is type(found["b"][0]) is torch.Tensor

@@ -14,7 +14,6 @@ from tests.support.small_modules import (
     call_step,
     linear_blocks,
     loss_of,
-    run_pipeline,
     run_plain,
     through,
     train_beside,
@@ -251,18 +250,3 @@ def with_a_table(m, x):
 
 def test_constants_may_be_kept_from_call_to_call():
     train_beside(module_of(with_a_table), "zb_v", 2, [torch.randn(8, 4).double()] * 2)
-
-
-def noise_between_the_blocks(m, x):
-    x = through(m.blocks[:2], x)
-    noise = torch.randn(x.shape[-1], dtype=x.dtype)
-    x = through(m.blocks[2:], x + noise)
-    return loss_of(m, x * noise)
-
-
-def test_a_random_number_drawn_between_blocks_is_the_same_on_every_stage():
-    module = Step(noise_between_the_blocks, linear_blocks(DEPTH)).double()
-    x = torch.randn(4, 4).double()
-    one, *others = (run_pipeline(module, build("zb_h1", p, 4), x, 1, seed=3) for p in (1, 2, 4))
-    for found in others:
-        assert_same(found, one)

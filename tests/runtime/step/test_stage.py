@@ -175,17 +175,6 @@ def test_recomputed_blocks_drop_the_same():
     assert_same(found, run_pipeline(module, build("zb_h1", 2, 2), x, 2, blocks="blocks"))
 
 
-def test_a_step_that_returns_a_dict():
-    class Reporting(Regression):
-        def step(self, x):
-            return {"loss": super().step(x), "rows": x.shape[0], "out": x.sum(1)}
-
-    module, x = Reporting(linear_blocks(2)).double(), torch.randn(4, 4).double()
-    results = InProcessPipeline(module, build("zb_h1", 2, 2), call_step).run(x, 2)
-    assert [sorted(result) for result in results] == [["loss", "out", "rows"]] * 2
-    assert not any(result["loss"].requires_grad for result in results)
-
-
 class Detached(Regression):
     def step(self, x):
         return super().step(x).detach()

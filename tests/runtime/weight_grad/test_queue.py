@@ -49,15 +49,6 @@ class Attention(nn.Module):
         return self.attention(x, other, other)[0]
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.cell = kind(4, 4, num_layers=2, batch_first=True)
-
-    def forward(self, x):
-        return self.cell(x[None])[0]
-
-
 class Over(nn.Module):
     """A convolution over x seen as channels and pixels."""
 
@@ -236,15 +227,6 @@ def test_gradients_of_complex_weights(count, make, first_layer):
     found, waiting = backward(module, x)  # adds to what there is, in place
     torch.testing.assert_close(found, twice_as_much(expected))
     assert waiting == count
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_weights(kind):
-    module, x = Recurrent(kind).double(), make_input()
-    expected = plain(module, x)
-    found, waiting = backward(mark_all(module), x)
-    torch.testing.assert_close(found, expected)
-    assert waiting > 0
 
 
 @pytest.mark.parametrize("make", [partial(nn.Linear, 4, 4), partial(nn.Conv1d, 3, 3, 1)])
