@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, build, offload_activations
 from tests.support.offloaded import memory_of_all
-from tests.support.pairs import by_shape, pairs, slow
+from tests.support.pairs import by_shape, first, pairs, slow
 from tests.support.small_modules import (
     MODELS,
     assert_same,
