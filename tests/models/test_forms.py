@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.parametrizations import weight_norm
 
 from tests.support.comparison import assert_trains_exactly, train, train_plain
 from tests.support.families import Task
@@ -93,39 +92,10 @@ class Product(Block):
         return x + functional.linear(x, weight, self.linear.bias)
 
 
-class Normed(Block):
-    def __init__(self):
-        super().__init__()
-        self.linear = weight_norm(self.linear)
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
-class Squaring(Block):
-    def forward(self, x):
-        return super().forward(Square.apply(torch.sin(x)))
-
-
 class Hooked(Block):
     def __init__(self):
         super().__init__()
         self.linear.register_forward_hook(lambda module, inputs, output: 2 * output)
-
-
-class WithUnused(Block):
-    def __init__(self):
-        super().__init__()
-        self.unused = nn.Linear(WIDTH, WIDTH)
 
 
 class Binary(Block):
@@ -170,10 +140,7 @@ class Unknown(Block):
 
 FORMS = {
     "product_of_adapters": lambda: Net(Product),
-    "weight_norm": lambda: Net(Normed),
-    "custom_function": lambda: Net(Squaring),
     "forward_hook": lambda: Net(Hooked),
-    "unused_parameters": lambda: Net(WithUnused),
     "binary_weights": lambda: Net(Binary),
     "unknown_operation": lambda: Net(Unknown),
 }

@@ -96,10 +96,7 @@ def exchange_message():
 
 
 class OpenReceives:
-    """A transport on which nothing may wait for the device while a receive is open.
-
-    NCCL receives in a kernel, which ends when the peer has sent; and that sends an answer only.
-    """
+    """A transport on which nothing may wait for the device while a receive is open, as NCCL's."""
 
     def __init__(self):
         self.open = set()
@@ -137,24 +134,22 @@ def test_a_message_of_any_tensors_there_and_back(pool):
 def release_what_has_arrived():
     rank, transport = connect()
     sends, receives = parse("0SEND_F0", "0SEND_F1"), parse("1RECV_F0", "1RECV_F1")
-    if rank == 1:
-        for receive in receives:
-            transport.post(receive, 0, specs_of([torch.ones(1)]))
-            transport.wait(receive)
-    if rank == 0:
-        kept = []
-        for send in sends:
-            message = [torch.ones(1)]
+    kept = []
+    for send, receive in zip(sends, receives, strict=True):
+        message = [torch.ones(1)]
+        if rank == 0:
             kept.append(StorageWeakRef(message[0].untyped_storage()))
             transport.send(send, 1, message)
-        del message
+        if rank == 1:
+            transport.post(receive, 0, specs_of(message))
+            transport.wait(receive)
+    del message
+    for _ in range(2 * (rank == 0)):  # the second time it is gone
         transport.release(sends[0])
-        transport.release(sends[0])  # it is gone
-        alive = [not ref.expired() for ref in kept]
-        transport.finish_step()
-        transport.finish_step()
-        return alive
-    return None
+    alive = [not ref.expired() for ref in kept]
+    transport.finish_step()
+    transport.finish_step()
+    return alive
 
 
 def test_what_has_arrived_is_let_go_of(pool):

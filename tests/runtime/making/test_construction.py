@@ -43,11 +43,11 @@ def generators():
     return [torch.get_rng_state().tolist(), repr(state), random.getstate()]
 
 
-def make_part(make, stage_ranks, rank, **options):
+def make_part(make, stage_ranks, rank):
     """Make one rank's part."""
     L.seed_everything(5, verbose=False)
     module = Later(make)
-    blueprint = make_blueprint(module, module.configure_model, stage_ranks, **options)
+    blueprint = make_blueprint(module, module.configure_model, stage_ranks)
     assert blueprint is not None
     local = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
     with constructing(module, blueprint, local, [f"stage {s}" for s in range(len(stage_ranks))]):
@@ -55,7 +55,7 @@ def make_part(make, stage_ranks, rank, **options):
     return module, blueprint
 
 
-def assert_made_alike(make, stage_ranks, **options):
+def assert_made_alike(make, stage_ranks=(0, 1, 2)):
     """Compare every rank's part with the plain module, to the bit, and the generators after it."""
     L.seed_everything(5, verbose=False)
     plain = Later(make)
@@ -63,18 +63,15 @@ def assert_made_alike(make, stage_ranks, **options):
     after = generators()
     expected = {slot.name: slot.tensor for slot in find_slots(plain)}
     found = set()
-    blueprints = []
     for rank in range(max(stage_ranks) + 1):
-        module, blueprint = make_part(make, stage_ranks, rank, **options)
+        module, _ = make_part(make, stage_ranks, rank)
         assert generators() == after
         tensors = {slot.name: slot.tensor for slot in find_slots(module)}
         assert _aliases(tensors) == _aliases(expected)
         for name, tensor in tensors.items():
             _compare(name, tensor, expected[name])
         found |= {name for name, t in tensors.items() if not isinstance(t, RemoteTensor)}
-        blueprints.append(blueprint)
     assert found == {*expected}
-    return blueprints
 
 
 def _aliases(tensors):
@@ -206,7 +203,7 @@ def seed_inside(net):
     ],
 )
 def test_whatever_gives_values_gives_the_same(change):
-    assert_made_alike(lambda: Net(change), [0, 1, 2])
+    assert_made_alike(lambda: Net(change))
 
 
 def clones():
@@ -234,22 +231,26 @@ def in_bfloat16():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("make", [clones, materialized, in_bfloat16])
-def test_torchs_own_modules_are_made_alike(make):
-    assert_made_alike(make, [0, 1, 2])
-
-
-def test_a_large_parameter_is_drawn_in_pieces():
+def drawn_in_pieces():
     # More than two pieces of 2**20 numbers, and no multiple of 16.
-    def make():
-        blocks = [nn.Linear(5, 5) for _ in range(3)]
-        blocks[0].large = nn.Parameter(nn.init.uniform_(torch.empty(3)))
-        blocks[0].large = nn.Parameter(torch.empty(2**21 + 2**20 + 7))
-        nn.init.normal_(blocks[0].large)
-        nn.init.uniform_(blocks[0].large)
-        return nn.Sequential(*blocks)
+    blocks = [nn.Linear(5, 5) for _ in range(3)]
+    blocks[0].large = nn.Parameter(nn.init.uniform_(torch.empty(3)))
+    blocks[0].large = nn.Parameter(torch.empty(2**21 + 2**20 + 7))
+    nn.init.normal_(blocks[0].large)
+    nn.init.uniform_(blocks[0].large)
+    return nn.Sequential(*blocks)
 
-    assert_made_alike(make, [0, 1, 2])
+
+def by_a_users_generator():
+    generator = torch.Generator().manual_seed(3)
+    return Net(lambda net: [nn.init.normal_(p, generator=generator) for p in matrices(net)])
+
+
+@pytest.mark.parametrize(
+    "make", [clones, materialized, in_bfloat16, drawn_in_pieces, by_a_users_generator]
+)
+def test_whatever_makes_modules_makes_the_same(make):
+    assert_made_alike(make)
 
 
 def test_a_rank_has_its_part():
@@ -265,21 +266,10 @@ def test_a_rank_has_its_part():
     [(copy_to_the_head, "weight of Embedding"), (load_from_a_layer, "(weight|bias) of Linear")],
 )
 def test_a_weight_that_is_made_from_one_of_another_rank_is_refused(change, source):
-    with pytest.raises(
-        ValueError, match="copy_.*" + source + ", which another rank makes"
-    ) as found:
+    refused = pytest.raises(ValueError, match=f"copy_.*{source}, which another rank makes")
+    with refused as found:
         make_part(lambda: Net(change), [0, 1, 2], rank=2)
     assert "make that part in __init__, or give it a value of its own" in str(found.value)
-
-
-def test_a_generator_of_the_users_goes_on_as_in_the_plain_module():
-    generator = torch.Generator()
-
-    def make():
-        generator.manual_seed(3)
-        return Net(lambda net: [nn.init.normal_(p, generator=generator) for p in matrices(net)])
-
-    assert_made_alike(make, [0, 1, 2])
 
 
 class FromPretrained(nn.Module):
