@@ -1,4 +1,4 @@
-"""What is known from shapes of what stages keep is what their ledgers count when they run."""
+"""Costs of stages, speeds of copies, and bytes that stages keep."""
 
 from dataclasses import replace
 
@@ -7,12 +7,72 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.measure.block_costs import beside_blocks, costs_of_stages
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.schedule import UNMEASURED, build, offload_activations, peak_memory
+from lightning_pipeoffload.schedule import (
+    UNMEASURED,
+    Costs,
+    build,
+    offload_activations,
+    peak_memory,
+)
 from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory
 from tests.support.families import FAMILIES, Task, call_step
 from tests.support.pairs import slow
+
+
+def costs(*actions):
+    """Costs of stages, by the lengths of their F, B and W."""
+    forward, for_input, for_weight = zip(*actions, strict=True)
+    return Costs(forward, for_input, for_weight)
+
+
+def measured(lengths, beside=2.0):
+    return costs(*[[length + beside] * 3 for length in lengths])
+
+
+def cut(*lengths):
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    return [
+        Stage(index, range(end - length, end), frozenset())
+        for index, (end, length) in enumerate(zip(ends, lengths, strict=True))
+    ]
+
+
+def test_what_an_action_takes_beside_its_blocks_counts_once_in_a_stage():
+    blocks, first_cut = measured([1, 3, 5, 7]), measured([4, 12])
+    beside = beside_blocks(blocks, 4, first_cut, 2)
+    assert set(beside.values()) == {2.0}
+    for lengths, expected in (([4], [16]), ([1, 3], [1, 15]), ([1, 1, 1, 1], [1, 3, 5, 7])):
+        stages = costs_of_stages(blocks, cut(*lengths), beside)
+        assert stages.per_stage("backward_input", len(lengths)) == pytest.approx(
+            [length + 2 for length in expected]
+        )
+
+
+def test_a_measurement_that_is_off_makes_no_action_shorter_than_its_blocks():
+    blocks = measured([1, 3, 5, 7])
+    assert set(beside_blocks(blocks, 4, measured([9, 20]), 2).values()) == {0.0}
+    assert set(beside_blocks(blocks, 4, measured([0, 0], 0.0), 2).values()) == {3.0}
+
+
+def test_both_directions_are_measured():
+    speed = measure_copy_speed(torch.device("cpu"), num_bytes=1 << 20)
+    assert speed.to_host > 1e6
+    assert speed.to_device > 1e6
+    assert speed.overlap > 0.1
+
+
+@pytest.mark.parametrize(
+    ("overlap", "lanes", "slowed_by"), [(0.5, 2, 1.0), (0.75, 2, 1.5), (0.9, 1, 1.0), (1.3, 1, 1.0)]
+)
+def test_directions_share_a_lane_where_they_slow_each_other(overlap, lanes, slowed_by):
+    speed = CopySpeed(1.0, 1.0, overlap)
+    assert (speed.num_lanes, speed.slowed_by) == (lanes, slowed_by)
+
 
 NUM_MICROBATCHES = 4
 SAMPLES = 256  # tensors of tiny models would be too small to count
