@@ -13,11 +13,11 @@ F, B = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
 class SetClock:
     """Tells the moments that it was given, one after the other."""
 
-    def __init__(self, moments):
-        self._moments = iter(moments)
+    def __init__(self):
+        self.moments = []
 
     def now(self):
-        return next(self._moments)
+        return self.moments.pop(0)
 
     def seconds(self, start, end):
         return end - start
@@ -26,19 +26,19 @@ class SetClock:
 @pytest.fixture
 def run_step(monkeypatch):
     """Run a step of an F, which waits in between, and a B, at the given moments."""
-    moments = []
-    monkeypatch.setattr(timing, "HostClock", lambda: SetClock(iter(lambda: moments.pop(0), None)))
+    clock = SetClock()
+    monkeypatch.setattr(timing, "HostClock", lambda: clock)
     timer = ActionTimer(torch.device("cpu"))
 
-    def run(*times):
-        moments.extend(times)
+    def run(*times, backwards=(B,)):
+        clock.moments.extend(times)
         timer.start_step()
         timer.start()
         timer.pause()
         timer.resume()
         timer.record(F)
         timer.start()
-        timer.record(B)
+        timer.record(*backwards)
         timer.end_step()
         return timer
 
@@ -81,15 +81,10 @@ def test_steps_that_have_ended_since_one(run_step):
     assert timer.busy_seconds(third) == 3
 
 
-def test_actions_that_ran_as_one_share_their_time(monkeypatch):
-    moments = iter([0, 1, 7, 8])
-    monkeypatch.setattr(timing, "HostClock", lambda: SetClock(moments))
-    timer = ActionTimer(torch.device("cpu"))
-    timer.start_step()
-    timer.start()
-    timer.record(*(Action(Kind.W, 0, microbatch) for microbatch in range(3)))
-    timer.end_step()
-    assert timer.action_seconds() == {(Kind.W, 0): 2}
+def test_actions_that_ran_as_one_share_their_time(run_step):
+    as_one = [Action(Kind.W, 0, microbatch) for microbatch in range(3)]
+    timer = run_step(0, 0, 0, 0, 0, 1, 7, 8, backwards=as_one)
+    assert timer.action_seconds() == {(Kind.F, 0): 0, (Kind.W, 0): 2}
     assert timer.idle_share() == 1 - 6 / 8
 
 

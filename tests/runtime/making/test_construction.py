@@ -345,9 +345,7 @@ def check_filled(make, rank=0):
 
 def test_what_nothing_fills_is_refused_with_its_name():
     for make in (without_values(), lambda: Net(emptied), lambda: Net(convert_emptied)):
-        with pytest.raises(
-            RuntimeError, match=r"^nothing has filled model\.(emb|lay).* more"
-        ):
+        with pytest.raises(RuntimeError, match=r"^nothing has filled model\.(emb|lay).* more"):
             check_filled(make)
     with pytest.raises(RuntimeError, match=r"layers\.4\.linear\.bias, .* and 3 more since"):
         check_filled(without_values(), rank=1)

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -17,23 +16,21 @@ from tests.support.small_modules import Regression, call_step, train_beside
 SETTINGS = [("gpipe", 1), ("zb_v", 2)]
 
 
-class Reading(nn.Module):
-    """A block that reads a factor which is not among its arguments."""
+class Reading(nn.Linear):
+    """A block that reads a factor which is not among its arguments; it may checkpoint itself."""
 
-    def __init__(self, read, partly):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.read, self.partly, self.mask, self.calls = read, partly, None, 0
-        self.gradient_checkpointing = False
+    def __init__(self, read, how):
+        super().__init__(4, 4)
+        self.read, self.how, self.mask, self.calls = read, how, None, 0
 
     def forward(self, x):
-        if self.partly:
-            return x + checkpoint(self.inner, x, use_reentrant=self.partly == "reentrant")
+        if self.how in ("partly", "reentrant"):
+            return x + checkpoint(self.inner, x, use_reentrant=self.how == "reentrant")
         return self.inner(x)
 
     def inner(self, x):
         self.calls += 1
-        return torch.tanh(self.linear(x) * self.read(self))
+        return torch.tanh(super().forward(x) * self.read(self))
 
 
 class Setting(Regression):
@@ -41,7 +38,7 @@ class Setting(Regression):
 
     def __init__(self, write, read, how):
         super().__init__([Reading(read, how) for _ in range(4)])
-        self.write, self.by_user = write, how == ""
+        self.write, self.how = write, how
         self.table = {"masks": [None]}
         self.register_buffer("kept", torch.ones(()))
         for block in self.blocks:
@@ -51,17 +48,8 @@ class Setting(Regression):
         self.write(self, x.detach().abs().mean())
         x = self.embed(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.by_user else block(x)
-        self.owner_is_done = True
-        head = partial(checkpoint, use_reentrant=False) if self.by_user else _call
-        return head(self.finish, x)
-
-    def finish(self, x):
-        return torch.tanh(self.head(x) * self.mask if hasattr(self, "mask") else self.head(x))
-
-
-def _call(function, x):
-    return function(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.how == "by step" else block(x)
+        return self.head(x)
 
 
 def on_the_module(module, mask):
@@ -94,7 +82,7 @@ WAYS = {
 }
 
 
-HOWS = ["full", "", "partly", "reentrant"]
+HOWS = ["full", "by step", "partly", "reentrant"]
 
 
 def refusal(module, how, schedule="zb_h1", num_ranks=2):
@@ -118,14 +106,15 @@ def refusal(module, how, schedule="zb_h1", num_ranks=2):
 def test_what_a_block_reads_beside_its_arguments_is_refused(write, name, how):
     if write is in_a_buffer and how == "full":
         how = "partly"  # "full" keeps the tensors that steps write
-    module = Setting(write, WAYS[write], None if how == "full" else how).double()
+    module = Setting(write, WAYS[write], how).double()
     assert re.match(name, refusal(module, how))
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), SETTINGS)
 def test_what_a_block_counts_it_counts_once(schedule, num_ranks):
-    module, batches = Setting(nowhere, WAYS[nowhere], None).double(), [torch.randn(8, 4).double()]
-    pipeline, _ = train_beside(module, schedule, num_ranks, batches * 2, recompute="full")
+    module = Setting(nowhere, WAYS[nowhere], "full").double()
+    batches = [torch.randn(8, 4).double()] * 2
+    pipeline, _ = train_beside(module, schedule, num_ranks, batches, recompute="full")
     for rank in pipeline.ranks:
         own = {index for stage in rank.local_stages for index in rank.partition[stage].blocks}
         assert [rank.module.blocks[index].calls for index in own] == [2 * 4] * len(own)
@@ -145,12 +134,12 @@ class Numbers:
 @pytest.mark.parametrize("how", HOWS[:2])
 def test_what_changes_unseen_is_refused_in_the_first_step(how):
     draw = Numbers().draw
-    module = Setting(nowhere, lambda block: draw(), None if how == "full" else how).double()
+    module = Setting(nowhere, lambda block: draw(), how).double()
     assert re.match(r"blocks.\d is checkpointed and does not", refusal(module, how))
 
 
 def test_a_checkpoint_is_torchs_own_again_without_a_pipeline():
-    module = Setting(nowhere, WAYS[nowhere], "")
+    module = Setting(nowhere, WAYS[nowhere], "by step")
     pipeline = InProcessPipeline(module, build("1f1b", 2, 4), call_step)
     pipeline.ranks[0].detach()
     x = torch.randn(2, 4, requires_grad=True)
