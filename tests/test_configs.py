@@ -1,18 +1,22 @@
+"""What the command line composes is what the package takes."""
+
 import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_pipeoffload import OnDemandStrategy, PipeOffloadStrategy
-from lightning_pipeoffload.schedule import SCHEDULES
-from lightning_pipeoffload.train import build_trainer, main
+from lightning_pipeoffload.schedule import SCHEDULES, ScheduleError
+from lightning_pipeoffload.train import build_trainer, main, refusals_on_rank_zero
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -31,50 +35,43 @@ def train_config(*overrides):
         return compose("train", overrides=["output_dir=.", *overrides])
 
 
-@pytest.mark.parametrize("name", names("model"))
-def test_model_is_built(name):
-    with torch.device("meta"):
-        assert isinstance(instantiate(train_config(f"model={name}").model), LightningModule)
+@pytest.mark.parametrize(
+    ("group", "kind"), [("model", LightningModule), ("data", LightningDataModule)]
+)
+def test_models_and_data_are_built(group, kind):
+    for name in names(group):
+        with torch.device("meta"):
+            assert isinstance(instantiate(train_config(f"{group}={name}")[group]), kind)
 
 
-@pytest.mark.parametrize("name", names("data"))
-def test_data_is_built(name):
-    assert isinstance(instantiate(train_config(f"data={name}").data), LightningDataModule)
+def test_every_schedule_and_offload_has_its_option_which_reaches_the_strategy():
+    assert {*names("schedule")} == {*SCHEDULES, "auto"}
+    for name in names("schedule"):
+        config = train_config(f"schedule={name}").strategy
+        assert config.schedule == name
+        assert isinstance(instantiate(config), PipeOffloadStrategy)
+    for name in names("offload"):
+        assert train_config(f"offload={name}").strategy.offload == name
 
 
-@pytest.mark.parametrize("name", names("schedule"))
-def test_schedule_reaches_the_strategy(name):
-    config = train_config(f"schedule={name}").strategy
-    assert config.schedule == name
-    assert isinstance(instantiate(config), PipeOffloadStrategy)
+def test_trainers_clusters_and_experiments_are_composed():
+    for name in names("trainer"):
+        trainer = build_trainer(train_config(f"trainer={name}", "trainer.accelerator=cpu"))
+        assert isinstance(trainer, Trainer)
+        assert trainer.max_steps == 400
+    for name in names("cluster"):
+        assert train_config(f"cluster={name}").trainer.num_nodes == 1
+    for name in names("experiment"):
+        assert train_config(f"experiment={name}") != train_config()
 
 
-def test_every_schedule_has_its_option():
-    assert set(names("schedule")) == {*SCHEDULES, "auto"}
-
-
-@pytest.mark.parametrize("name", names("offload"))
-def test_offload_reaches_the_strategy(name):
-    assert train_config(f"offload={name}").strategy.offload == name
-
-
-@pytest.mark.parametrize("name", names("trainer"))
-def test_trainer_is_built(name):
-    trainer = build_trainer(train_config(f"trainer={name}", "trainer.accelerator=cpu"))
-    assert isinstance(trainer, Trainer)
-    assert trainer.max_steps == 400
-
-
-def test_a_callback_is_left_out():
+def test_a_flag_or_null_leaves_a_callback_out():
+    of_config = {"TQDMProgressBar", "ModelCheckpoint"}
+    for flag in ("enable_progress_bar", "enable_checkpointing"):
+        trainer = build_trainer(train_config("trainer=cpu", f"trainer.{flag}=false"))
+        assert len(of_config & {type(callback).__name__ for callback in trainer.callbacks}) == 1
     trainer = build_trainer(train_config("trainer=cpu", "callbacks.checkpoint=null"))
     assert trainer.checkpoint_callback is None or not trainer.checkpoint_callback.dirpath
-
-
-@pytest.mark.parametrize("flag", ["enable_progress_bar", "enable_checkpointing"])
-def test_a_flag_leaves_its_callback_out(flag):
-    trainer = build_trainer(train_config("trainer=cpu", f"trainer.{flag}=false"))
-    of_config = {"TQDMProgressBar", "ModelCheckpoint"}
-    assert len(of_config & {type(callback).__name__ for callback in trainer.callbacks}) == 1
 
 
 def test_loggers_are_one_or_several():
@@ -83,16 +80,6 @@ def test_loggers_are_one_or_several():
 
     assert loggers("trainer=cpu") == ["CSVLogger"]
     assert loggers("trainer=cpu", "logger=none") == []
-
-
-@pytest.mark.parametrize("name", names("experiment"))
-def test_an_experiment_changes_several_groups(name):
-    assert train_config(f"experiment={name}") != train_config()
-
-
-@pytest.mark.parametrize("name", names("cluster"))
-def test_cluster_reaches_the_trainer(name):
-    assert train_config(f"cluster={name}").trainer.num_nodes == 1
 
 
 @pytest.mark.parametrize(("given", "expected"), [([], 3), (["trainer.num_nodes=2"], 2)])
@@ -195,3 +182,32 @@ def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path):
     assert "job 1 (" in last
     assert "model.depth=0 " in last
     assert ") ended with status 2; its folder is" in last
+
+
+# What pipeoffload-train makes of errors
+
+
+@pytest.mark.parametrize(
+    ("step", "is_rank_zero", "error", "expected"),
+    [
+        (0, True, ValueError("no"), ValueError),
+        (0, False, ValueError("no"), SystemExit),
+        (3, True, ValueError("no"), RuntimeError),
+        (3, False, ValueError("no"), RuntimeError),
+        (3, True, ScheduleError("memory_limit"), ScheduleError),
+        (3, False, ScheduleError("memory_limit"), SystemExit),
+    ],
+)
+def test_what_cannot_be_is_refused_once(step, is_rank_zero, error, expected):
+    strategy = SimpleNamespace(cluster_environment=LightningEnvironment())
+    trainer = SimpleNamespace(global_step=step, is_global_zero=is_rank_zero, strategy=strategy)
+    with pytest.raises(expected), refusals_on_rank_zero(trainer):
+        raise error
+
+
+def test_a_rank_that_others_may_end_says_why_itself(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    strategy = SimpleNamespace(cluster_environment=TorchElasticEnvironment())
+    trainer = SimpleNamespace(global_step=0, is_global_zero=False, strategy=strategy)
+    with pytest.raises(ValueError, match="why"), refusals_on_rank_zero(trainer):
+        raise ValueError("why")

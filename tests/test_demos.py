@@ -1,3 +1,5 @@
+"""The demo's model and data."""
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -9,41 +11,28 @@ from lightning_pipeoffload.demos.python_source import (
     find_source_files,
     split_files,
 )
+from tests.support import fits
 
 SIZES = {"context": 16, "width": 16, "depth": 2, "heads": 2}
 
 
 def fit(module, **options):
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = Trainer(**fits.SILENT, devices=1, enable_checkpointing=False, **options)
     trainer.fit(module, datamodule=PythonSource(context=16, batch_size=8, num_val_windows=16))
     return trainer
 
 
-def test_gpt_trains_and_validates_on_one_device():
-    trainer = fit(GPT(**SIZES, tie_weights=True), fast_dev_run=True)
-    assert {"train_loss", "val_loss", "val_accuracy"} <= set(trainer.callback_metrics)
-
-
-def test_loss_falls():
+def test_loss_falls_and_the_model_comes_back_from_a_checkpoint(tmp_path):
     torch.manual_seed(0)
-    module = GPT(**SIZES, learning_rate=1e-2, max_steps=30, warmup_steps=2)
+    module = GPT(**SIZES, tie_weights=True, learning_rate=1e-2, max_steps=30, warmup_steps=2)
     trainer = fit(module, max_steps=30, val_check_interval=30, limit_val_batches=2)
     assert trainer.callback_metrics["val_loss"] < 4.0  # nats; log(256) is 5.5
-
-
-def test_tied_weights_are_one_parameter():
-    module = GPT(**SIZES, tie_weights=True)
-    assert module.head.weight is module.token_embedding.weight
-    untied = GPT(**SIZES)
-    assert len(list(untied.parameters())) == len(list(module.parameters())) + 1
+    assert {"train_loss", "val_accuracy"} <= {*trainer.callback_metrics}
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    loaded = GPT.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert loaded.hparams["learning_rate"] == 1e-2
+    assert torch.equal(loaded.head.weight, trainer.lightning_module.head.weight)
+    assert loaded.head.weight is loaded.token_embedding.weight
 
 
 def test_gpt_sees_the_past_alone():
@@ -55,29 +44,12 @@ def test_gpt_sees_the_past_alone():
     assert same.tolist() == [True] * 8 + [False] * 8
 
 
-def test_weight_decay_leaves_out_norms_biases_and_embeddings():
-    module = GPT(**SIZES)
-    decayed, kept = module.configure_optimizers()["optimizer"].param_groups
-    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
-    assert len(decayed["params"]) == 4 * SIZES["depth"] + 1
-    assert all(parameter.ndim == 2 for parameter in decayed["params"])
-    assert len(decayed["params"]) + len(kept["params"]) == len(list(module.parameters()))
-
-
 def test_learning_rate_rises_and_falls_to_a_tenth():
     module = GPT(**SIZES, warmup_steps=10, max_steps=100)
     factors = [module.learning_rate_factor(step) for step in range(101)]
     assert factors[0] == pytest.approx(0.1)
     assert max(factors) == factors[10] == 1.0
     assert factors[100] == pytest.approx(0.1)
-
-
-def test_gpt_comes_back_from_a_checkpoint(tmp_path):
-    trainer = fit(GPT(**SIZES, learning_rate=0.5), max_steps=1, limit_val_batches=0)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    loaded = GPT.load_from_checkpoint(tmp_path / "one.ckpt")
-    assert loaded.hparams["learning_rate"] == 0.5
-    assert torch.equal(loaded.head.weight, trainer.lightning_module.head.weight)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +72,6 @@ def test_no_file_is_in_both_training_and_validation():
     assert 0.05 < len(val_files) / len(files) < 0.15
 
 
-def test_source_files_are_the_standard_library_alone():
-    parts = {part for path in find_source_files() for part in path.parts}
-    assert "asyncio" in parts
-    assert parts.isdisjoint({"site-packages", "test", "tests"})
-
-
 def test_batches_hold_text_and_its_continuation():
     source = PythonSource(context=32, batch_size=4)
     source.setup("fit")
@@ -116,17 +82,12 @@ def test_batches_hold_text_and_its_continuation():
 
 
 @pytest.mark.parametrize("num_windows", [None, 1, 3, 20])
-def test_windows_stay_inside_the_text(num_windows):
+def test_windows_stay_inside_the_text_and_reach_its_end(num_windows):
     windows = Windows(torch.arange(100, dtype=torch.uint8), context=8, num_windows=num_windows)
-    last_target = windows[len(windows) - 1][1]
-    assert len(last_target) == 8
     assert len(windows) == (num_windows or 12)
-
-
-def test_evenly_spread_windows_reach_the_end_of_the_text():
-    windows = Windows(torch.arange(100, dtype=torch.uint8), context=8, num_windows=5)
-    assert windows[0][0][0] == 0
-    assert windows[4][1][-1] == 99
+    assert len(windows[len(windows) - 1][1]) == 8
+    if (num_windows or 0) > 1:
+        assert (windows[0][0][0], windows[num_windows - 1][1][-1]) == (0, 99)
 
 
 def test_context_longer_than_the_text_is_refused():

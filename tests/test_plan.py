@@ -1,3 +1,5 @@
+"""``pipeoffload-plan``: figures, tables, pictures, and refusals of one line."""
+
 import json
 import re
 import runpy
@@ -8,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from lightning_pipeoffload.cli import configuration
-from lightning_pipeoffload.cli.configuration import configuration_directory, run_hydra_app
+from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.plan import main, plan
 from lightning_pipeoffload.schedule import Costs, ScheduleError, add_final_actions, build, simulate
 from tests.support.composed import composed
@@ -34,10 +36,26 @@ def command(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
-    plan(composed("plan", "schedule=zb_h2", "format=json", "costs.communication=0.5"))
+@pytest.fixture
+def printed(capsys):
+    """Plan, and return what is printed."""
+
+    def run(*overrides):
+        plan(composed("plan", *overrides))
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def figures(printed):
+    """Plan, and return the figures."""
+    return lambda *overrides: json.loads(printed(*overrides, "format=json"))
+
+
+def test_json_has_the_figures_of_the_timeline_and_nothing_else(figures):
     timeline = simulate(build("zb_h2", 4, 8), Costs(1, 1, 1, communication=0.5))
-    assert json.loads(capsys.readouterr().out) == {
+    assert figures("schedule=zb_h2", "costs.communication=0.5") == {
         "schedule": "zb_h2",
         "num_ranks": 4,
         "num_chunks": 1,
@@ -57,37 +75,55 @@ def test_json_has_the_figures_of_the_timeline_and_nothing_else(capsys):
     }
 
 
+TIGHT = ("num_ranks=2", "memory_limit=1", "costs.offload=0.5", "costs.reload=0.5")
 COPIES = ("schedule=uniform", "costs.offload=1.05", "costs.reload=1.05")
 
 
 @pytest.mark.parametrize("amount", ["offload=full", "strategy.offload=1.0"])
-def test_offload_is_planned_and_reported(amount, capsys):
-    plan(composed("plan", *COPIES, amount, "format=json"))
-    found = json.loads(capsys.readouterr().out)
+def test_offload_is_planned_and_reported(amount, figures):
+    found = figures(*COPIES, amount)
     assert found["copy_ratio"] == pytest.approx(0.7)
     assert max(found["peak_memory"]) <= 4
     assert min(found["offloaded"]) > 0
     assert max(found["peak_host_memory"]) > 0
 
 
-def test_text_says_what_k_allows(capsys):
-    plan(composed("plan", *COPIES, "offload=half"))
-    printed = capsys.readouterr().out
-    assert "k 0.7: full offload is free\nrank 0: of 8 activations 8 leave from F to B\n" in printed
+SLOW_COPIES = ("schedule=uniform", "costs.offload=3", "costs.reload=3")
 
 
-def test_offload_is_told_where_copies_take_no_time(capsys):
-    plan(composed("plan", "schedule=uniform", "offload=half"))
-    printed = capsys.readouterr().out
-    assert "k 0: copies that take no time; costs.offload and" in printed
-    assert "rank 0: of 8 activations 8 leave" in printed
-
-
-def test_text_says_what_stays_and_why(capsys):
-    plan(composed("plan", "schedule=uniform", "offload=full", "costs.offload=3", "costs.reload=3"))
-    printed = capsys.readouterr().out
-    assert "k 2: copies of at most 50.0 % of the activations are hidden" in printed
-    assert "stay: there is no time for more copies" in printed
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            (*COPIES, "offload=half"),
+            ["k 0.7: full offload is free\nrank 0: of 8 activations 8 leave from F to B\n"],
+        ),
+        (
+            ("schedule=uniform", "offload=half"),
+            [
+                "k 0: copies that take no time; costs.offload and",
+                "rank 0: of 8 activations 8 leave",
+            ],
+        ),
+        (
+            (*SLOW_COPIES, "offload=full"),
+            [
+                "k 2: copies of at most 50.0 % of the activations are hidden",
+                "stay: there is no time for more copies",
+            ],
+        ),
+        (("schedule=auto", *TIGHT), ["Plans that fit: ", " taken", "needs more memory."]),
+        (("compare=[1f1b,zb_h2]", "memory_limit=4"), ["27.3 %", "zb_h2: memory_limit (4) is less"]),
+        *(
+            ((f"schedule={name}",), ["peak memory", "a step every", "\nrank 3 ...", "activations"])
+            for name in ("gpipe", "interleaved_1f1b", "zb_v", "po_h")
+        ),
+        (("compare=[zb_v]",), ["activations"]),
+    ],
+)
+def test_text_says(overrides, words, printed):
+    found = printed(*overrides)
+    assert [word for word in words if word not in found] == []
 
 
 @pytest.mark.parametrize("words", ["schedule=zb_h1", "schedule=auto", "compare=[zb_h1]"])
@@ -101,38 +137,25 @@ def test_what_was_measured_is_told_in_seconds_and_mebibytes(capsys, tmp_path, wo
     assert "e+" not in printed
 
 
-def test_reductions_are_planned_where_they_take_time(capsys, tmp_path):
+def test_reductions_are_planned_where_they_take_time(figures, printed, tmp_path):
     path = tmp_path / "reduced.csv"
     add_final_actions(build("zb_h1", 4, 8)).to_csv(path)
     for schedule in ("schedule=zb_h1", f"strategy.schedule={path}"):
-        plan(composed("plan", schedule, "costs.reduce=5", "offload=none", "format=json"))
-        assert json.loads(capsys.readouterr().out)["makespan"] == 26 + 1 / 8 + 5
-    plan(composed("plan", "schedule=zb_h1", "costs.reduce=[0,0,0,3]"))
-    printed = capsys.readouterr().out
-    assert "alone 27.375 units" in printed  # an eighth of it, behind a tail of four W's
-    assert "\nreduce " in printed
+        assert figures(schedule, "costs.reduce=5", "offload=none")["makespan"] == 26 + 1 / 8 + 5
+    found = printed("schedule=zb_h1", "costs.reduce=[0,0,0,3]")
+    assert "alone 27.375 units" in found  # an eighth of it, behind a tail of four W's
+    assert "\nreduce " in found
 
 
-LAYER = ("layer.hidden_size=4096", "layer.sequence_length=8192")
+def test_k_of_a_layer_comes_from_the_formula(figures):
+    layer = ("layer.hidden_size=4096", "layer.sequence_length=8192")
+    found = figures(*layer, "costs.forward=[1,2,3,4]")
+    assert found["copy_ratio"] == pytest.approx(1.49, abs=0.01)
 
 
-def test_k_of_a_layer_comes_from_the_formula(capsys):
-    plan(composed("plan", *LAYER, "costs.forward=[1,2,3,4]", "format=json"))
-    assert json.loads(capsys.readouterr().out)["copy_ratio"] == pytest.approx(1.49, abs=0.01)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_v", "po_h"])
-def test_text_has_a_table_and_a_drawing(name, capsys):
-    plan(composed("plan", f"schedule={name}"))
-    printed = capsys.readouterr().out
-    assert "peak memory" in printed
-    assert "a step every" in printed
-    assert "\nrank 3 ..." in printed
-
-
-def test_costs_may_be_given_for_every_stage(capsys):
-    plan(composed("plan", "costs.forward=[1,2,3,4]", "costs.activation=[4,3,2,1]", "format=json"))
-    assert json.loads(capsys.readouterr().out)["peak_memory"] == [16, 12, 8, 4]
+def test_costs_may_be_given_for_every_stage(figures):
+    found = figures("costs.forward=[1,2,3,4]", "costs.activation=[4,3,2,1]")
+    assert found["peak_memory"] == [16, 12, 8, 4]
 
 
 @pytest.mark.parametrize(
@@ -187,28 +210,15 @@ def test_what_cannot_be_is_refused(words, message):
         plan(composed("plan", *words.split()))
 
 
-TIGHT = ("num_ranks=2", "memory_limit=1", "costs.offload=0.5", "costs.reload=0.5")
-
-
-def test_auto_takes_the_fastest_that_fits_and_says_what_it_has_tried(capsys):
-    plan(composed("plan", "schedule=auto", "format=json", *TIGHT))
-    found = json.loads(capsys.readouterr().out)
+def test_auto_takes_the_fastest_that_fits_and_says_what_it_has_tried(figures):
+    found = figures("schedule=auto", *TIGHT)
     assert max(found["peak_memory"]) <= 1 < min(found["offloaded"])
     (taken,) = [c for c in found["candidates"] if c["fits"] and not c["reason"]]
     assert taken["schedule"] == found["schedule"]
     assert taken["makespan"] == pytest.approx(found["makespan"])
-    plan(composed("plan", "schedule=auto", "offload=none", "format=json", *TIGHT))
-    without = json.loads(capsys.readouterr().out)
+    without = figures("schedule=auto", "offload=none", *TIGHT)
     assert without["makespan"] > found["makespan"]
     assert {c["offload"] for c in without["candidates"]} == {"none"}
-
-
-def test_auto_shows_a_table_of_what_fits(capsys):
-    plan(composed("plan", "schedule=auto", *TIGHT))
-    printed = capsys.readouterr().out
-    assert "Plans that fit: " in printed
-    assert " taken" in printed
-    assert "needs more memory." in printed
 
 
 def test_auto_says_what_the_least_is(command):
@@ -219,46 +229,23 @@ def test_auto_says_what_the_least_is(command):
     assert "use at least 0.25" in err
 
 
-def test_a_schedule_is_read_from_a_file(capsys, tmp_path):
+def test_a_schedule_is_read_from_a_file(figures, tmp_path):
     path = tmp_path / "mine.csv"
     build("1f1b", 3, 6).to_csv(path)
-    plan(composed("plan", f"strategy.schedule={path}", "format=json"))
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["schedule"], printed["num_ranks"], printed["makespan"]) == ("mine", 3, 24)
-
-
-def test_a_schedule_from_a_file_keeps_the_memory_limit(tmp_path):
-    path = tmp_path / "mine.csv"
-    build("1f1b", 3, 6).to_csv(path)
+    found = figures(f"strategy.schedule={path}")
+    assert (found["schedule"], found["num_ranks"], found["makespan"]) == ("mine", 3, 24)
     with pytest.raises(ScheduleError, match="less than the 3 that mine needs on rank 0"):
-        plan(composed("plan", f"strategy.schedule={path}", "memory_limit=2"))
+        figures(f"strategy.schedule={path}", "memory_limit=2")
 
 
-@pytest.mark.parametrize("ending", ["svg", "png", "json"])
-def test_a_picture_is_written(ending, capsys, tmp_path):
-    path = tmp_path / f"plan.{ending}"
-    plan(composed("plan", "schedule=1f1b", f"picture={path}", "format=json"))
-    assert path.stat().st_size > 1000
-    assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
-
-
-def test_a_comparison_as_json(capsys):
-    plan(composed("plan", "compare=[1f1b,gis]", "format=json"))
-    printed = json.loads(capsys.readouterr().out)
-    assert (printed["num_ranks"], printed["num_microbatches"]) == (4, 8)
-    assert [row["makespan"] for row in printed["compare"]] == [33, 27]
-
-
-def test_a_comparison_as_text_says_why_a_schedule_cannot_be(capsys):
-    plan(composed("plan", "compare=[1f1b,zb_h2]", "memory_limit=4"))
-    printed = capsys.readouterr().out
-    assert "27.3 %" in printed
-    assert "zb_h2: memory_limit (4) is less than the 7" in printed
-
-
-def test_one_name_is_compared_as_well(capsys):
-    plan(composed("plan", "compare=1f1b", "format=json"))
-    assert len(json.loads(capsys.readouterr().out)["compare"]) == 1
+@pytest.mark.parametrize("name", ["zb_v", "v", "1f1b"])
+def test_a_comparison_has_the_figures_of_each_alone(name, figures):
+    limit = 4 if name == "1f1b" else 3
+    sizes = ("num_ranks=4", "num_microbatches=8", f"memory_limit={limit}")
+    alone, beside = figures(f"schedule={name}", *sizes), figures(f"compare={name}", *sizes)
+    assert (beside["num_ranks"], beside["num_microbatches"]) == (4, 8)
+    (row,) = beside["compare"]
+    assert {key: alone[key] for key in row} == row
 
 
 def test_the_command_leaves_nothing_behind(command, tmp_path):
@@ -330,15 +317,6 @@ def test_a_missing_hydra_is_one_line(command, monkeypatch):
     assert err == "this command needs Hydra; pip install lightning-pipeoffload[hydra]\n"
 
 
-def test_the_configuration_of_a_wheel_is_inside_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        configuration, "__file__", str(tmp_path / "package" / "cli" / "configuration.py")
-    )
-    assert configuration_directory() == tmp_path / "conf"
-    (tmp_path / "package" / "conf").mkdir(parents=True)
-    assert configuration_directory() == tmp_path / "package" / "conf"
-
-
 def test_it_runs_as_a_module(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan", "format=json"])
     monkeypatch.delitem(sys.modules, "lightning_pipeoffload.plan")
@@ -381,23 +359,6 @@ def test_help_has_the_groups_that_the_command_uses(command):
     assert groups == ["offload", "schedule", "model", "data", "trainer"]
 
 
-@pytest.mark.parametrize("name", ["zb_v", "v", "1f1b"])
-def test_a_limit_means_the_same_alone_and_beside_others(name, capsys):
-    sizes = ("num_ranks=4", "num_microbatches=8", "memory_limit=3", "format=json")
-    sizes = sizes if name != "1f1b" else (*sizes[:2], "memory_limit=4", "format=json")
-    plan(composed("plan", f"schedule={name}", *sizes))
-    alone = json.loads(capsys.readouterr().out)
-    plan(composed("plan", f"compare=[{name}]", *sizes))
-    (beside,) = json.loads(capsys.readouterr().out)["compare"]
-    assert {key: alone[key] for key in beside} == beside
-
-
-def test_the_unit_of_memory_is_in_both_tables(capsys):
-    for overrides in (("schedule=zb_v",), ("compare=[zb_v]",)):
-        plan(composed("plan", *overrides))
-        assert "activations" in capsys.readouterr().out
-
-
 def test_a_picture_has_all_that_are_compared_and_the_part_that_is_asked_for(command, tmp_path):
     arguments = ("compare=[1f1b,zb_h1]", "picture=a.svg", "picture.microbatches=0-1")
     assert command(*arguments)[0] == 0
@@ -416,24 +377,18 @@ def test_a_picture_has_all_that_are_compared_and_the_part_that_is_asked_for(comm
         ([CLIPS, "strategy.optimizer_sync=post_validation"], 24),
     ],
 )
-def test_the_period_is_told_as_steps_follow_each_other(given, period, capsys):
-    plan(composed("plan", "schedule=zb_h2", *given))
-    printed = capsys.readouterr().out
+def test_the_period_is_told_as_steps_follow_each_other(given, period, printed, figures):
     words = "with a barrier" if period == 27 else "without a barrier"
-    assert f"a step every {period} units {words} between steps" in printed
-    plan(composed("plan", "compare=[zb_h2]", *given, "format=json"))
-    assert json.loads(capsys.readouterr().out)["compare"][0]["period"] == period
-    plan(composed("plan", "compare=[zb_h1,zb_h2]", *given))
-    assert "alone" in capsys.readouterr().out
+    found = printed("schedule=zb_h2", *given)
+    assert f"a step every {period} units {words} between steps" in found
+    assert figures("compare=[zb_h2]", *given)["compare"][0]["period"] == period
+    assert "alone" in printed("compare=[zb_h1,zb_h2]", *given)
 
 
-def test_auto_chooses_by_the_period(capsys):
-    chosen = []
-    for given in ([], [CLIPS]):
-        plan(composed("plan", "schedule=auto", "num_chunks=1", *given, "format=json"))
-        chosen.append(json.loads(capsys.readouterr().out))
-    assert [found["period"] for found in chosen] == [24, 27]
-    assert max(chosen[0]["peak_memory"]) > max(chosen[1]["peak_memory"])
+def test_auto_chooses_by_the_period(figures):
+    free, clipped = (figures("schedule=auto", "num_chunks=1", *given) for given in ([], [CLIPS]))
+    assert (free["period"], clipped["period"]) == (24, 27)
+    assert max(free["peak_memory"]) > max(clipped["peak_memory"])
 
 
 def test_a_picture_shows_several_steps(command, tmp_path):
@@ -443,13 +398,10 @@ def test_a_picture_shows_several_steps(command, tmp_path):
     assert ">23<" in drawn  # the last microbatch of three steps of eight
 
 
-def test_a_solver_starts_from_the_best_of_all_cuts(capsys, tmp_path):
+def test_a_solver_starts_from_the_best_of_all_cuts(figures, tmp_path):
     tight = "num_ranks=2", "num_microbatches=4", "memory_limit=2", "costs.offload=0.35"
-    given = *tight, "costs.reload=0.35", "costs.copy_lanes=2", "format=json"
-    plan(composed("plan", "schedule=auto", *given))
-    auto = json.loads(capsys.readouterr().out)
+    given = *tight, "costs.reload=0.35", "costs.copy_lanes=2"
     cache = f"+options.plan_cache={tmp_path}"
-    plan(composed("plan", "schedule=optpipe", "+options.solver_seconds=1", cache, *given))
-    solved = json.loads(capsys.readouterr().out)
-    assert solved["period"] <= auto["period"] * (1 + 1e-9)
+    solved = figures("schedule=optpipe", "+options.solver_seconds=1", cache, *given)
+    assert solved["period"] <= figures("schedule=auto", *given)["period"] * (1 + 1e-9)
     assert max(solved["peak_memory"]) <= 2

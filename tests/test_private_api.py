@@ -49,146 +49,113 @@ SHARDED = sharded_linear()
 
 # module: names of it
 IMPORTED = {
-    "torch.utils._pytree": [
-        "KeyPath",
-        "TreeSpec",
-        "keystr",
-        "tree_flatten",
-        "tree_flatten_with_path",
-        "tree_iter",
-        "tree_leaves",
-        "tree_map",
-        "tree_map_with_path",
-        "tree_unflatten",
-    ],
-    "torch.distributed.checkpoint._nested_dict": ["unflatten_state_dict"],
-    "torch.nn.modules.module": ["_global_forward_hooks", "_global_forward_pre_hooks"],
-    "torch.optim.optimizer": ["_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"],
-    "torch.distributed.fsdp._fully_shard._fsdp_collectives": [
-        "DefaultAllGather",
-        "DefaultReduceScatter",
-    ],
-    "torch.utils.data._utils.pin_memory": ["pin_memory"],
-    "torch.overrides": ["_get_current_function_mode", "_pop_mode", "_push_mode"],
-    "torch.utils._python_dispatch": ["TorchDispatchMode"],
-    "torch._dynamo.eval_frame": ["OptimizedModule"],
-    "torch._dynamo.exc": ["RestartAnalysis", "SkipFrame", "TorchDynamoException"],
-    "torch._dynamo": ["trace_rules"],
-    "torch._guards": ["TracingContext", "detect_fake_mode"],
-    "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver"],
-    "lightning.fabric.utilities.init": ["_materialize_distributed_module"],
-    "lightning.fabric.utilities.optimizer": ["_optimizers_to_device"],
-    "lightning.fabric.utilities.distributed": [
-        "_get_default_process_group_backend_for_device",
-        "_init_dist_connection",
-        "_sync_ddp_if_available",
-    ],
-    "lightning.pytorch.core.optimizer": ["_init_optimizers_and_lr_schedulers"],
-    "lightning.pytorch.plugins.io.wrapper": ["_WrappingCheckpointIO"],
-    "lightning.pytorch.loops.optimization.automatic": ["_AutomaticOptimization"],
-    "lightning.pytorch.strategies.launchers.subprocess_script": ["_SubprocessScriptLauncher"],
-    "lightning.pytorch.utilities.exceptions": ["_TunerExitException"],
-    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": ["_LoggerConnector"],
+    "torch.utils._pytree": (
+        "KeyPath TreeSpec keystr tree_flatten tree_flatten_with_path tree_iter "
+        "tree_leaves tree_map tree_map_with_path tree_unflatten"
+    ),
+    "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
+    "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
+    "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": (
+        "DefaultAllGather DefaultReduceScatter"
+    ),
+    "torch.utils.data._utils.pin_memory": "pin_memory",
+    "torch.overrides": "_get_current_function_mode _pop_mode _push_mode",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
+    "torch._dynamo.eval_frame": "OptimizedModule",
+    "torch._dynamo.exc": "RestartAnalysis SkipFrame TorchDynamoException",
+    "torch._dynamo": "trace_rules",
+    "torch._guards": "TracingContext detect_fake_mode",
+    "lightning.fabric.strategies.launchers.subprocess_script": "_ChildProcessObserver",
+    "lightning.fabric.utilities.init": "_materialize_distributed_module",
+    "lightning.fabric.utilities.optimizer": "_optimizers_to_device",
+    "lightning.fabric.utilities.distributed": (
+        "_get_default_process_group_backend_for_device _init_dist_connection _sync_ddp_if_available"
+    ),
+    "lightning.pytorch.core.optimizer": "_init_optimizers_and_lr_schedulers",
+    "lightning.pytorch.plugins.io.wrapper": "_WrappingCheckpointIO",
+    "lightning.pytorch.loops.optimization.automatic": "_AutomaticOptimization",
+    "lightning.pytorch.strategies.launchers.subprocess_script": "_SubprocessScriptLauncher",
+    "lightning.pytorch.utilities.exceptions": "_TunerExitException",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": "_LoggerConnector",
 }
 # The names that Lightning uses to decide whether to validate; the fit sets the attributes.
 CHECK = type(TRAINER.fit_loop.epoch_loop)._should_check_val_fx
 DECIDING = SimpleNamespace(**dict.fromkeys(CHECK.__code__.co_names))
-# attribute: an object that has it
-USED = {
-    "_C": torch,
-    "_train_time_interval": ModelCheckpoint(),
-    "_val_check_time_interval": TRAINER,
-    "_last_val_time": DECIDING,
-    "_disabled_torch_function_impl": torch._C,
-    "_InferenceMode": torch._C,
-    "_set_throw_on_mutable_data_ptr": torch._C,
-    "_AutoDispatchBelowADInplaceOrView": torch._C,
-    "_ExcludeDispatchKeyGuard": torch._C,
-    "_IncludeDispatchKeyGuard": torch._C,
-    "_are_functorch_transforms_active": torch._C,
-    "_will_engine_execute_node": torch._C,
-    "_unsafe_set_version_counter": torch._C._autograd,
-    "DisableTorchFunction": torch._C,
-    "_no_grad_trunc_normal_": torch.nn.init,
-    "_getframe": sys,
-    "_autograd": torch._C,
-    "_top_saved_tensors_default_hooks": torch._C._autograd,
-    "_ops": torch,
-    "_make_wrapper_subclass": torch.Tensor,
-    "_make_subclass": torch.Tensor,
-    "_version": torch.ones(1),
-    "_get_sequence_nr": torch._C._autograd,
-    "_sequence_nr": (torch.ones(1, requires_grad=True) * 2).grad_fn,
-    "_neg_view": torch.ones(1),
-    "_cdata": torch.ones(1).untyped_storage(),
-    "_checkpoint_offset": torch.UntypedStorage,
-    "_backward_hooks": torch.ones(1),
-    "_global_backward_hooks": torch.nn.modules.module,
-    "_forward_hooks": nn.Module(),
-    "_forward_pre_hooks": nn.Module(),
-    "_sleep": torch.cuda,
-    "_abort_process_group": dist.distributed_c10d,
-    "_backward_pre_hooks": nn.Module(),
-    "_local_scalar_dense": torch.ops.aten,
-    "_foreach_copy_": torch,
-    "_amp_update_scale_": torch,
-    "_scale": torch.amp.GradScaler("cpu"),
-    "_growth_tracker": torch.amp.GradScaler("cpu"),
-    "_foreach_norm": torch,
-    "_unique2": torch.ops.aten,
-    "_schema": torch.ops.aten.add.Tensor,
-    "_destroy": torch.library.Library,
-    "_get_current_graph_task_keep_graph": torch._C._autograd,
-    "_nn": torch._C,
-    "_TorchCompileWrapper": torch,
-    "_TorchCompileInductorWrapper": torch,
-    "_parameters": nn.Module(),
-    "_buffers": nn.Module(),
-    "_non_persistent_buffers_set": nn.Module(),
-    "_save_distributed_checkpoint": ModelParallelStrategy(),
-    "_compiled_call_impl": nn.Module(),
-    "_orig_mod": torch.compile(nn.Module(), backend="eager"),  # the default imports inductor
-    "_reconstructor": copyreg,
-    "_replace": Action,
-    "_fields": Action,
-    "_asdict": Action,
-    "_logger_connector": TRAINER,
-    "_accelerator_connector": TRAINER,
-    "_layer_sync": TRAINER._accelerator_connector,
-    "_signal_connector": TRAINER,
-    "_slurm_sigusr_handler_fn": TRAINER._signal_connector,
-    "_callback_metrics": TRAINER._logger_connector,
-    "_logged_metrics": TRAINER._logger_connector,
-    "_progress_bar_metrics": TRAINER._logger_connector,
-    "_first_loop_iter": TRAINER._logger_connector,
-    "_results": TRAINER,
-    "_checkpoint_without_reentrant_generator": torch.utils.checkpoint,
-    "_forward_cache": MeanMetric(),
-    "_computed": MeanMetric(),
-    "_update_count": MeanMetric(),
-    "_current_fx_name": LightningModule(),
-    "_to_sync": MeanMetric(),
-    "_child_processes": _ChildProcessObserver(os.getpid(), []),
-    "_exit": os,
-    "_optimizer_step_pre_hooks": OPTIMIZER,
-    "_optimizer_step_post_hooks": OPTIMIZER,
-    "_checkpoint_io": TRAINER.strategy,
-    "_unscale_grads_": torch.amp.GradScaler("cpu"),
-    "_throughputs": ThroughputMonitor(len),
-    "_data_connector": TRAINER,
-    "_requires_distributed_sampler": TRAINER._data_connector,
-    "_setup_distributed": ModelParallelStrategy,
-    "_device_mesh": ModelParallelStrategy(),
-    "_post_accumulate_grad_hooks": torch.ones(1),
-    "_get_fsdp_state": SHARDED,
-    "_fsdp_param_group": SHARDED._get_fsdp_state(),
-    "_module_info": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
-    "_unsharded_param": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
-    "fsdp_params": SHARDED._get_fsdp_state()._fsdp_param_group,
-    "mp_policy": SHARDED._get_fsdp_state()._fsdp_param_group,
-    "sharded_param": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
-    "padded_sharded_param_size": SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
-}
+# an object, attributes that it has; torch.compile's default backend would import inductor
+OWNERS = [
+    (
+        torch,
+        "_C _ops _foreach_copy_ _amp_update_scale_ _foreach_norm _TorchCompileWrapper "
+        "_TorchCompileInductorWrapper",
+    ),
+    (ModelCheckpoint(), "_train_time_interval"),
+    (
+        TRAINER,
+        "_val_check_time_interval _logger_connector _accelerator_connector _signal_connector "
+        "_results _data_connector",
+    ),
+    (DECIDING, "_last_val_time"),
+    (
+        torch._C,
+        "_disabled_torch_function_impl _InferenceMode _set_throw_on_mutable_data_ptr "
+        "_AutoDispatchBelowADInplaceOrView _ExcludeDispatchKeyGuard _IncludeDispatchKeyGuard "
+        "_are_functorch_transforms_active _will_engine_execute_node DisableTorchFunction "
+        "_autograd _nn",
+    ),
+    (
+        torch._C._autograd,
+        "_unsafe_set_version_counter _top_saved_tensors_default_hooks _get_sequence_nr "
+        "_get_current_graph_task_keep_graph",
+    ),
+    (torch.nn.init, "_no_grad_trunc_normal_"),
+    (sys, "_getframe"),
+    (torch.Tensor, "_make_wrapper_subclass _make_subclass"),
+    (torch.ones(1), "_version _neg_view _backward_hooks _post_accumulate_grad_hooks"),
+    ((torch.ones(1, requires_grad=True) * 2).grad_fn, "_sequence_nr"),
+    (torch.ones(1).untyped_storage(), "_cdata"),
+    (torch.UntypedStorage, "_checkpoint_offset"),
+    (torch.nn.modules.module, "_global_backward_hooks"),
+    (
+        nn.Module(),
+        "_forward_hooks _forward_pre_hooks _backward_pre_hooks _parameters _buffers "
+        "_non_persistent_buffers_set _compiled_call_impl",
+    ),
+    (torch.cuda, "_sleep"),
+    (dist.distributed_c10d, "_abort_process_group"),
+    (torch.ops.aten, "_local_scalar_dense _unique2"),
+    (torch.amp.GradScaler("cpu"), "_scale _growth_tracker _unscale_grads_"),
+    (torch.ops.aten.add.Tensor, "_schema"),
+    (torch.library.Library, "_destroy"),
+    (ModelParallelStrategy(), "_save_distributed_checkpoint _device_mesh"),
+    (torch.compile(nn.Module(), backend="eager"), "_orig_mod"),
+    (copyreg, "_reconstructor"),
+    (Action, "_replace _fields _asdict"),
+    (TRAINER._accelerator_connector, "_layer_sync"),
+    (TRAINER._signal_connector, "_slurm_sigusr_handler_fn"),
+    (
+        TRAINER._logger_connector,
+        "_callback_metrics _logged_metrics _progress_bar_metrics _first_loop_iter",
+    ),
+    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+    (MeanMetric(), "_forward_cache _computed _update_count _to_sync"),
+    (LightningModule(), "_current_fx_name"),
+    (_ChildProcessObserver(os.getpid(), []), "_child_processes"),
+    (os, "_exit"),
+    (OPTIMIZER, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
+    (TRAINER.strategy, "_checkpoint_io"),
+    (ThroughputMonitor(len), "_throughputs"),
+    (TRAINER._data_connector, "_requires_distributed_sampler"),
+    (ModelParallelStrategy, "_setup_distributed"),
+    (SHARDED, "_get_fsdp_state"),
+    (SHARDED._get_fsdp_state(), "_fsdp_param_group"),
+    (
+        SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
+        "_module_info _unsharded_param sharded_param padded_sharded_param_size",
+    ),
+    (SHARDED._get_fsdp_state()._fsdp_param_group, "fsdp_params mp_policy"),
+]
+USED = {name: owner for owner, names in OWNERS for name in names.split()}
 
 
 def test_what_torch_shares_says_where_it_is_and_whether_to_wait():
@@ -236,12 +203,12 @@ def test_every_private_import_is_listed():
                 if (private or is_private(alias.name))
                 and node.module.split(".")[0] in ("torch", "lightning")
             }
-    listed = {(module, name) for module, names in IMPORTED.items() for name in names}
+    listed = {(module, name) for module, names in IMPORTED.items() for name in names.split()}
     assert found == listed
 
 
 def test_imports_exist():
-    listed = [(module, name) for module, names in IMPORTED.items() for name in names]
+    listed = [(module, name) for module, names in IMPORTED.items() for name in names.split()]
     assert not [use for use in listed if not hasattr(importlib.import_module(use[0]), use[1])]
 
 
@@ -292,23 +259,24 @@ def test_every_method_that_is_replaced_is_listed():
     assert len(found) == 8
 
 
-@pytest.mark.parametrize("name", ["_make_backward_fn", "_make_zero_grad_fn"])
-def test_methods_to_replace_exist(name):
-    assert callable(getattr(TRAINER.fit_loop.epoch_loop.automatic_optimization, name))
-
-
 def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_on():
     source = inspect.getsource(torch.utils.checkpoint)
     assert " ret = function(*args, **kwargs)" in source
     assert "            next(gen)\n        except StopIteration:\n            return ret" in source
 
 
-def test_torchs_distributed_checkpoint_asks_a_tensor_for_its_shards():
-    found = {name for name in vars(_Checkpointable) if name.startswith("__")}
-    assert {"__create_write_items__", "__get_tensor_shard__"} <= found
-
-
-def test_a_parameter_keeps_its_post_accumulate_hooks_where_they_are_looked_for():
+def test_names_that_are_looked_for_are_there():
+    loop = TRAINER.fit_loop.epoch_loop.automatic_optimization
+    assert callable(loop._make_backward_fn)
+    assert callable(loop._make_zero_grad_fn)
+    assert callable(_SubprocessScriptLauncher._call_children_scripts)
+    assert {"__create_write_items__", "__get_tensor_shard__"} <= {*vars(_Checkpointable)}
+    assert {"_init_backend", "_rank"} <= inspect.signature(DeviceMesh).parameters.keys()
+    assert {"_apply", "_load_from_state_dict"} <= {*vars(nn.Module)}
+    assert "__deepcopy__" in vars(nn.Parameter)
+    assert "_reset_parameters" in vars(nn.MultiheadAttention)
+    for what in ("callback_hooks", "lightning_module_hook", "strategy_hook"):
+        assert "hook_name" in inspect.signature(getattr(call, f"_call_{what}")).parameters
     parameter = nn.Parameter(torch.ones(1))
     parameter.register_post_accumulate_grad_hook(lambda _: None)
     assert len(parameter._post_accumulate_grad_hooks) == 1
@@ -329,19 +297,6 @@ def test_lightning_makes_numbers_for_a_progress_bar_where_it_is_kept_from_it():
     assert "convert_tensors_to_scalars" in result._ResultCollection.metrics.__code__.co_names
 
 
-@pytest.mark.parametrize("what", ["callback_hooks", "lightning_module_hook", "strategy_hook"])
-def test_lightnings_callers_of_hooks_know_their_name_by_a_name(what):
-    assert "hook_name" in inspect.signature(getattr(call, f"_call_{what}")).parameters
-
-
-def test_torchs_mesh_can_be_made_without_groups():
-    assert {"_init_backend", "_rank"} <= inspect.signature(DeviceMesh).parameters.keys()
-
-
-def test_the_launcher_has_a_method_that_starts_processes():
-    assert callable(_SubprocessScriptLauncher._call_children_scripts)
-
-
 def test_what_a_hook_on_registration_returns_is_registered():
     replaced = nn.Parameter(torch.ones(1))
     register = nn.modules.module.register_module_parameter_registration_hook
@@ -352,9 +307,3 @@ def test_what_a_hook_on_registration_returns_is_registered():
     finally:
         handle.remove()
     assert module.weight is replaced
-
-
-@pytest.mark.parametrize("name", ["_apply", "_load_from_state_dict", "__deepcopy__"])
-def test_what_gives_parameters_values_has_the_name_that_is_looked_for(name):
-    assert any(name in vars(kind) for kind in (nn.Module, nn.Parameter))
-    assert "_reset_parameters" in vars(nn.MultiheadAttention)

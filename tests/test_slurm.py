@@ -172,7 +172,7 @@ SMALL = [
     *("trainer.val_check_interval=1.0", "trainer.max_steps=3", "data.batch_size=4"),
     *("data.context=8", "model.width=16", "model.heads=2"),
 ]
-DEATH = ["_target_=tests.support.slurm_cluster.Death", "rank=1", "step=2"]
+DEATH = ["_target_=tests.test_slurm.Death", "rank=1", "step=2"]
 PATIENCE_SECONDS = 600
 
 

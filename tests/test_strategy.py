@@ -7,7 +7,6 @@ import weakref
 import lightning as L
 import pytest
 import torch
-from torchmetrics import MeanMetric
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from tests.support import fits
@@ -61,13 +60,6 @@ def test_what_goes_to_the_host_comes_back_as_it_was(ranks, plain, tmp_path, opti
         assert result["losses"] == pytest.approx(plain["losses"], **EXACT)
 
 
-def test_tied_weights_train_as_on_one_device(ranks, tmp_path):
-    options = {"module": {"dropout": 0.0, "tie": True}}
-    expected = fits.fit(0, str(tmp_path), module={"dropout": 0.0, "tie": True})
-    for result in ranks(2).run(_fit, 2, str(tmp_path), options):
-        assert result["losses"] == pytest.approx(expected["losses"], **EXACT)
-
-
 @pytest.mark.parametrize("data", some(["shuffled", "map", "stream"], 3))
 def test_dropout_and_data_do_not_depend_on_the_number_of_ranks(ranks, tmp_path, data):
     options = {"data": {"kind": data}, "trainer": {"gradient_clip_val": None}}
@@ -79,8 +71,20 @@ def test_dropout_and_data_do_not_depend_on_the_number_of_ranks(ranks, tmp_path, 
         assert expected["batches"][:5] != expected["batches"][5:]
 
 
-def test_a_shorter_last_batch_counts_each_sample_alike(ranks, tmp_path):
-    options = {"module": {"dropout": 0.0}, "data": {"batch_size": 12}}  # 40 samples: 12, 12, 12, 4
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"module": {"dropout": 0.0, "tie": True}},
+        {"module": {"dropout": 0.0}, "data": {"batch_size": 12}},  # 40 samples: 12, 12, 12, 4
+        {
+            "module": {"dropout": 0.0},
+            "data": {"batch_size": 12},
+            "trainer": {"accumulate_grad_batches": 3},
+        },
+    ],
+    ids=["tied weights", "a shorter last batch", "which accumulates alone"],
+)
+def test_other_fits_equal_one_device(ranks, tmp_path, options):
     expected = fits.fit(0, str(tmp_path), **options)
     for result in ranks(2).run(_fit, 2, str(tmp_path), options):
         assert result["losses"] == pytest.approx(expected["losses"], **EXACT)
@@ -149,18 +153,12 @@ def _fit_twice(path):
     return losses
 
 
-class Measuring(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.mean = torch.nn.Linear(2, 2), MeanMetric()
-
-
 def test_metrics_are_on_the_device_from_the_start():
-    strategy = PipeOffloadStrategy(parallel_devices=[torch.device("meta")])
-    strategy.connect(Measuring())
+    strategy, module = PipeOffloadStrategy(parallel_devices=[torch.device("meta")]), fits.Net()
+    strategy.connect(module)
     strategy.model_to_device()
-    module = strategy.lightning_module
-    assert (module.mean.mean_value.device.type, module.layer.weight.device.type) == ("meta", "cpu")
+    devices = module.accuracy.mean_value.device.type, module.head.weight.device.type
+    assert devices == ("meta", "cpu")
 
 
 def _group_of_a_fit():

@@ -1,3 +1,5 @@
+"""The picture of what each rank has kept, beside its plan."""
+
 import lightning as L
 import pytest
 

@@ -26,21 +26,10 @@ def step():
     return made
 
 
-def test_a_step_that_another_one_follows(step):
+def test_a_step_has_a_period_if_another_one_follows_by_the_same_plan(step):
+    alone = {"samples": 7, "step_seconds": 20}
+    assert step.read(TIMER) == alone
     step.follow_with(plan_from(29))
-    assert step.read(TIMER) == {
-        "samples": 7,
-        "step_seconds": 20,
-        "period_seconds": 24,
-        "bubble": 0.5,
-    }
-
-
-def test_a_last_step_has_no_period(step):
-    assert step.read(TIMER) == {"samples": 7, "step_seconds": 20}
-
-
-def test_neither_has_one_in_which_the_plan_was_made_anew(step):
-    step.follow_with(plan_from(29))
-    step.has_period = False
-    assert step.read(TIMER) == {"samples": 7, "step_seconds": 20}
+    assert step.read(TIMER) == {**alone, "period_seconds": 24, "bubble": 0.5}
+    step.has_period = False  # the plan was made anew
+    assert step.read(TIMER) == alone

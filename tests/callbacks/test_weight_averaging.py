@@ -85,12 +85,12 @@ def average(size, name, folder, epochs, resume, options):
     losses = ValidationLosses()
     saving = ModelCheckpoint(folder, "last", enable_version_counter=False)
     module = fits.Net(dropout=0.0, tie=True)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=size or 1,
-        strategy=fits.strategy(size, **options),
+    trainer = fits.trainer(
+        size,
+        options,
         callbacks=[AVERAGES[name](), losses, saving],
         max_epochs=epochs,
+        enable_checkpointing=True,
     )
     trainer.fit(module, fits.loader(), fits.loader(), ckpt_path=resume)
     weights = {

@@ -23,8 +23,6 @@ from transformers import (
 )
 
 from lightning_pipeoffload import load_weights, save_pretrained
-from lightning_pipeoffload.checkpoints.hugging_face import to_hub
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 from tests.support import fits
 from tests.support.pairs import slow
@@ -53,21 +51,6 @@ class Loaded(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Adapted(Loaded):
-    """Trains adapters of the model, in float64."""
-
-    def configure_model(self):
-        from peft import LoraConfig, get_peft_model
-
-        if self.model is None:
-            super().configure_model()
-            config = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], modules_to_save=["norm"])
-            self.model = get_peft_model(self.model, config).double()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
-
-
 def data():
     return torch.randint(64, (16, 8), generator=torch.Generator().manual_seed(0))
 
@@ -88,14 +71,7 @@ def fit(size, folder, options, kind=Loaded, num_steps=2):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredTensor, "value", value_counted)
-        trainer = L.Trainer(
-            **fits.SILENT,
-            devices=size or 1,
-            strategy=fits.strategy(size, **options),
-            max_steps=num_steps,
-            callbacks=[Losses()],
-            enable_checkpointing=False,
-        )
+        trainer = fits.trainer(size, options, max_steps=num_steps, callbacks=[Losses()])
         L.seed_everything(7, workers=True, verbose=False)
         trainer.fit(kind(folder), DataLoader(data(), 8))
     stages = trainer.strategy.report()["stages"] if size else []
@@ -177,22 +153,6 @@ def test_names_are_mapped_and_values_cast(tmp_path):
         assert_has(module, state)
 
 
-def test_only_what_the_module_has_is_read_and_gets_memory(tmp_path, monkeypatch):
-    state = drawn()
-    torch.save(state, tmp_path / "file.pt")
-    module = make()
-    module[0].to("meta")
-    module[2].__dict__["_parameters"]["bias"] = ShapeOnly.like(module[2].bias, "2.bias")
-    found = []
-    value = StoredTensor.value
-    monkeypatch.setattr(
-        StoredTensor, "value", lambda stored: found.append(tuple(stored.shape)) or value(stored)
-    )
-    load_weights(module, tmp_path / "file.pt")
-    assert found == [(4, 3), (4,), (4,), (4,), (4,), (4,), (), (2, 4)]  # all but the last bias
-    assert torch.equal(module[0].weight, state["0.weight"])
-
-
 def refuse(path, text, module=None, **options):
     with pytest.raises((ValueError, FileNotFoundError), match=text) as caught:
         load_weights(module or make(), path, **options)
@@ -233,7 +193,7 @@ def test_a_tied_weight_has_one_value(tmp_path):
     path = tmp_path / "file.pt"
     torch.save({"b.weight": torch.ones(2, 2)}, path)
     load_weights(module, path)
-    assert module["a"].weight.tolist() == torch.ones(2, 2).tolist()
+    assert module["a"].weight.eq(1).all()
     torch.save({"a.weight": torch.ones(2, 2), "b.weight": torch.zeros(2, 2)}, path)
     refuse(path, r"a\.weight and b\.weight are one tensor in ModuleDict and differ", module)
 
@@ -266,20 +226,6 @@ def test_a_models_folder_goes_there_and_back(tmp_path, kind):
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert read.dtype == torch.bfloat16
     assert_has(read, state)
-
-
-def test_weights_that_are_merged_are_read_a_few_at_a_time():
-    model = MODELS["cut"]()
-    read = []
-
-    def stored(name, tensor):
-        return StoredTensor(tensor.to("meta"), lambda: read.append(name) or tensor)
-
-    hub = to_hub(model, {name: stored(name, t) for name, t in model.state_dict().items()})
-    value = hub["model.H_module.layers.1.mlp.gate_up_proj.weight"] * 1
-    mlp = model.model.H_module.layers[1].mlp
-    assert torch.equal(value, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-    assert len(read) == 2
 
 
 def test_a_plain_modules_weights_are_written_too(tmp_path):
@@ -321,11 +267,3 @@ def test_each_rank_loads_its_own_part(ranks, hub, size, options):
     read = [rank["read"] for rank in found]
     assert sum(read) <= num_elements + 2 * 64 * 32  # the embedding is on two ranks
     assert max(read) < 0.8 * num_elements or size == 1
-
-
-def test_adapters_train_as_on_one_device(ranks, hub):
-    folder, *_ = hub
-    expected = fit(0, folder, {}, Adapted, 4)["losses"]
-    assert expected[2] < expected[0] - 0.01
-    for found in ranks(2).run(fit, 2, folder, {"schedule": "zb_v"}, Adapted, 4):
-        assert found["losses"] == pytest.approx(expected, rel=1e-9)

@@ -9,13 +9,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint import save
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 
-from lightning_pipeoffload import PipeOffloadStrategy
 from tests.support import fits
-from tests.support.fits import SILENT
 from tests.support.pairs import first, slow
-from tests.support.saving_fits import count_values, fit_from
+from tests.support.saving_fits import consolidate, count_values, fit_from
 
 
 class Sharded(fits.Net):
@@ -105,7 +102,7 @@ def path_after(folder, step):
         slow(("1", "1f1b", 6)),
         ("folder", "interleaved", 3),
         ("v", "split", 5),  # saved in the last batch of an epoch
-        slow(("1f1b", "1", 3)),
+        ("1f1b", "1", 3),
         slow(("interleaved", "v", 6)),
         slow(("split", "folder", 6)),
     ],
@@ -126,6 +123,14 @@ def test_a_plain_fit_goes_on_within_an_epoch(ranks, tmp_path_factory, tmp_path, 
     rest = ranks(2).run(fit_from, 2, str(tmp_path), path, {}, False)[0]
     assert rest["losses"] == pytest.approx(whole["losses"][step:], rel=1e-12)
     assert rest["batches"] == whole["batches"][step:]
+
+
+def test_one_device_goes_on_from_a_folder(ranks, tmp_path):
+    folder, options = str(tmp_path / "folder"), {"save_distributed_checkpoint": True}
+    whole = ranks(2).run(fit_from, 2, folder, None, options, False)[0]
+    path = consolidate(path_after(folder, EPOCH))
+    rest = fit_from(0, str(tmp_path / "rest"), path, {}, False)
+    assert rest["losses"] == pytest.approx(whole["losses"][EPOCH:], rel=1e-12)
 
 
 @pytest.mark.parametrize("form", ["zb_h1", "folder"])
@@ -156,47 +161,22 @@ def sharded(ranks, tmp_path_factory):
     return path, losses
 
 
-class Versioned(nn.Module):
-    """A layer that loads by its version, as BatchNorm does."""
+class Versioned(fits.Block):
+    """A block that loads by its version, as BatchNorm does."""
 
     _version = 3
     loaded = None
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x)
 
     def _load_from_state_dict(self, state, prefix, metadata, *rest):
         self.loaded = metadata.get("version")
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
-class WithVersions(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Versioned() for _ in range(2))
-
-    def training_step(self, batch, batch_idx):
-        for block in self.blocks:
-            batch = block(batch)
-        return batch.square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_a_module_loads_by_the_version_that_one_device_has_saved(tmp_path):
-    batches = DataLoader(torch.ones(4, 4), batch_size=2)
-    fitted = []
-    pipeline = PipeOffloadStrategy(num_microbatches=2)
-    for epochs, path, strategy in ((1, None, "auto"), (2, tmp_path / "last.ckpt", pipeline)):
-        trainer = L.Trainer(
-            **SILENT, strategy=strategy, max_epochs=epochs, enable_checkpointing=False
-        )
-        fitted.append(WithVersions())
-        trainer.fit(fitted[-1], batches, ckpt_path=path)
+    for size, epochs, path in ((0, 1, None), (1, 2, tmp_path / "last.ckpt")):
+        module = fits.Net(depth=2)
+        module.blocks = nn.ModuleList(Versioned(0.0).double() for _ in range(2))
+        trainer = fits.trainer(size, max_epochs=epochs)
+        trainer.fit(module, fits.loader(), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert [block.loaded for block in fitted[-1].blocks] == [3, 3]
+    assert [block.loaded for block in module.blocks] == [3, 3]

@@ -27,13 +27,7 @@ def _times_scale(block, args, output):
 
 
 def make_trainer(num_devices, max_epochs=1, **options):
-    return L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, **options),
-        max_epochs=max_epochs,
-        enable_checkpointing=False,
-    )
+    return fits.trainer(num_devices, options, max_epochs=max_epochs)
 
 
 def train(num_devices, **options):
@@ -91,28 +85,6 @@ def load_by_hand(num_devices, folder):
 
 def test_a_plain_load_fills_what_lives_elsewhere(ranks, tmp_path):
     assert ranks(2).run(load_by_hand, 2, str(tmp_path)) == [(True, [])] * 2
-
-
-def save_untrained(num_devices, folder):
-    """Save a module that is connected by hand, before any run and after one of another module."""
-    found = []
-    for trainer in (make_trainer(num_devices), train(num_devices)[1]):
-        L.seed_everything(8, verbose=False)
-        module = Net()
-        trainer.strategy.connect(module)
-        path = f"{folder}/{len(found)}_{trainer.global_rank}.ckpt"
-        trainer.save_checkpoint(path)
-        if trainer.is_global_zero:
-            state = torch.load(path, weights_only=False)["state_dict"]
-            found.append(
-                all(torch.equal(state[name], v) for name, v in module.state_dict().items())
-            )
-    return found
-
-
-def test_a_connected_module_is_saved(ranks, tmp_path):
-    # Before a run, processes that a pool has started do not know which of them is the first.
-    assert ranks(2).run(save_untrained, 2, str(tmp_path)) == [[True, True], [True]]
 
 
 def use_without_values(num_devices):

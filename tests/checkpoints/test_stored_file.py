@@ -1,8 +1,6 @@
 """A checkpoint's file is written and read one tensor at a time."""
 
-import io
 import os
-import weakref
 import zipfile
 
 import pytest
@@ -34,31 +32,6 @@ def test_what_comes_late_is_loaded_as_any_other_tensor(dtype, shape, tmp_path):
     stored = MovingCheckpointIO().load_checkpoint(tmp_path / "file.ckpt")["state_dict"]["there"]
     assert isinstance(stored, StoredTensor)
     assert raw(stored.value()) == raw(value)
-
-
-def test_one_value_is_there_at_a_time():
-    alive = weakref.WeakSet()
-
-    def fetch():
-        assert len(alive) <= 1  # what was written last
-        value = torch.ones(1000)
-        alive.add(value.untyped_storage())
-        return value
-
-    tensors = [LateTensor(torch.empty(1000, device="meta"), fetch) for _ in range(5)]
-    file = io.BytesIO()
-    torch.save(tensors, file)
-    file.seek(0)
-    assert [int(tensor.sum()) for tensor in torch.load(file)] == [1000] * 5
-
-
-def test_a_part_of_a_larger_tensor_is_written_alone():
-    whole = torch.arange(10.0)
-    file = io.BytesIO()
-    torch.save(LateTensor(torch.empty(3, device="meta"), lambda: whole[4:7]), file)
-    assert len(file.getvalue()) < 2000
-    file.seek(0)
-    assert torch.load(file).tolist() == [4, 5, 6]
 
 
 @pytest.fixture

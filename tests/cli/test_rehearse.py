@@ -44,24 +44,6 @@ def test_a_module_made_in_configure_model_is_rehearsed(capsys):
     assert found["peak_bytes"] == found["planned_peak_bytes"] > 0
 
 
-def test_only_the_ranks_own_parameters_have_values(monkeypatch, capsys):
-    made = []
-    from lightning_pipeoffload.cli import rehearsed_rank
-
-    monkeypatch.setattr(rehearsed_rank, "make_real", _noting(rehearsed_rank.make_real, made))
-    rehearsed(capsys, "rank=1", "schedule=zb_h1")
-    assert not any("blocks.0." in name or "embedding" in name for name in made)
-    assert any("blocks.3." in name for name in made)
-
-
-def _noting(make, names):
-    def noted(slot, made):
-        names.append(slot.name)
-        return make(slot, made)
-
-    return noted
-
-
 def test_a_plan_is_made_with_what_was_measured(capsys, tmp_path):
     path = tmp_path / "costs.json"
     found = rehearsed(capsys, "schedule=zb_h1", f"costs_file={path}")

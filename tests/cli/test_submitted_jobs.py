@@ -1,5 +1,6 @@
 """What Slurm says of a job reaches the command that waits for it, and a rank's failure Slurm."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ from hydra.errors import MissingConfigException
 from submitit.slurm.slurm import SlurmJob
 
 from lightning_pipeoffload.cli.configuration import _refusals_of_one_line, configuration_directory
-from lightning_pipeoffload.cli.job_folders import SweepJobError
+from lightning_pipeoffload.cli.job_folders import (
+    SweepJobError,
+    name_folder_by_step,
+    removing_unused_folder,
+)
 from lightning_pipeoffload.cli.submitted_jobs import QueueWatcher, SubmittedJobs
 
 
@@ -81,3 +86,32 @@ def test_the_extra_is_named_where_it_is_missing(capsys):
         raise MissingConfigException(message)
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(": basic; pip install lightning-pipeoffload[slurm]\n")
+
+
+# The folder of a run whose ranks Slurm has started is one, and stays after a requeue
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "pipeline"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (SLURM, "7/0"),
+        ({**SLURM, "SLURM_JOB_NAME": "interactive"}, None),  # a shell: one run after another
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "pipeline"}, None),
+        ({**SLURM, "PIPEOFFLOAD_RUN": "mine"}, "mine"),
+    ],
+)
+def test_a_folder_is_named_by_job_and_step(environment, expected, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    name_folder_by_step()
+    assert os.environ.get("PIPEOFFLOAD_RUN") == expected
+
+
+def test_a_folder_that_other_ranks_write_to_is_left(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("lightning_pipeoffload.cli.job_folders._remove_unused", pytest.fail)
+    with pytest.raises(ValueError, match="refused"), removing_unused_folder():
+        raise ValueError("refused")

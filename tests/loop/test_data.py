@@ -9,15 +9,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
 from tests.support import fits
@@ -89,21 +81,9 @@ def draw_once(worker):
 # Two passes of each differ: an order or an augmentation that does not stay the same for ever.
 RANDOM = {
     "shuffle": shuffled,
-    "shuffle, drop_last": lambda: DataLoader(DATASET, 3, shuffle=True, drop_last=True),
-    "RandomSampler with replacement": lambda: DataLoader(
-        DATASET, 2, sampler=RandomSampler(DATASET, replacement=True)
-    ),
-    "WeightedRandomSampler": lambda: DataLoader(
-        DATASET, 2, sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)
-    ),
     "a sampler of one's own": lambda: DataLoader(DATASET, 2, sampler=PickedByNumpy()),
-    "BatchSampler": lambda: DataLoader(
-        DATASET, batch_sampler=BatchSampler(RandomSampler(DATASET), 2, drop_last=True)
-    ),
     "a batch sampler of one's own": lambda: DataLoader(DATASET, batch_sampler=Pairs()),
-    "IterableDataset": lambda: DataLoader(Stream(), 2),
     "IterableDataset, two workers": lambda: DataLoader(Stream(), 2, num_workers=2),
-    "augmentation": lambda: DataLoader(Augmented(), 2),
     "augmentation, two workers": lambda: DataLoader(Augmented(), 2, num_workers=2),
     "augmentation, persistent_workers": lambda: DataLoader(
         Augmented(), 2, num_workers=1, persistent_workers=True
@@ -113,14 +93,10 @@ RANDOM = {
     "Lightning's worker_init_fn": lambda: with_init(pl_worker_init_function),
     "a generator of its own": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
     "no DataLoader": Handmade,
-    "a list of loaders": lambda: [shuffled(), shuffled()],
     "a dict of loaders": lambda: {"first": shuffled(), "second": DataLoader(Augmented(), 2)},
-    **{
-        f"CombinedLoader, {mode}": lambda mode=mode: CombinedLoader(
-            {"short": shuffled(), "long": DataLoader(Stream(), 1)}, mode
-        )
-        for mode in ("max_size_cycle", "min_size", "max_size")
-    },
+    "CombinedLoader": lambda: CombinedLoader(
+        {"short": shuffled(), "long": DataLoader(Stream(), 1)}, "max_size"
+    ),
 }
 
 
@@ -165,7 +141,7 @@ def read(num_devices, name, seed=7, **options):
     return module.batches
 
 
-@pytest.mark.parametrize("name", some(RANDOM, 5))
+@pytest.mark.parametrize("name", some(RANDOM, 3))
 def test_ranks_read_the_same_random_batches(ranks, name):
     first, second = ranks(2).run(read, 2, name)
     assert first == second
@@ -230,21 +206,10 @@ def read_plain(num_devices, name):
     return read(num_devices, PLAIN[name])
 
 
-def states():
-    return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
-
-
 def owned(make, epochs, is_training=True):
     loaders, loader = PipelineLoaders(1, epochs), make()
     loaders.own(loader, is_training)
     return loaders, loader
-
-
-def test_a_loader_leaves_the_global_generators_alone():
-    _, loader = owned(RANDOM["augmentation"], lambda: 0)
-    before = states()
-    assert list(loader)
-    assert states() == before
 
 
 @pytest.mark.parametrize("is_training", [False, True])
@@ -254,17 +219,13 @@ def test_a_loader_that_starts_over_in_training_gives_others(is_training):
     assert (first != second) is is_training
 
 
-def test_two_loaders_of_one_dataset_have_orders_of_their_own():
+def test_two_loaders_of_one_dataset_have_orders_of_their_own_and_get_their_class_back():
     loaders, one = owned(shuffled, lambda: 0)
     loaders.own(another := shuffled(), is_training=True)
     assert not all(torch.equal(a, b) for (a,), (b,) in zip(one, another, strict=True))
-
-
-def test_a_loader_gets_its_class_back():
-    loaders, loader = owned(shuffled, lambda: 0)
-    leave_out_seen(loader, 1)
+    leave_out_seen(one, 1)
     loaders.release()
-    assert type(loader) is DataLoader
+    assert type(one) is type(another) is DataLoader
 
 
 def independent_trials(num_devices):

@@ -1,7 +1,6 @@
 """Replicas that read the same batches are refused; those that share out data are let alone."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -157,10 +156,6 @@ def test_the_batches_of_a_distributed_sampler_are_not_compared():
         first.start_step()
         first.start_step()
         assert (len(batches), replicas.gathered) == (1, [])
-
-
-def test_one_replica_costs_nothing():
-    assert FirstBatches(SimpleNamespace(num=1)).noting([]) is iter
 
 
 @pytest.mark.parametrize("kind", ["stream", slow("own sampler")])

@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import lightning as L
 import pytest
 
 import lightning_pipeoffload
@@ -43,11 +42,8 @@ class Deep(fits.Net):
 
 
 def fit(size):
-    L.seed_everything(7, verbose=False)
     module = Deep()
-    strategy = fits.strategy(size, schedule="zb_h1")
-    trainer = L.Trainer(**fits.SILENT, devices=size, strategy=strategy, max_steps=3)
-    trainer.fit(module, fits.loader())
+    fits.trainer(size, max_steps=3).fit(module, fits.loader())
     return module.around_step, module.around_block
 
 

@@ -62,12 +62,10 @@ class StopAtBatch(L.Callback):
 def stop(num_devices, where, ranks, schedule="zb_h1", **options):
     """Return after how many steps and batches a fit of three epochs has stopped, and its loss."""
     L.seed_everything(7, verbose=False)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, schedule=schedule),
+    trainer = fits.trainer(
+        num_devices,
+        {"schedule": schedule},
         max_epochs=3,
-        enable_checkpointing=False,
         callbacks=[StopAtBatch()] if "batch" in where else [],
         **options,
     )

@@ -15,16 +15,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
 )
-from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
 from tests.support import fits
@@ -43,24 +42,6 @@ class HookOrder(Profiler):
             self.names.append(action_name)
 
     def stop(self, action_name):
-        pass
-
-
-class Journal(Logger):
-    """Keeps what global rank 0 logs."""
-
-    name, version = "journal", 0
-
-    def __init__(self):
-        super().__init__()
-        self.entries = []
-
-    @rank_zero_only
-    def log_metrics(self, metrics, step=None):
-        self.entries.append((step, {name: float(value) for name, value in metrics.items()}))
-
-    @rank_zero_only
-    def log_hyperparams(self, *args, **kwargs):
         pass
 
 
@@ -95,6 +76,32 @@ def plateau(interval, monitor):
     return optimize
 
 
+class Thaw(BaseFinetuning):
+    """Trains the last blocks first, then more of them, then all."""
+
+    def freeze_before_training(self, module):
+        self.freeze([module.embed, module.blocks[:3]])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.blocks[1:3], optimizer, lr=0.05)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group([module.embed, module.blocks[:1]], optimizer)
+
+
+class Freezes(L.Callback):
+    """Freezes the first blocks for an epoch; tells of how many parameters train."""
+
+    def on_train_epoch_start(self, trainer, module):
+        module.blocks[:2].requires_grad_(trainer.current_epoch != 1)
+        module.log("trained", float(sum(p.numel() for p in module.parameters() if p.requires_grad)))
+
+
+def sgd(module):
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Row:
     """What a user asks for; ``runs`` are methods of the Trainer, in order."""
@@ -125,9 +132,6 @@ ROWS = {
             GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}),
         ],
     ),
-    "accumulation across a validation": Row(
-        {"accumulate_grad_batches": 3, "val_check_interval": 2}
-    ),
     "accumulation that stops in between": Row(
         {"max_epochs": 9, "accumulate_grad_batches": 4, "val_check_interval": 2},
         lambda: [EarlyStopping("val_loss", min_delta=9.0, patience=1)],
@@ -135,21 +139,14 @@ ROWS = {
     "limits in batches": Row(
         {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 2}
     ),
-    "limits as shares": Row(
-        {"limit_train_batches": 0.6, "limit_val_batches": 0.4, "num_sanity_val_steps": 0}
-    ),
     "no validation": Row({"limit_val_batches": 0}),
     "val_check_interval in batches": Row(
         {"val_check_interval": 2}, lambda: [LearningRateMonitor()]
     ),
-    "val_check_interval as a share": Row({"val_check_interval": 0.4, "max_epochs": 1}),
     "val_check_interval over epochs": Row(
         {"val_check_interval": 3, "check_val_every_n_epoch": None}
     ),
-    "val_check_interval as a time": Row({"val_check_interval": timedelta(0), "max_epochs": 1}),
-    "check_val_every_n_epoch": Row({"check_val_every_n_epoch": 2}),
     "max_steps": Row({"max_epochs": -1, "max_steps": 7, "gradient_clip_algorithm": "value"}),
-    "max_time": Row({"max_time": timedelta(0)}),
     "early stopping on validation": Row(
         {"max_epochs": 9}, lambda: [EarlyStopping("val_loss", min_delta=9.0, patience=1)]
     ),
@@ -159,6 +156,8 @@ ROWS = {
             EarlyStopping("train_loss", min_delta=9.0, patience=1, check_on_train_epoch_end=True)
         ],
     ),
+    "finetuning": Row({"max_epochs": 3}, lambda: [LearningRateMonitor(), Thaw()], sgd),
+    "freezing by hand": Row({"max_epochs": 3}, lambda: [Freezes()], sgd),
     "plateau by step": Row({}, lambda: [LearningRateMonitor()], plateau("step", "train_loss_step")),
     "plateau by epoch": Row({}, lambda: [LearningRateMonitor()], plateau("epoch", "val_loss")),
     "LBFGS": Row(
@@ -181,7 +180,7 @@ def run(name, num_devices, schedule, folder):
     """Run a row; 0 devices: on one, without the strategy."""
     row = ROWS[name]
     L.seed_everything(7, verbose=False)
-    order, journal = HookOrder(), Journal()
+    order, journal = HookOrder(), fits.Journal()
     callbacks = row.callbacks()
     options = fits.SILENT | {
         "max_epochs": 2,
@@ -324,18 +323,6 @@ def test_a_learning_rate_is_found_as_on_one_device(ranks, tmp_path, num_ranks):
     for found in ranks(num_ranks).run(find_rate, num_ranks, str(tmp_path)):
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-9)
-
-
-def find_rate_again(num_devices, folder):
-    module, trainer = Tuned(), make_trainer(num_devices, default_root_dir=folder)
-    loader = DataLoader(fits.samples(), 4, shuffle=True, collate_fn=fits.collate)
-    finders = [Tuner(trainer).lr_find(module, loader, num_training=10) for _ in range(2)]
-    return [finder.results["loss"] for finder in finders]
-
-
-def test_a_second_search_for_a_learning_rate_has_the_same_random_numbers(ranks, tmp_path):
-    for once, again in ranks(2).run(find_rate_again, 2, str(tmp_path)):
-        assert once == again
 
 
 def prune(num_devices):

@@ -77,14 +77,12 @@ def fit(num_devices, max_steps, options):
     accumulate = options.pop("accumulate", 1)
     L.seed_everything(7, workers=True, verbose=False)
     record = fits.Record()
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices,
-        strategy=fits.strategy(num_devices, schedule="optpipe", **options),
+    trainer = fits.trainer(
+        num_devices,
+        {"schedule": "optpipe", **options},
         max_steps=max_steps,
         limit_val_batches=1,
         accumulate_grad_batches=accumulate,
-        enable_checkpointing=False,
         callbacks=[record, paced],
     )
     trainer.fit(auto_fits.Wide(), fits.loader(), fits.loader())

@@ -1,31 +1,16 @@
 """The plans of a run: chosen, made anew for larger microbatches, with the same bits by each."""
 
 from unittest import mock
-from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
-from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.planning import measurements
-from lightning_pipeoffload.planning.limits import MachineLimits
-from lightning_pipeoffload.planning.plan_request import request_by_name
-from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.schedule import (
-    SCHEDULES,
-    Costs,
-    Kind,
-    ScheduleError,
-    build,
-    peak_memory,
-    split_fused_backward,
-)
-from lightning_pipeoffload.schedule.make_plan import make_plan
+from lightning_pipeoffload.schedule import SCHEDULES, Kind
 from tests.support import fits
-from tests.support.auto_fits import auto_and_by_hand, by_each, differences, fit, fit_twice, resumed
+from tests.support.auto_fits import auto_and_by_hand, by_each, differences, fit, fit_twice
 from tests.support.pairs import slow
 
 SECONDS = {Kind.F: 1e-2, Kind.B: 1e-2, Kind.W: 1e-2, Kind.BW: 2e-2}
@@ -70,14 +55,8 @@ def fit_lengths(size, lengths, options):
 
     L.seed_everything(7, workers=True, verbose=False)
     record, plans = fits.Record(), Plans()
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=size,
-        strategy=fits.strategy(size, **options),
-        max_steps=len(lengths),
-        limit_val_batches=0,
-        enable_checkpointing=False,
-        callbacks=[record, plans],
+    trainer = fits.trainer(
+        size, options, max_steps=len(lengths), limit_val_batches=0, callbacks=[record, plans]
     )
     numbers = range(8 * len(lengths))
     data = torch.utils.data.DataLoader(numbers, 8, collate_fn=make_batch)
@@ -87,46 +66,6 @@ def fit_lengths(size, lengths, options):
     ):
         trainer.fit(Sequences(), data)
     return {"losses": record.losses, "plans": plans.plans, "report": trainer.strategy.report()}
-
-
-NO_LIMITS = MachineLimits()
-
-
-def costs(copies):
-    return Costs(1.0, 1.0, 1.0, activation=1.0, offload=copies, reload=copies)
-
-
-def plans_of(monkeypatch, name, before, after):
-    """Return the plans of a run that chose a family by some costs, and has measured others."""
-    options = {"memory_limit": 3, "num_chunks": 2, "num_microbatches": 8}
-    settings = PipelineSettings(schedule=name, **options)
-    plan = make_plan(request_by_name(settings, 4, 8, before, NO_LIMITS))
-    chosen = Chosen(settings, plan, NO_LIMITS, is_measured=True)
-    monkeypatch.setattr(AutoChoice, "choose", lambda *_: chosen)
-    pipeline, group, measurements = MagicMock(), MagicMock(num_ranks=4, num_replicas=1), MagicMock()
-    pipeline.device, pipeline.is_split = torch.device("cpu"), True
-    pipeline.tensors.ranks_sharing.return_value = {}
-    pipeline.ownership.owners = {}
-    group.world.broadcast = lambda value, root: value
-    measurements.gather_costs.return_value = after
-    measurements.gather_limits.return_value = NO_LIMITS
-    plans = RunPlans(PipelineSettings(**options), pipeline, MagicMock(), group, measurements)
-    plans.report = MagicMock(needs=None)
-    plans.choose(MagicMock(), 8)
-    plans.begin()
-    return plans
-
-
-def test_what_was_chosen_stays_where_it_fits_though_its_family_no_longer_does(monkeypatch):
-    fast, slow = costs(0.9), costs(1.2)
-    with pytest.raises(ScheduleError, match="less than the 4"):
-        build("po_f", 4, 8, 2, slow, memory_limit=3)
-    plans = plans_of(monkeypatch, "po_f", fast, slow)
-    plans.before_plan(is_first=True)
-    used = plans.training.schedule
-    assert max(peak_memory(split_fused_backward(used), slow)) <= 3
-    assert plans.training.costs == slow
-    assert plans.settings.schedule == used.name
 
 
 @pytest.mark.parametrize(
@@ -144,13 +83,6 @@ def test_weights_are_those_of_the_schedule_that_is_named(ranks, tmp_path, size, 
     own, named = ranks(size).run(auto_and_by_hand, size, str(tmp_path), form, options)[0]
     assert differences(own, named) == []
     assert own["report"]["schedule"] in SCHEDULES
-
-
-@pytest.mark.slow
-def test_a_fit_goes_on_by_what_is_chosen(ranks, tmp_path):
-    own, named = ranks(2).run(resumed, str(tmp_path))[0]
-    assert len(own["losses"]) == 2
-    assert differences(own, named) == []
 
 
 def test_another_trainer_chooses_anew(ranks):

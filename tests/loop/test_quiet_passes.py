@@ -43,10 +43,8 @@ class Talking(fits.Net):
 def test_once_for_each_microbatch(schedule, capsys):
     L.seed_everything(7, verbose=False)
     logger = Spoken()
-    options = fits.SILENT | {"logger": logger, "max_steps": 2, "limit_val_batches": 0}
-    strategy = fits.strategy(1, schedule=schedule, num_microbatches=4)
-    trainer = L.Trainer(**options, strategy=strategy, enable_checkpointing=False)
-    trainer.fit(Talking(), fits.loader())
+    trainer = fits.trainer(1, {"schedule": schedule}, logger=logger, max_steps=2)
+    trainer.fit(Talking(), fits.loader(), None)
     said = capsys.readouterr().out
     assert [said.count(text) for text in ("before the", "behind the", "printed")] == [8, 8, 8]
     assert [logger.said.count(name) for name in ("scalar", "direct")] == [8, 8]

@@ -67,15 +67,13 @@ def fit_rank(rank, port, root, callbacks, options):
     L.seed_everything(7, workers=True, verbose=False)
     record = fits.Record()
     accumulate = options.pop("accumulate_grad_batches", 1)
-    trainer = L.Trainer(
-        **fits.SILENT,
+    trainer = fits.trainer(
+        2,
+        options,
         accumulate_grad_batches=accumulate,
         callbacks=[record, *callbacks],
         default_root_dir=f"{root}/root",
-        devices=2,
-        enable_checkpointing=False,
         max_epochs=2,
-        strategy=fits.strategy(2, **options),
     )
     loader = fits.loader("shuffled", batch_size=8 // accumulate)
     trainer.fit(fits.Net(), loader, fits.loader())

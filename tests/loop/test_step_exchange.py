@@ -7,53 +7,13 @@ import pytest
 import torch
 
 from lightning_pipeoffload.loop.step_exchange import Said, StepExchange
-from lightning_pipeoffload.optimizers.step_options import StepOptions
-from lightning_pipeoffload.runtime.microbatch import start_checksum
 from tests.support import fits
 from tests.support.pairs import some
 
-FIRST, SECOND = torch.ones(2), torch.zeros(2)
-
-
-class Work:
-    def wait(self):
-        pass
-
-
-class Group:
-    """Keeps the vectors that it is to reduce."""
-
-    num_replicas, replica = 1, 0
-
-    def __init__(self):
-        self.sent = []
-        self.world = SimpleNamespace(size=2, side_group=self)
-
-    def allreduce(self, tensors, operation):
-        self.sent.append(tensors[0].tolist())
-        return Work()
-
-
-def compared(batches, is_late):
-    group = Group()
-    exchange = StepExchange(SimpleNamespace(), group, is_late)
-    for batch in batches:
-        exchange.note(batch, "a batch")
-        batch += 1
-        exchange.turn()
-    exchange.settle(Said())
-    return [vector[-2] for vector in group.sent]
-
-
-def test_a_batch_of_the_device_is_compared_with_the_next_as_it_was_before_the_step_wrote_it():
-    first, second = start_checksum(FIRST)(), start_checksum(SECOND)()
-    batches = [FIRST, SECOND]
-    assert compared([b.clone() for b in batches], is_late=False) == [first, second, 0]
-    assert compared([b.clone() for b in batches], is_late=True) == [0, first, second]
-
 
 def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_agree():
-    exchange = StepExchange(SimpleNamespace(), Group(), False)
+    group = SimpleNamespace(num_replicas=1, replica=0, world=SimpleNamespace(size=1))
+    exchange = StepExchange(SimpleNamespace(), group, False)
     exchange.turn(Said(stops=True))
     assert exchange.take() == Said()
     assert exchange.all_stop()
@@ -62,29 +22,6 @@ def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_ag
     assert not exchange.all_stop()
     exchange.turn()  # a batch of an evaluation
     assert exchange.settle(Said()) == Said(outgrown=True, due=2)
-
-
-def options_of(**given):
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(FIRST.clone())], **given)
-    return StepOptions([optimizer], b"\1", 3)
-
-
-def test_options_are_distinguished_and_described():
-    plain, tensor = options_of(lr=0.5), options_of(lr=torch.tensor(0.5))
-    assert plain.digest() == tensor.digest() != options_of(lr=torch.tensor(0.25)).digest()
-    assert options_of(lr=0.5, betas=(0.9, 0.99)).digest() != plain.digest()
-    assert plain.describe(["weight"]) == tensor.describe(["weight"])
-    described = plain.describe(["weight"])
-    assert described["lr in group 0 of optimizer 0"] == "0.5"
-    assert described["betas in group 0 of optimizer 0"] == "(0.9, 0.999)"
-    assert described["weight"] == "trained"
-
-
-def test_a_tensor_among_the_options_is_what_it_was():
-    rate = torch.tensor(0.5)
-    options = options_of(lr=rate)
-    rate.fill_(2)
-    assert options.describe(["weight"])["lr in group 0 of optimizer 0"] == "0.5"
 
 
 class Apart(fits.Net):

@@ -37,16 +37,6 @@ def run(module, *microbatches, sizes, weights=None):
     return module.logged
 
 
-REDUCED = [("mean", 2.0), ("sum", 5.0), ("max", 4.0), ("min", 1.0), (torch.max, 4.0), (min, 1.0)]
-
-
-@pytest.mark.parametrize(("reduce_fx", "expected"), REDUCED)
-def test_values_are_reduced_with_the_samples_as_weights(module, reduce_fx, expected):
-    logs = [lambda v=v: module.log("x", torch.tensor([v]), reduce_fx=reduce_fx) for v in (1.0, 4.0)]
-    ((name, value, options),) = run(module, *logs, sizes=[4, 2])
-    assert (name, float(value), options["batch_size"]) == ("my_x", expected, 6)
-
-
 def test_a_name_that_a_step_logs_twice_is_logged_twice(module):
     def log():
         module.log("x", 1.0)
@@ -69,20 +59,6 @@ def test_bfloat16_is_combined_in_float32(module):
 def test_what_cannot_be_combined_is_lightnings_to_refuse(module):
     ((_, value, _),) = run(module, lambda: module.log("x", torch.ones(2)), sizes=[1])
     assert value.shape == (2,)
-
-
-def test_a_metric_that_is_called_has_its_value_over_the_batch(module):
-    generator = torch.Generator().manual_seed(0)
-    found, target = torch.randint(4, (2, 12), generator=generator)
-    expected = MulticlassF1Score(4, average="macro")(found, target)
-
-    def log(start):
-        module.metric(found[start : start + 4], target[start : start + 4])
-        module.log("f1", module.metric)
-
-    ((_, metric, _),) = run(module, *(lambda s=s: log(s) for s in (0, 4, 8)), sizes=[4, 4, 4])
-    assert (metric._forward_cache, metric.compute()) == (expected, expected)
-    assert "forward" not in vars(metric)
 
 
 F1_OF = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 1, 1, 2, 0]])

@@ -3,7 +3,6 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torchmetrics import CosineSimilarity, MeanMetric, MeanSquaredError, MetricCollection, R2Score
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
@@ -14,22 +13,6 @@ from tests.support.pairs import first
 
 NUM_CLASSES = 32
 _LIMITS = {"limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
-
-
-class Memory(Logger):
-    """Keeps what is logged."""
-
-    name = "memory"
-    version = 0
-
-    def __init__(self):
-        self.lines = []
-
-    def log_metrics(self, metrics, step=None):
-        self.lines.append((step, {name: float(value) for name, value in metrics.items()}))
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
 
 
 class Seen(L.Callback):
@@ -250,45 +233,6 @@ class CollectsInCallback(L.Callback):
         self.values.clear()
 
 
-class Writes(Plain):
-    """Writes buffers in its steps: before the blocks, in them, and behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("first", torch.zeros((), dtype=torch.float64))
-        for block in self.blocks:
-            block.norm = nn.BatchNorm1d(16).double()
-            block.linear = nn.Sequential(block.linear, block.norm)
-
-    def training_step(self, batch, batch_idx):
-        self.first += batch["x"].double().mean()
-        _, loss = self.step(batch)
-        self.seen += len(batch["x"])
-        self.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
-        self.log("average", self.average)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def written(num_devices, path, schedule="zb_h1"):
-    """Fit and save :class:`Writes`; one device's batches are microbatches that accumulate."""
-    L.seed_everything(7, verbose=False)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, schedule=schedule),
-        accumulate_grad_batches=1 if num_devices else 4,
-        max_epochs=1,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Writes(), fits.loader(batch_size=8 if num_devices else 2))
-    trainer.save_checkpoint(path)
-
-
 class LogsEverywhere(Plain):
     """Logs what is computed before the blocks, between them and behind them."""
 
@@ -339,15 +283,14 @@ def fit(num_devices, row, **options):
     module = kind()
     if settings.get("single"):
         module.float()
-    memory, seen = Memory(), Seen()
-    trainer = L.Trainer(
-        **{**fits.SILENT, "logger": memory},
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, **options),
+    memory, seen = fits.Journal(of_all=True), Seen()
+    trainer = fits.trainer(
+        num_devices,
+        options,
+        logger=memory,
         callbacks=[*(made() for made in settings.get("callbacks", ())), seen],
         log_every_n_steps=1,
         max_epochs=2,
-        enable_checkpointing=False,
         **_LIMITS,
         **settings.get("trainer", {}),
     )
@@ -358,7 +301,7 @@ def fit(num_devices, row, **options):
     tested = trainer.test(module, loaders, verbose=False)
     return {
         "seen": seen.metrics,
-        "lines": memory.lines,
+        "lines": memory.entries,
         "progress": [progress],
         "validated": validated,
         "tested": tested,
@@ -371,32 +314,17 @@ TOLERANCE["metric objects"] = 1e-6  # torchmetrics counts in float32
 TOLERANCE["undetached"] = 1e-6
 
 
-@pytest.fixture(scope="module")
-def job(ranks):
-    """Run a row with both schedules in one go."""
-    return lambda row: ranks(2).run(_fit_both, row)
-
-
 def _fit_both(row):
     return [fit(2, row, schedule=schedule) for schedule in ("1f1b", "zb_v")]
 
 
 @pytest.mark.parametrize("row", first(3, [*ROWS]))
-def test_all_ranks_see_what_one_device_logs(job, row):
+def test_all_ranks_see_what_one_device_logs(ranks, row):
     expected = fit(0, row)
-    for global_rank, results in enumerate(job(row)):
+    for global_rank, results in enumerate(ranks(2).run(_fit_both, row)):
         for result in results:
             for kind in ("seen", "validated", "tested") if global_rank else expected:
                 assert_close(result[kind], expected[kind], TOLERANCE.get(row, 1e-9))
-
-
-def test_a_single_rank_sees_what_one_device_logs(ranks):
-    ((found,),) = ranks(1).run(_fit_alone)
-    assert_close(found, fit(0, "undetached")["lines"], 1e-6)
-
-
-def _fit_alone():
-    return [fit(1, "undetached")["lines"]]
 
 
 def assert_close(found, expected, tolerance):
@@ -407,15 +335,3 @@ def assert_close(found, expected, tolerance):
             assert mine[0] == other[0]
             mine, other = mine[1], other[1]
         assert mine == pytest.approx(other, rel=tolerance, abs=tolerance, nan_ok=True)
-
-
-def test_buffers_are_saved_from_the_stage_that_wrote_them(ranks, tmp_path):
-    path = str(tmp_path / "last.ckpt")
-    written(0, path)
-    expected = torch.load(path)["state_dict"]
-    for schedule in ("1f1b", "zb_h1"):
-        ranks(2).run(written, 2, path, schedule)
-        state = torch.load(path)["state_dict"]
-        assert state.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.allclose(state[name], value, rtol=1e-9), name

@@ -45,24 +45,11 @@ def total(**options):
     return float(metric.compute())
 
 
-def test_one_replica_gathers_nothing(join):
-    join(1)
-    assert total() == total(dist_sync_fn=lambda state, group: [state, state]) == 2
-
-
-def test_several_gather_all_but_what_gathers_by_itself(join):
-    join(3)
-    assert total() == 6
-    assert total(dist_sync_fn=lambda state, group: [state, state]) == 4
-
-
-def test_a_remote_value_is_refused(join):
-    def refuse(metric):
-        raise RuntimeError("elsewhere")
-
-    join(1, refuse)
-    with pytest.raises(RuntimeError, match="elsewhere"):
-        total()
+@pytest.mark.parametrize(("num_replicas", "expected", "own"), [(1, 2, 2), (3, 6, 4)])
+def test_replicas_gather_all_but_what_gathers_by_itself(join, num_replicas, expected, own):
+    join(num_replicas)
+    found = total(), total(dist_sync_fn=lambda state, group: [state, state])
+    assert found == (expected, own)
 
 
 def test_after_a_run_metrics_gather_as_in_it_until_another_begins(join):

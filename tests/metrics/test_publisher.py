@@ -1,6 +1,7 @@
 """Numbers get into the store in order; figures of all ranks reach global rank 0."""
 
 import json
+from math import isnan
 from queue import Queue
 
 import pytest
@@ -13,25 +14,17 @@ from lightning_pipeoffload.metrics.publisher import Publisher, RankFigures
 def test_what_was_published_is_there_when_the_publisher_is_closed():
     store = HashStore()
     publisher = Publisher(store, print)
-    metrics = {"log": {"a": torch.tensor(1.5), "b": 2}}
     for moment in range(70):
-        metrics["log"]["b"] = moment
+        metrics = {"log": {"a": torch.tensor(float(moment)), "b": moment, "c": torch.tensor(1.5)}}
         publisher.publish(f"at {moment}", metrics)
-        metrics["log"]["a"] = torch.tensor(float("nan"))
+        metrics["log"]["a"].fill_(float("nan"))  # numbers are those of the moment
+        metrics["log"]["b"] = -1
+    publisher.publish("nan", metrics)
     publisher.close()
     assert not store.check(["at 5"])
-    assert store.check(["at 6", "at 69"])
-    assert json.loads(store.get("at 69"))["log"]["b"] == 69
-
-
-def test_numbers_are_those_of_the_moment():
-    store = HashStore()
-    publisher = Publisher(store, print)
-    metrics = {"log": {"a": torch.tensor(1.5)}}
-    publisher.publish("now", metrics)
-    metrics["log"]["a"].fill_(3.0)
-    publisher.close()
-    assert json.loads(store.get("now")) == {"log": {"a": 1.5}}
+    assert store.check(["at 7", "at 69"])
+    assert json.loads(store.get("at 69")) == {"log": {"a": 69.0, "b": 69, "c": 1.5}}
+    assert isnan(json.loads(store.get("nan"))["log"]["a"])
 
 
 def test_an_error_of_the_thread_is_reported():

@@ -1,3 +1,5 @@
+"""A sampler of minibatches reads each text once, on one rank, with its weight."""
+
 from itertools import chain
 
 import pytest
@@ -54,15 +56,11 @@ def test_a_rank_may_have_no_microbatch():
     assert sorted(counts) == [0] + [1] * 11
 
 
-def test_workers_read_the_same():
-    plain, worked = read(0), read(0, workers=1)
-    assert [part.weights for part in plain] == [part.weights for part in worked]
-    assert all(map(torch.equal, chain(*plain), chain(*worked)))
-
-
-def test_a_dataset_that_reads_many_at_once_is_grouped_too():
-    direct, by_subset = read(1), read(1, dataset=Subset(Texts(), range(11)))
-    assert all(map(torch.equal, chain(*direct), chain(*by_subset)))
+@pytest.mark.parametrize("options", [{"workers": 1}, {"dataset": Subset(Texts(), range(11))}])
+def test_workers_and_datasets_that_read_many_at_once_give_the_same(options):
+    plain, found = read(0), read(0, **options)
+    assert [part.weights for part in plain] == [part.weights for part in found]
+    assert all(map(torch.equal, chain(*plain), chain(*found)))
 
 
 def test_epochs_have_orders_of_their_own_and_seeds_repeat_them():
@@ -98,19 +96,20 @@ def test_what_cannot_be_is_refused(options, message):
         MinibatchSampler(LENGTHS, **{"max_tokens": 12, **options})
 
 
-def test_a_minibatch_that_weighs_nothing_is_refused():
-    with pytest.raises(ValueError, match="weigh 0.0 together"):
-        read(0, weight=[0.0] * 11)
-
-
-def test_a_collate_without_the_sampler_is_refused():
-    with pytest.raises(ValueError, match="that no MinibatchSampler has asked for"):
-        list(DataLoader(Texts(), 2, collate_fn=MinibatchCollate()))
-
-
-def test_each_microbatch_has_a_weight():
-    with pytest.raises(ValueError, match="2 microbatches have 1 weights"):
-        Minibatch([1, 2], [0.5])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: read(0, weight=[0.0] * 11), "weigh 0.0 together"),
+        (
+            lambda: list(DataLoader(Texts(), 2, collate_fn=MinibatchCollate())),
+            "that no MinibatchSampler has asked for",
+        ),
+        (lambda: Minibatch([1, 2], [0.5]), "2 microbatches have 1 weights"),
+    ],
+)
+def test_minibatches_that_cannot_be_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_texts_that_weigh_nothing_make_no_microbatch_of_their_own():

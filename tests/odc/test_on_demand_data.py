@@ -143,7 +143,7 @@ def test_a_fit_goes_on_within_an_epoch(ranks, tmp_path, distributed):
     module.load_state_dict(checkpoint["state_dict"])
     for rank in ranks(4).run(fit_on, str(saved)):  # by other ranks, with minibatches as large
         assert_same(rank, uninterrupted)
-    for told in ranks(3).run(fit_on_with_others, str(saved)):
+    for told in ranks(3).run(message_of, fit_on_with_others, str(saved)):
         assert "after 3 minibatches of 4 samples of an epoch" in told
 
 
@@ -152,11 +152,7 @@ def fit_on(path):
 
 
 def fit_on_with_others(path):
-    try:
-        fit(3, ckpt_path=path)
-    except ValueError as error:
-        return str(error)
-    return ""
+    fit(3, ckpt_path=path)
 
 
 class Grouped(Packed):
@@ -209,7 +205,9 @@ def evaluate():
         "test": run.test(module, validation_loader(), verbose=False)[0]["test_loss"],
         "predict": run.predict(module, validation_loader()),
     }
-    return {**outcome(module, run), **found}
+    # Ranks with different numbers of batches gather without each other.
+    uneven = run.predict(module, fits.Loader([Data()[i] for i in range(1 + 3 * fits.rank_of())]))
+    return {**outcome(module, run), **found, "uneven": len(uneven)}
 
 
 def test_evaluation(ranks):
@@ -219,24 +217,11 @@ def test_evaluation(ranks):
     losses = [float(module.loss([text])) for text in Data()]
     expected = pytest.approx(sum(losses) / len(losses))
     assert all(rank["val"] == rank["test"] == expected for rank in found)
+    assert [rank["uneven"] for rank in found] == [1, 4]
     predicted = [float(module(text).sum()) for text in Data()]
     assert [*found[0]["predict"], *found[1]["predict"]] == pytest.approx(
         [*predicted[::2], *predicted[1::2]]
     )
-
-
-def uneven_evaluation():
-    """Ranks with different numbers of batches gather without each other."""
-    module = made(Packed)
-    run = trainer(2, {})
-    rank = fits.rank_of()
-    return run.predict(module, fits.Loader([Data()[i] for i in range(1 + 3 * rank)]))
-
-
-def test_ranks_may_evaluate_different_numbers_of_batches(ranks):
-    first, second = ranks(2).run(uneven_evaluation)
-    assert len(first) == 1
-    assert len(second) == 4
 
 
 class Swapping(Packed):
@@ -328,19 +313,6 @@ def test_forwards_in_hooks_see_the_weights_of_that_moment(ranks):
         assert_same(rank, expected)
 
 
-def validate_minibatches():
-    try:
-        trainer(2, {}).validate(made(Packed), loader())
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_minibatches_are_for_training(ranks):
-    for told in ranks(2).run(validate_minibatches):
-        assert "a loader of minibatches is for training" in told
-
-
 def validate_within_an_accumulation():
     module = made(Packed)
     often = {"val_check_interval": 1, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
@@ -356,18 +328,33 @@ def test_a_validation_between_batches_that_accumulate_changes_nothing(ranks):
         assert_same(validated, plain)
 
 
-def without_collate():
+def validate_minibatches():
+    trainer(2, {}).validate(made(Packed), loader())
+
+
+def train_without_collate():
     sampler = MinibatchSampler(LENGTHS, 12)
+    trainer(2, {}).fit(made(Packed), DataLoader(Data(), batch_sampler=sampler))
+
+
+def message_of(call, *args):
     try:
-        trainer(2, {}).fit(made(Packed), DataLoader(Data(), batch_sampler=sampler))
+        call(*args)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_a_loader_that_groups_nothing_is_refused(ranks):
-    for told in ranks(2).run(without_collate):
-        assert "needs collate_fn=MinibatchCollate(...)" in told
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (validate_minibatches, "a loader of minibatches is for training"),
+        (train_without_collate, "needs collate_fn=MinibatchCollate(...)"),
+    ],
+)
+def test_loaders_that_do_not_fit_are_refused(ranks, call, message):
+    for told in ranks(2).run(message_of, call):
+        assert message in told
 
 
 def save_twice(path, folder):

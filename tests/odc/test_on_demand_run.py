@@ -1,4 +1,4 @@
-"""What a minibatch costs: waits between ranks, and memory."""
+"""What a minibatch costs: waits between ranks, and memory; a rank that fails ends all."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +13,10 @@ from lightning_pipeoffload.odc.fsdp_hooks import _Push
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
+from tests.support import failing_on_demand
+from tests.support.forked_runs import run_forked
 from tests.support.on_demand_fits import Texts, fit_rank, made
+from tests.support.pairs import some
 
 
 def collectives(trace):
@@ -134,3 +137,21 @@ def pushed_to_a_slow_owner():
 
 def test_a_backward_goes_on_while_an_owner_is_slow(ranks):
     assert ranks(2).run(pushed_to_a_slow_owner) == [True, True]
+
+
+@pytest.mark.parametrize(("place", "rank"), some([("push", 1), ("gather", 1), ("barrier", 1)], 3))
+def test_a_killed_rank_is_named(place, rank):
+    run = run_forked(failing_on_demand.main, place, "kill", str(rank))
+    assert run.status != 0
+    because = f"global rank {rank}, which was killed by SIGKILL"
+    assert run.lines == [f"[pipeoffload] global rank {1 - rank} stops because of {because}"]
+
+
+def test_an_exception_in_a_push_names_the_place():
+    run = run_forked(failing_on_demand.main, "push", "raise", "1")
+    place = "the push of blocks.0 to rank 1"
+    error = f"RuntimeError: on purpose (in {place})"
+    assert run.lines == [
+        f"[pipeoffload] global rank 1 failed in {place}",
+        f"[pipeoffload] global rank 0 stops because of global rank 1: {error}",
+    ]

@@ -1,3 +1,5 @@
+"""A fit with on-demand communication is that of one process; what cannot be is refused."""
+
 import os
 import re
 from functools import partial
@@ -18,23 +20,24 @@ from tests.support.on_demand_fits import Texts, assert_same, fit_rank, made, pla
 FLOAT = partial(made, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("counts", [(3, 1), (3, 1, 2, 0), (0, 0, 1, 4)])
-def test_gradients_and_weights_are_those_of_one_process(ranks, counts):
-    found = ranks(len(counts)).run(fit_rank, counts)
-    expected = plain_fit(counts)
-    for rank in found:
-        assert_same(rank, expected)
-        assert rank["logged"] == pytest.approx(expected["logged"])
-
-
 def as_float16():
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-# Of the fit, of the plain loop, and how far they may be apart.
+# Of the fit, of the plain loop, and how far they may be apart; microbatches of each rank.
 WAYS = {
+    "two ranks": ({}, {}, 1e-12),
+    "four ranks": ({}, {}, 1e-12, (3, 1, 2, 0)),
+    "ranks without a microbatch": ({}, {}, 1e-12, (0, 0, 1, 4)),
+    "groups of ranks repeat the parameters": (
+        {"options": {"group_size": 2}},
+        {},
+        1e-12,
+        (2, 1, 0, 1),
+    ),
+    "one rank": ({}, {}, 1e-12, (3,)),
     "float32": ({"make": FLOAT}, {"make": FLOAT}, 1e-5),
     "deterministic": ({"options": {"deterministic": True}}, {}, 1e-12),
     "accumulated": ({"accumulate_grad_batches": 2}, {"accumulate": 2}, 1e-12),
@@ -62,21 +65,14 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_train(ranks, way):
-    ours, plain, relative = WAYS[way]
-    expected = plain_fit((3, 1), **plain)
-    for rank in ranks(2).run(partial(fit_rank, (3, 1), **ours)):
+def test_gradients_and_weights_are_those_of_one_process(ranks, way):
+    ours, plain, relative, *counts = WAYS[way]
+    (counts,) = counts or [(3, 1)]
+    expected = plain_fit(counts, **plain)
+    for rank in ranks(len(counts)).run(partial(fit_rank, counts, **ours)):
         assert_same(rank, expected, relative)
-
-
-def test_groups_of_ranks_repeat_the_parameters(ranks):
-    expected = plain_fit((2, 1, 0, 1))
-    for rank in ranks(4).run(partial(fit_rank, (2, 1, 0, 1), options={"group_size": 2})):
-        assert_same(rank, expected)
-
-
-def test_one_rank_alone(ranks):
-    assert_same(ranks(1).run(fit_rank, (3,))[0], plain_fit((3,)))
+        if relative < 1e-6 and not ours:
+            assert rank["logged"] == pytest.approx(expected["logged"])
 
 
 def fit_deterministic():
@@ -178,16 +174,6 @@ class Own(Texts):
         return Signs(self.parameters())
 
 
-MODULES = (Uneven, Thawing, Shared, Sharded, Checkpointed, Skipping, Own)
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_modules(ranks, kind):
-    expected = plain_fit((3, 1), partial(made, kind))
-    for rank in ranks(2).run(partial(fit_rank, (3, 1), make=partial(made, kind))):
-        assert_same(rank, expected)
-
-
 class Optimized(Texts):
     """Trains its matrices by an optimizer of torch's, which looks at them as a whole."""
 
@@ -206,21 +192,31 @@ def optimized(name, **options):
     return partial(made, Optimized, name=name, **options)
 
 
+class Penalized(Texts):
+    def loss(self, tokens):
+        return super().loss(tokens) + (self.blocks[0].linear.weight ** 2).sum()
+
+
+MODULES = (Uneven, Thawing, Shared, Sharded, Checkpointed, Skipping, Own)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "options"),
     [
-        optimized("Muon"),
+        *((partial(made, kind), {}) for kind in MODULES),
+        (partial(made, Penalized), {"blocks": []}),  # where all is gathered at once
+        (optimized("Muon"), {}),  # which looks at whole matrices
         pytest.param(
-            optimized("Adafactor", foreach=True),
+            *(optimized("Adafactor", foreach=True), {}),
             marks=pytest.mark.skipif(
                 torch.__version__ < "2.12", reason="torch shards no _foreach_lerp_ before 2.12"
             ),
         ),
     ],
 )
-def test_optimizers_that_look_at_whole_matrices(ranks, make):
+def test_modules_and_optimizers(ranks, make, options):
     expected = plain_fit((3, 1), make)
-    for rank in ranks(2).run(partial(fit_rank, (3, 1), make=make)):
+    for rank in ranks(2).run(partial(fit_rank, (3, 1), make=make, options=options)):
         assert_same(rank, expected)
 
 
@@ -334,135 +330,6 @@ def test_all_ranks_skip_the_step_in_which_one_has_overflowed(ranks):
     assert ranks(2).run(overflow) == [(8.0, {3})] * 2
 
 
-class PartSharded(Texts):
-    def configure_model(self):
-        from torch.distributed.fsdp import fully_shard
-
-        for block in self.blocks:
-            fully_shard(block, mesh=self.device_mesh["data_parallel"])
-
-
-class Gathering(Texts):
-    def training_step(self, batch, batch_idx):
-        return self.all_gather(super().training_step(batch, batch_idx)).mean()
-
-
-def hooked():
-    module = made()
-    module.blocks[0].scale.register_hook(lambda gradient: gradient * 2)
-    return module
-
-
-def stepping_in_backward():
-    module = made()
-    module.blocks[0].scale.register_post_accumulate_grad_hook(lambda parameter: None)
-    return module
-
-
-def manual():
-    module = made()
-    module.automatic_optimization = False
-    return module
-
-
-def synchronized():
-    module = made()
-    module.norm = nn.SyncBatchNorm(3)
-    return module
-
-
-def sparse():
-    module = made(tie=False)
-    module.embed.sparse = True
-    return module
-
-
-def mixed():
-    module = made()
-    module.blocks[0].linear.float()
-    return module
-
-
-class LateHook(Texts):
-    def on_fit_start(self):
-        self.blocks[0].scale.register_hook(lambda gradient: gradient * 2)
-
-
-def of_rank(*counts):
-    """Give each rank another number of minibatches."""
-    batches = [minibatch[fits.rank_of()] for minibatch in fits.minibatches((1, 1))]
-    trainer = fits.trainer(2, {})
-    try:
-        trainer.fit(made(), fits.Loader(batches[: counts[fits.rank_of()]]))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_with_different_numbers_of_minibatches_are_refused(ranks):
-    for told in ranks(2).run(of_rank, 4, 3):
-        assert "global ranks 0 to 1 have 4, 3 minibatches in an epoch" in told
-
-
-class Stream(fits.Loader):
-    """Yields minibatches, and does not say how many."""
-
-    __len__ = None
-
-
-def of_streams(*counts):
-    batches = [minibatch[fits.rank_of()] for minibatch in fits.minibatches((1, 1))]
-    try:
-        fits.trainer(2, {}).fit(made(), Stream(batches[: counts[fits.rank_of()]]))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_streams_of_which_one_ends_before_the_others_are_refused(ranks):
-    for told in ranks(2).run(of_streams, 3, 2):
-        assert "global ranks 1 of 2 have no more minibatches, and the others have" in told
-
-
-def fit_batches(batches):
-    try:
-        fits.trainer(2, {}).fit(made(), fits.Loader(batches))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"one": Minibatch(), "other": Minibatch()}, "a batch of several loaders has a minibatch"),
-        (Minibatch([torch.arange(4)], [1.0]), "add up to 2 over the ranks"),
-    ],
-)
-def test_batches_that_have_no_mean_are_refused(ranks, batch, message):
-    for told in ranks(2).run(fit_batches, [batch]):
-        assert message in told
-
-
-def test_a_penalty_on_blocks_is_right_where_all_is_gathered_at_once(ranks):
-    expected = plain_fit((3, 1), partial(made, Penalized))
-    options = {"blocks": []}
-    for rank in ranks(2).run(
-        partial(fit_rank, (3, 1), make=partial(made, Penalized), options=options)
-    ):
-        assert_same(rank, expected)
-
-
-def averaged(kind):
-    return {"callbacks": [kind(1e-2) if kind is StochasticWeightAveraging else kind()]}
-
-
-@pytest.mark.parametrize("kind", [StochasticWeightAveraging, EMAWeightAveraging])
-def test_averages_of_whole_weights_are_refused(ranks, kind):
-    for told in ranks(2).run(partial(message_of, made, call=partial(averaged, kind))):
-        assert f"{kind.__name__} averages a copy of the module" in told
-
-
 def fit_nothing():
     module = made()
     before = module.blocks[0].scale.detach().clone()
@@ -474,22 +341,35 @@ def test_a_minibatch_without_any_microbatch_changes_nothing(ranks):
     assert ranks(2).run(fit_nothing) == [True, True]
 
 
-class Penalized(Texts):
-    def loss(self, tokens):
-        return super().loss(tokens) + (self.blocks[0].linear.weight ** 2).sum()
+def test_it_has_a_name():
+    assert "odc" in StrategyRegistry.available_strategies()
 
 
-class LoggingShards(Texts):
+# Refusals
+
+
+class Stepping(Texts):
+    """Has a step of its own."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
     def training_step(self, batch, batch_idx):
-        self.log("norm", self.blocks[0].linear.weight.norm())
-        return super().training_step(batch, batch_idx)
+        return self.step(self, batch)
 
 
-class Writing(Texts):
-    def training_step(self, batch, batch_idx):
-        with torch.no_grad():
-            self.blocks[1].scale.mul_(0.9)
-        return super().training_step(batch, batch_idx)
+class PartSharded(Texts):
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        for block in self.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+
+class LateHook(Texts):
+    def on_fit_start(self):
+        self.blocks[0].scale.register_hook(lambda gradient: gradient * 2)
 
 
 class Iterating(Texts):
@@ -497,33 +377,125 @@ class Iterating(Texts):
         return self.loss(next(dataloader_iter)[0])
 
 
-class WithoutLoss(Texts):
-    def training_step(self, batch, batch_idx):
-        return {"other": self.loss(batch)}
+def log_a_shard(module, batch):
+    module.log("norm", module.blocks[0].linear.weight.norm())
+    return module.loss(batch)
 
 
+def write(module, batch):
+    with torch.no_grad():
+        module.blocks[1].scale.mul_(0.9)
+    return module.loss(batch)
+
+
+def of(kind, **options):
+    """Fit a module of this kind."""
+    return lambda: fit_rank((1, 1), make=partial(made, kind, **options), gradient_clip_val=None)
+
+
+def with_step(step):
+    return of(Stepping, step=step)
+
+
+def changed(change, **options):
+    """Fit a module that was changed."""
+
+    def make():
+        module = made(**options)
+        change(module)
+        return module
+
+    return lambda: fit_rank((1, 1), make=make, gradient_clip_val=None)
+
+
+def given(**options):
+    return lambda: fit_rank((1, 1), **options)
+
+
+def batches(*made_batches):
+    return lambda: fits.trainer(2, {}).fit(made(), fits.Loader(made_batches))
+
+
+class Stream(fits.Loader):
+    """Yields minibatches, and does not say how many."""
+
+    __len__ = None
+
+
+def unlike(loader, *counts):
+    """Fit with another number of minibatches on each rank."""
+
+    def run():
+        own = [minibatch[fits.rank_of()] for minibatch in fits.minibatches((1, 1))]
+        fits.trainer(2, {}).fit(made(), loader(own[: counts[fits.rank_of()]]))
+
+    return run
+
+
+HOOKED = "blocks.0.scale has a hook on its gradient"
 REFUSED = {
-    "penalty": (partial(made, Penalized), "uses a parameter of a block outside"),
-    "norm": (partial(made, LoggingShards), r"self.log\('norm', ...\) in training_step was given"),
-    "writing": (partial(made, Writing), "training_step has changed blocks.1.scale"),
-    "iterator": (partial(made, Iterating), "dataloader_iter.*does not go with strategy='odc'"),
-    "dict": (partial(made, WithoutLoss), "returned a dict with 'other'; it needs 'loss'"),
-    "hook of a hook": (partial(made, LateHook), "blocks.0.scale has a hook on its gradient"),
-    "part": (partial(made, PartSharded), "embed.weight is not sharded"),
-    "collective": (partial(made, Gathering), r"all_gather\(\) inside a step would wait"),
-    "hook": (hooked, "blocks.0.scale has a hook on its gradient"),
-    "late hook": (stepping_in_backward, "blocks.0.scale has a hook on its gradient"),
-    "optimizer": (optimized("Rprop"), "Rprop does not go with strategy='odc'"),
-    "manual": (manual, "manual optimization does not go with strategy='odc'"),
-    "layer": (synchronized, "norm is a SyncBatchNorm"),
-    "sparse": (sparse, "embed makes sparse gradients"),
-    "dtypes": (mixed, "blocks.0 has parameters of float32 and float64"),
+    "penalty": (of(Penalized), "uses a parameter of a block outside"),
+    "norm": (with_step(log_a_shard), r"self.log\('norm', ...\) in training_step was given"),
+    "writing": (with_step(write), "training_step has changed blocks.1.scale"),
+    "iterator": (of(Iterating), "dataloader_iter.*does not go with strategy='odc'"),
+    "dict": (
+        with_step(lambda module, batch: {"other": module.loss(batch)}),
+        "returned a dict with 'other'; it needs 'loss'",
+    ),
+    "collective": (
+        with_step(lambda module, batch: module.all_gather(module.loss(batch)).mean()),
+        r"all_gather\(\) inside a step would wait",
+    ),
+    "part": (of(PartSharded), "embed.weight is not sharded"),
+    "hook of a hook": (of(LateHook), HOOKED),
+    "hook": (changed(lambda m: m.blocks[0].scale.register_hook(lambda g: g * 2)), HOOKED),
+    "late hook": (
+        changed(lambda m: m.blocks[0].scale.register_post_accumulate_grad_hook(lambda p: None)),
+        HOOKED,
+    ),
+    "optimizer": (of(Optimized, name="Rprop"), "Rprop does not go with strategy='odc'"),
+    "manual": (
+        changed(lambda m: setattr(m, "automatic_optimization", False)),
+        "manual optimization does not go with strategy='odc'",
+    ),
+    "layer": (
+        changed(lambda m: setattr(m, "norm", nn.SyncBatchNorm(3))),
+        "norm is a SyncBatchNorm",
+    ),
+    "sparse": (
+        changed(lambda m: setattr(m.embed, "sparse", True), tie=False),
+        "embed makes sparse gradients",
+    ),
+    "dtypes": (
+        changed(lambda m: m.blocks[0].linear.float()),
+        "blocks.0 has parameters of float32 and float64",
+    ),
+    "argument": (given(options={"blocks": "block"}), "did you mean 'blocks'"),
+    "group": (given(options={"group_size": 1}), "group_size=1 ranks"),
+    "stochastic average": (
+        lambda: fit_rank((1, 1), callbacks=[StochasticWeightAveraging(1e-2)]),
+        "StochasticWeightAveraging averages a copy of the module",
+    ),
+    "moving average": (
+        lambda: fit_rank((1, 1), callbacks=[EMAWeightAveraging()]),
+        "EMAWeightAveraging averages a copy of the module",
+    ),
+    "several loaders": (
+        batches({"one": Minibatch(), "other": Minibatch()}),
+        "a batch of several loaders has a minibatch",
+    ),
+    "no mean": (batches(Minibatch([torch.arange(4)], [1.0])), "add up to 2 over the ranks"),
+    "uneven": (unlike(fits.Loader, 4, 3), "global ranks 0 to 1 have 4, 3 minibatches in an epoch"),
+    "uneven streams": (
+        unlike(Stream, 3, 2),
+        "global ranks 1 of 2 have no more minibatches, and the others have",
+    ),
 }
 
 
-def message_of(make, **options):
+def message_of(what):
     try:
-        fit_rank((1, 1), make=make, gradient_clip_val=None, **options)
+        REFUSED[what][0]()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -531,19 +503,5 @@ def message_of(make, **options):
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_is_refused(ranks, what):
-    make, message = REFUSED[what]
-    for told in ranks(2).run(message_of, make):
-        assert re.search(message, told), told
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"blocks": "block"}, "did you mean 'blocks'"), ({"group_size": 1}, "group_size=1 ranks")],
-)
-def test_wrong_arguments_are_refused(ranks, options, message):
-    for told in ranks(2).run(partial(message_of, made, options=options)):
-        assert message in told
-
-
-def test_it_has_a_name():
-    assert "odc" in StrategyRegistry.available_strategies()
+    for told in ranks(2).run(message_of, what):
+        assert re.search(REFUSED[what][1], told), told

@@ -1,8 +1,5 @@
 """Replicas that share out the optimizer's step train what one device would."""
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from threading import Barrier
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,6 +18,7 @@ from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from tests.support import fits, replica_fits
+from tests.support.pairs import slow
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -28,6 +26,7 @@ OPTIMIZERS = {
     "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
     "sgd": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-1}),  # has a state before its first step
 }
 
 
@@ -131,158 +130,22 @@ def train_plain(batches, accumulate=1, **options):
     }
 
 
-class ThreadedReplicas:
-    """What one thread sees of all.
-
-    Args:
-        own: Which of them it is.
-        barrier: Where they meet.
-        board: Where they leave what others take.
-    """
-
-    def __init__(self, own, barrier, board):
-        self.own = own
-        self.num = barrier.parties
-        self.pending = PendingParameters()
-        self._barrier = barrier
-        self._board = board
-
-    def start_copy(self, tensor, source):
-        if self.own == source:
-            self._board["sent"] = tensor.clone()
-        self._barrier.wait()
-        if self.own != source:
-            tensor.copy_(self._board["sent"])
-        self._barrier.wait()
-        return lambda: None
-
-
-def run_replicas(num, function):
-    """Call a function in each replica, with what stands for its groups; return the results."""
-    barrier, board = Barrier(num, timeout=30), {}
-    groups = [
-        SimpleNamespace(
-            replica=own, num_replicas=num, replicas=ThreadedReplicas(own, barrier, board)
-        )
-        for own in range(num)
-    ]
-    with ThreadPoolExecutor(num) as threads:
-        return list(threads.map(function, groups))
-
-
 SHARED = {"sharding": "optimizer"}
 
 
-SHAPES = [(33, 17), (100,), (5,), (), (64, 64), (3, 4, 5, 7), (1,), (8, 6, 5, 5)]
-FREED, UNUSED = 0, 5  # of these: frozen for one step, and without a gradient in the first
-
-
-class MakesNew(torch.optim.SGD):
-    """Gives parameters new memory in each step."""
-
-    def step(self, closure):
-        closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = p.data - group["lr"] * (p.grad + group["weight_decay"] * p.data)
-
-
-def make_parameters(dtype):
-    generator = torch.Generator().manual_seed(0)
-    made = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
-    made[-1].data = made[-1].data.to(memory_format=torch.channels_last)
-    return made
-
-
-def step_often(parameters, optimizer):
-    """Take four steps; in between options change, a parameter is frozen, the state is loaded."""
-    generator = torch.Generator().manual_seed(1)
-    for index in range(4):
-        gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in parameters]
-        parameters[FREED].requires_grad_(index != 2)
-
-        def closure(index=index, gradients=gradients):
-            for place, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-                is_used = p.requires_grad and (place != UNUSED or index)
-                p.grad = gradient if is_used else None
-            return torch.zeros(())
-
-        optimizer.step(closure)
-        optimizer.param_groups[1]["lr"] *= 0.5
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.zero_grad()
-
-
-def make_optimizer(parameters, kind, options):
-    groups = [{"params": parameters[:4], "weight_decay": 0.1}, {"params": parameters[4:]}]
-    return kind(groups, **{"lr": 0.1, **options})
-
-
-def step_as_replica(kind, options, dtype, group):
-    parameters = make_parameters(dtype)
-    optimizer = make_optimizer(parameters, kind, options)
-    shares = StepShares(group)
-    NarrowedOptimizer(optimizer, GradientAge()).share_out(shares)
-    step_often(parameters, optimizer)
-    return parameters, optimizer.state, shares
-
-
-@pytest.mark.parametrize(
-    ("replicas", "kind", "options", "dtype"),
-    [
-        (2, torch.optim.AdamW, {}, torch.float32),
-        (3, torch.optim.AdamW, {"fused": True, "amsgrad": True}, torch.float64),
-        (2, torch.optim.SGD, {"momentum": 0.9, "foreach": False}, torch.bfloat16),
-        (5, torch.optim.Adagrad, {}, torch.float32),  # has a state before its first step
-        (2, torch.optim.Adafactor, {}, torch.float32),
-        (3, MakesNew, {}, torch.float32),
-    ],
-)
-def test_weights_and_states_are_the_same_to_the_bit(replicas, kind, options, dtype):
-    expected = make_parameters(dtype)
-    whole = make_optimizer(expected, kind, options)
-    step_often(expected, whole)
-    for parameters, state, shares in run_replicas(
-        replicas, partial(step_as_replica, kind, options, dtype)
-    ):
-        torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
-        for own, plain in zip(parameters, expected, strict=True):
-            part = whole.state.get(plain) if shares.is_own(own) else None
-            torch.testing.assert_close(state.get(own), part, rtol=0, atol=0)
-
-
-def test_after_an_error_in_a_step_the_next_one_is_whole():
-    def step_again(group):
-        parameters = make_parameters(torch.float32)
-        optimizer = make_optimizer(parameters, torch.optim.AdamW, {})
-        NarrowedOptimizer(optimizer, GradientAge()).share_out(StepShares(group))
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-        rate, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], "fast"
-        with pytest.raises(TypeError):
-            optimizer.step()
-        optimizer.param_groups[1]["lr"] = rate
-        optimizer.step()
-        assert {*map(id, optimizer.state)} <= {*map(id, parameters)}
-        return parameters
-
-    first, second = run_replicas(2, step_again)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
 def test_a_state_that_another_fit_has_shared_out_is_refused():
-    def share_anew(group):
-        parameters = make_parameters(torch.float32)
-        optimizer = make_optimizer(parameters, torch.optim.AdamW, {})
-        narrowed = NarrowedOptimizer(optimizer, GradientAge())
-        narrowed.share_out(StepShares(group))
-        step_often(parameters, optimizer)
-        narrowed.share_out(StepShares(group))  # over as many replicas: goes on
-        with pytest.raises(RuntimeError, match="AdamW keeps is shared out over 2 replicas"):
-            narrowed.share_out(None)
-
-    run_replicas(2, share_anew)
+    replicas = SimpleNamespace(own=0, num=2, pending=PendingParameters())
+    replicas.start_copy = lambda tensor, source: lambda: None
+    group = SimpleNamespace(replica=0, num_replicas=2, replicas=replicas)
+    parameters = [nn.Parameter(torch.ones(size)) for size in (3, 2)]
+    narrowed = NarrowedOptimizer(optimizer := torch.optim.AdamW(parameters), GradientAge())
+    narrowed.share_out(StepShares(group))
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    narrowed.share_out(StepShares(group))  # over as many replicas: goes on
+    with pytest.raises(RuntimeError, match="AdamW keeps is shared out over 2 replicas"):
+        narrowed.share_out(None)
 
 
 def run(ranks, replicas, num_ranks, module, *fits_in_turn):
@@ -308,7 +171,13 @@ def assert_same(path, expected):
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("foreach", {}), ("sgd", {"trainer": {"accumulate_grad_batches": 2}}), ("adafactor", {})],
+    [
+        ("foreach", {}),
+        ("sgd", {"trainer": {"accumulate_grad_batches": 2}}),
+        ("adafactor", {}),
+        ("adagrad", {}),
+        slow(("fused", {})),
+    ],
 )
 def test_replicas_of_one_rank_train_what_one_device_does(ranks, tmp_path, optimizer, options):
     path = str(tmp_path / "trained.ckpt")
@@ -316,8 +185,9 @@ def test_replicas_of_one_rank_train_what_one_device_does(ranks, tmp_path, optimi
     found, expected = run(ranks, 2, 1, module, {**SHARED, "save": path, "steps": 4, **options})
     assert_same(path, expected)
     kept = sum(t.nbytes for t in tensors_in(expected["optimizer"]["state"]))
-    for each in found:
-        assert each["numbers"][0]["kept"] == pytest.approx(kept / 2, rel=0.05)
+    of_each = [each["numbers"][0]["kept"] for each in found]
+    assert sum(of_each) == kept
+    assert max(of_each) < 0.6 * kept
 
 
 def test_a_fit_goes_on_in_either_form_with_the_step_shared_out_or_not(ranks, tmp_path):

@@ -36,19 +36,11 @@ def test_a_wait_names_what_it_is_for(measured):
     assert waits == {(0, B0): (1, BW1, 2.0, 5.5), (1, F1): (0, F0, 0.5, 2.5)}
 
 
-def test_all_ranks_are_on_one_clock_from_the_first_start_on(measured):
+def test_all_ranks_are_on_one_clock_and_a_wait_is_idle_time(measured):
     spans = {event.action: (event.start, event.end) for event in measured.timeline.events}
-    assert spans[F0] == (0.5, 1.5)
-    assert spans[F1] == (2.5, 3.5)
-    assert spans[BW1] == (3.5, 5.5)
+    assert (spans[F0], spans[F1], spans[BW1]) == ((0.5, 1.5), (2.5, 3.5), (3.5, 5.5))
     assert measured.timeline.makespan == 7.5
-
-
-def test_a_wait_is_idle_time(measured):
     assert measured.bubble == pytest.approx(1 - (3.5 + 3.5) / (2 * 7.5))
-
-
-def test_memory_is_what_the_ranks_have_counted(measured):
     assert measured.curves[0] == [(0, 0), (1.5, 4), (1.5, 5), (6.5, 2), (7.5, 0)]
     assert measured.timeline.peak_memory == (5.0, 3.0)
 

@@ -1,3 +1,5 @@
+"""Pictures of memory over time."""
+
 import pytest
 
 from lightning_pipeoffload.pictures.memory import MemoryPanel, draw_memory, planned_panels

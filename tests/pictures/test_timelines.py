@@ -91,17 +91,10 @@ def test_reductions_have_a_lane_under_the_row():
     assert "#e0b416" in {color for *_, color in bars(figure)}
 
 
-def test_memory_curves_have_one_scale():
-    figure = drawn(build("1f1b", 4, 8))
+def test_curves_have_one_scale_and_titles_and_ranks_are_written():
+    figure = drawn(build("1f1b", 4, 8), title="a title")
     curves = [height for *_, height, color in bars(figure) if color == "#d8dce6"]
     assert curves == pytest.approx([0.8, 0.6, 0.4, 0.2])
-    assert [text for text in words(figure) if text.startswith("peak")][0] == "peak 4"
-
-
-def test_the_title_ranks_and_what_digits_and_grey_are_is_written():
-    found = set(words(drawn(build("zb_h1", 4, 8), title="a title")))
-    assert {"a title", "rank 0", "rank 3", "idle; digits are microbatches"} <= found
-
-
-def test_nothing_that_takes_time():
-    assert drawn(plan("0F0"), Costs(0, 0, 0)).axes
+    found = words(figure)
+    assert [text for text in found if text.startswith("peak")][0] == "peak 4"
+    assert {"a title", "rank 0", "rank 3", "idle; digits are microbatches"} <= {*found}

@@ -1,3 +1,5 @@
+"""A trace for Perfetto has all that a timeline has."""
+
 import json
 from dataclasses import replace
 
@@ -23,13 +25,9 @@ def test_seconds_become_microseconds():
     }
 
 
-def test_ranks_and_lanes_have_names():
+def test_memory_is_a_counter_and_ranks_and_lanes_have_names():
     names = [(e["name"], e["pid"], e["args"]["name"]) for e in trace_events("M")]
-    assert ("process_name", 1, "rank 1") in names
-    assert ("thread_name", 1, "compute") in names
-
-
-def test_memory_is_a_counter():
+    assert {("process_name", 1, "rank 1"), ("thread_name", 1, "compute")} <= {*names}
     steps = [(e["ts"], e["args"]["memory"]) for e in trace_events("C") if e["pid"] == 0]
     assert steps == [(0, 1), (7e6, 0)]
 

@@ -3,9 +3,12 @@
 import torch
 from torch import nn
 
+from lightning_pipeoffload.planning.measurements import times_of
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.schedule import build
+from lightning_pipeoffload.runtime.memory.ledger import Held, Ledger
+from lightning_pipeoffload.runtime.timing import TimedStep
+from lightning_pipeoffload.schedule import Action, Kind, build
 
 
 class Tied(nn.Module):
@@ -50,20 +53,24 @@ def test_two_stages_of_a_rank_share_a_tied_weight():
     assert found["gradients"] == [2 * EMBEDDING + 2 * BLOCK, BLOCK]
 
 
-def test_states_are_those_of_the_ranks_parameters():
-    found = needs("zb_v", lambda module: {id(module.embed.weight): 7, id(module.blocks[1].bias): 5})
-    assert found["optimizer"] == [7, 5]
-
-
-def test_messages_are_what_is_on_its_way():
-    hidden = 4 * 64 * 4 * 16
-    first, last = needs("1f1b")["messages"]
-    assert first % hidden == last % hidden == 0
-    assert hidden <= last <= 4 * hidden
-
-
 def test_copies_of_a_step_are_on_the_device_where_it_has_room():
     memory = {"device": [40, 70], "host": [0, 5]}
     add_step_copies(memory, [(30, 0), (10, 3)], 75)
     assert memory["step_copies"] == [30, 13]
     assert (memory["device"], memory["host"]) == ([70, 70], [0, 18])
+
+
+# One rank's step in times of its host
+
+F0, F1 = (Action(Kind.F, 0, microbatch) for microbatch in range(2))
+W0, W1 = (Action(Kind.W, 0, microbatch) for microbatch in range(2))
+
+
+def test_actions_that_ran_as_one_have_an_even_part_each():
+    together, ledger = [(4, 10)], Ledger(lambda action: Held())
+    ledger.start_step()
+    ledger.record(F0, Held(device=3))
+    step = TimedStep(0, 10, [(F0, [(0, 1), (2, 3)], 1), (W0, together, 2), (W1, together, 2)])
+    found = times_of(step, ledger, lambda moment: moment + 100.0)
+    assert found.actions == [(F0, [(100, 101), (102, 103)]), (W0, [(104, 107)]), (W1, [(107, 110)])]
+    assert found.held == [(F0, 3.0)]

@@ -34,18 +34,13 @@ def hosts(num_bytes, num_ranks=4):
     return [HostBudget.given(num_bytes)] * num_ranks
 
 
-def test_without_a_wish_nothing_is_offloaded():
-    schedule, report = first_plan(PipelineSettings(), 4, 8)
-    assert not schedule.has_copies
-    assert report is None
-
-
-@pytest.mark.parametrize("offload", ["half", "full", 1.0, 0.5])
+@pytest.mark.parametrize("offload", [None, "half", 1.0])
 def test_what_is_asked_for_is_offloaded_from_the_first_step(offload):
-    settings = PipelineSettings(schedule="gis", offload=offload)
-    schedule, report = first_plan(settings, 4, 8)
-    assert schedule.has_copies
-    assert sum(report.offloaded) > 0
+    asked = {} if offload is None else {"offload": offload}
+    schedule, report = first_plan(PipelineSettings(schedule="gis", **asked), 4, 8)
+    assert schedule.has_copies == bool(asked)
+    assert (report is None) != bool(asked)
+    assert report is None or sum(report.offloaded) > 0
 
 
 @pytest.mark.parametrize(
@@ -93,10 +88,22 @@ def test_a_limit_is_kept_where_b_leaves_more_than_f_has(name):
     assert max(peak_memory(lower(schedule), LEFT_FOR_W)) <= limit
 
 
-@pytest.mark.parametrize("offload", ["none", 0.0])
-def test_a_limit_that_is_not_kept_for_what_b_leaves_is_refused(offload):
-    with pytest.raises(ScheduleError, match=r"4\.00 MiB\) is less than the 5\.00 MiB"):
-        measured(LEFT_FOR_W, schedule="1f1b", offload=offload, memory_limit=4 * MIB)
+@pytest.mark.parametrize(
+    ("costs", "offload", "limit", "message"),
+    [
+        *(
+            (LEFT_FOR_W, x, 4 * MIB, r"4\.00 MiB\) is less than the 5\.00 MiB")
+            for x in ("none", 0.0)
+        ),
+        *(
+            (COSTS, x, 1, r"memory_limit \(0\.01 MiB\) is less than the \d\.\d\d MiB")
+            for x in ("auto", "none", "full")
+        ),
+    ],
+)
+def test_a_limit_that_nothing_keeps_is_refused(costs, offload, limit, message):
+    with pytest.raises(ScheduleError, match=message):
+        measured(costs, schedule="1f1b", offload=offload, memory_limit=limit)
 
 
 @pytest.mark.parametrize("limit", [3 * MIB, MIB // 2, None])
@@ -105,13 +112,6 @@ def test_without_a_limit_the_devices_own_is_kept_as_far_as_can_be(limit):
     schedule, report = by_costs(settings, 4, 16, COSTS, MachineLimits(limit))
     assert max(peak_memory(schedule, COSTS)) <= (3 if limit else 4) * MIB
     assert (report is None) == (limit is None)
-
-
-@pytest.mark.parametrize("offload", ["auto", "none", "full"])
-def test_a_limit_that_nothing_meets_is_refused(offload):
-    said = r"memory_limit \(0\.01 MiB\) is less than the \d\.\d\d MiB"
-    with pytest.raises(ScheduleError, match=said):
-        measured(schedule="1f1b", offload=offload, memory_limit=1)
 
 
 @pytest.mark.parametrize("options", [{"offload": "full"}, {"memory_limit": 3 * MIB}])
@@ -123,19 +123,15 @@ def test_what_the_hosts_have_no_room_for_is_refused(options):
         measured(schedule="1f1b", limits=limits, **options)
 
 
-def test_what_just_fits_the_hosts_is_taken():
-    plan, _ = measured(schedule="1f1b", offload="full")
-    peaks = peak_host_memory(plan, COSTS)
-    budgets = [HostBudget.given(int(peak) or 1) for peak in peaks]
-    assert measured(schedule="1f1b", offload="full", limits=MachineLimits(hosts=budgets))[0] == plan
-
-
-def test_the_pool_takes_whole_pieces():
+def test_what_just_fits_the_hosts_is_taken_and_the_pool_takes_whole_pieces():
+    options = {"schedule": "1f1b", "offload": "full"}
+    plan, _ = measured(**options)
+    budgets = [HostBudget.given(int(peak) or 1) for peak in peak_host_memory(plan, COSTS)]
+    assert measured(**options, limits=MachineLimits(hosts=budgets))[0] == plan
     costs = replace(COSTS, activation=1.9 * MIB)
-    plan, _ = measured(costs, schedule="1f1b", offload="full")
-    peak = int(max(peak_host_memory(plan, costs)))
+    peak = int(max(peak_host_memory(measured(costs, **options)[0], costs)))
     with pytest.raises(ScheduleError, match="of host memory"):
-        measured(costs, schedule="1f1b", offload="full", limits=MachineLimits(hosts=hosts(peak)))
+        measured(costs, **options, limits=MachineLimits(hosts=hosts(peak)))
 
 
 def test_a_limit_is_kept_by_order_where_the_hosts_have_no_room():

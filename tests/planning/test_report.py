@@ -1,3 +1,5 @@
+"""What the tables of a plan and of a measurement say."""
+
 import logging
 
 import pytest
@@ -46,13 +48,6 @@ REPORT = {
 }
 
 
-@pytest.mark.parametrize(("limit", "said"), [(None, False), (3 << 20, False), (2 << 20, True)])
-def test_a_plan_that_a_device_may_be_too_small_for_is_said(capsys, limit, said):
-    print_offload(REPORT, limit)
-    printed = " ".join(capsys.readouterr().out.split())
-    assert ("No plan fits the 2.00 MiB that every device has left" in printed) == said
-
-
 def offloaded(**options):
     report = {"wanted": (4, 4), "offloaded": (3, 1), "queued": (0, 0), "reason": ""}
     return {**REPORT, "has_copies": True, "offload": {**report, **options}}
@@ -66,32 +61,15 @@ def offloaded(**options):
         (offloaded(), None, "Offloaded: of 8 activations of a step 4 from F to B, 0 from B to W."),
         (offloaded(reason="too slow"), None, "100.0 % of the activations can be copied. too slow."),
         ({**REPORT, "has_copies": True}, None, "Offloaded: what 1f1b says. k = "),
+        (REPORT, 2 << 20, "No plan fits the 2.00 MiB that every device has left"),
     ],
 )
 def test_what_is_offloaded_is_said(capsys, report, limit, said):
     print_offload(report, limit)
     printed = " ".join(capsys.readouterr().out.split())
     assert said in printed
+    assert ("No plan fits" in printed) == (limit == 2 << 20)
     assert ("k = " in printed) == report["has_copies"]
-
-
-@pytest.fixture
-def tables():
-    log = logging.getLogger("lightning_pipeoffload.report")
-    log.setLevel(logging.DEBUG)
-    yield
-    log.setLevel(logging.NOTSET)
-
-
-def test_the_table_of_stages_fits_80_columns(capsys, monkeypatch, tables):
-    monkeypatch.setenv("COLUMNS", "80")
-    names = [f"base_model.model.transformer.h.{index}" for index in range(100)]
-    stage = {"blocks": names, "num_parameters": 123_456_789_012}
-    stages = [{**stage, "rank": 0}, {**stage, "rank": 1}]
-    print_prediction({**REPORT, "k": None, "stages": stages, "peak_memory": [1234.5, 1234.5]})
-    rows = [line for line in capsys.readouterr().out.splitlines() if "123,456,789,012" in line]
-    assert len(rows) == 2  # none goes over two lines
-    assert all("…transformer.h.0 .. 99" in row and "1234.5" in row for row in rows)
 
 
 _TIMELINE = simulate(build("1f1b", 2, 4), Costs(0.1, 0.1, 0.1, activation=1 << 20))
@@ -132,6 +110,23 @@ def test_a_handler_gets_a_table_as_text():
     assert "500.0 ms" in record.getMessage()
 
 
+def test_tables_fit_80_columns(capsys, monkeypatch, caplog):
+    monkeypatch.setenv("COLUMNS", "80")
+    caplog.set_level(logging.DEBUG, "lightning_pipeoffload.report")
+    names = [f"base_model.model.transformer.h.{index}" for index in range(100)]
+    stage = {"blocks": names, "num_parameters": 123_456_789_012}
+    stages = [{**stage, "rank": 0}, {**stage, "rank": 1}]
+    print_prediction({**REPORT, "k": None, "stages": stages, "peak_memory": [1234.5, 1234.5]})
+    rows = [line for line in capsys.readouterr().out.splitlines() if "123,456,789,012" in line]
+    assert len(rows) == 2  # none goes over two lines
+    assert all("…transformer.h.0 .. 99" in row and "1234.5" in row for row in rows)
+    large = {"step_seconds": [123.4], "peak_activation_bytes": [9_456 << 20]}
+    print_measurement({**REPORT, "measured": {**MEASURED, **large}}, *PLANNED)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "│ 9,456.00 MiB" in line]
+    assert "123.4 s" in row
+    assert "50.0 %" in row
+
+
 def test_the_bubble_is_explained(capsys):
     print_measurement({**REPORT, "measured": MEASURED}, *PLANNED)
     printed = " ".join(capsys.readouterr().out.split())
@@ -141,12 +136,3 @@ def test_the_bubble_is_explained(capsys):
         "The bubble was predicted as 20.0 %, and is 50.0 %: 12.5 % by the plan with the measured "
         "times, 12.5 % between steps (data, optimizer, hooks, validation), 25.0 % waiting"
     ) in printed
-
-
-def test_the_table_of_measurements_fits_80_columns(capsys, monkeypatch, tables):
-    monkeypatch.setenv("COLUMNS", "80")
-    large = {"step_seconds": [123.4], "peak_activation_bytes": [9_456 << 20]}
-    print_measurement({**REPORT, "measured": {**MEASURED, **large}}, *PLANNED)
-    rows = [line for line in capsys.readouterr().out.splitlines() if "│ 9,456.00 MiB" in line]
-    assert "123.4 s" in rows[0]
-    assert "50.0 %" in rows[0]

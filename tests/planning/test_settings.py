@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import pytest
+from lightning import Trainer
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -58,12 +59,6 @@ def test_other_bad_arguments_are_refused_as_well(name, value):
         PipeOffloadStrategy(**{name: value})
 
 
-def test_a_schedule_of_the_users_must_be_one():
-    settings = PipelineSettings(schedule=lambda num_ranks, num_microbatches: None)
-    with pytest.raises(ScheduleError, match="returned None for 2 ranks and 4 microb.* a Schedule"):
-        settings.make_schedule(2, 4)
-
-
 @pytest.mark.parametrize(
     ("ranks", "replicas", "found"),
     [
@@ -93,27 +88,24 @@ def test_devices_that_make_no_pipelines_are_refused(ranks, replicas, devices, us
     settings = PipelineSettings(pipeline_parallel_size=ranks, data_parallel_size=replicas)
     with pytest.raises(ValueError, match=rf"^devices \({devices}\) are not .*; use {use}$"):
         settings.num_ranks(devices)
+    strategy = PipeOffloadStrategy(pipeline_parallel_size=ranks, data_parallel_size=replicas)
+    with pytest.raises(ValueError, match=r"are not pipeline_parallel_size .* times data_parallel"):
+        Trainer(accelerator="cpu", devices=devices, strategy=strategy)  # starts no processes
 
 
-# (schedule, ranks, samples of the first batch) -> microbatches
-AUTO = {
-    ("zb_h1", 2, 8): 4,
-    ("zb_h1", 2, 12): 4,
-    ("zb_h1", 2, 10): 5,
-    ("zb_h1", 4, 64): 8,
-    ("zb_h1", 4, 6): 6,
-    ("zb_h1", 4, 7): 7,
-    ("zb_h1", 1, 1): 1,
-    ("interleaved_1f1b", 4, 24): 8,
-    ("interleaved_1f1b", 4, 36): 12,
-    ("interleaved_1f1b", 4, 4): 4,
-}
-
-
-@pytest.mark.parametrize(("key", "expected"), AUTO.items(), ids=str)
-def test_the_number_of_microbatches_is_chosen(key, expected):
-    name, num_ranks, samples = key
-    settings = PipelineSettings(schedule=name)
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "samples", "expected"),
+    [
+        *(({}, 2, *row) for row in [(8, 4), (12, 4), (10, 5), (1_000_003, 1)]),  # a prime
+        *(({}, 4, *row) for row in [(64, 8), (6, 6), (7, 7)]),
+        ({}, 1, 1, 1),
+        *(({"schedule": "interleaved_1f1b"}, 4, *row) for row in [(24, 8), (36, 12), (4, 4)]),
+        ({"num_microbatches": 3}, 4, 6, 3),
+        ({"schedule": build("1f1b", 2, 6)}, 2, 12, 6),
+    ],
+)
+def test_the_number_of_microbatches_is_chosen(options, num_ranks, samples, expected):
+    settings = PipelineSettings(**{"schedule": "zb_h1", **options})
     assert settings.choose_num_microbatches(num_ranks, samples) == expected
 
 
@@ -123,53 +115,37 @@ def test_as_many_microbatches_as_have_enough_samples(num_ranks, samples, expecte
     assert settings.choose_num_microbatches(num_ranks, samples, least_samples=2) == expected
 
 
-def test_a_given_number_of_microbatches_stands():
-    assert PipelineSettings(num_microbatches=3).choose_num_microbatches(4, 6) == 3
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "samples", "message"),
+    [
+        ({"num_microbatches": 4}, 2, 6, "batch of 6 samples cannot be cut into 4 equal microb"),
+        (
+            {"schedule": build("1f1b", 2, 4)},
+            *(2, 6, "batch of 6 samples cannot be cut into 4 equal microb"),
+        ),
+        (
+            {"schedule": "interleaved_1f1b"},
+            *(4, 7, "batch of 7 samples cannot be cut .* interleaved_1f1b on 4"),
+        ),
+    ],
+)
+def test_a_first_batch_that_cannot_be_cut_is_refused(options, num_ranks, samples, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineSettings(**options).choose_num_microbatches(num_ranks, samples)
 
 
-def test_a_given_schedule_brings_its_number_of_microbatches():
-    settings = PipelineSettings(schedule=build("1f1b", 2, 6))
-    assert settings.choose_num_microbatches(2, 12) == 6
-
-
-@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"schedule": build("1f1b", 2, 4)}])
-def test_a_first_batch_that_cannot_be_cut_is_refused(options):
-    with pytest.raises(ValueError, match="batch of 6 samples cannot be cut into 4 equal microb"):
-        PipelineSettings(**options).choose_num_microbatches(2, 6)
-
-
-def test_a_batch_that_fits_no_number_of_microbatches_is_refused():
-    settings = PipelineSettings(schedule="interleaved_1f1b")
-    with pytest.raises(
-        ValueError, match="batch of 7 samples cannot be cut .* interleaved_1f1b on 4"
-    ):
-        settings.choose_num_microbatches(4, 7)
-
-
-def test_the_default_schedule():
+def test_a_schedule_is_a_name_a_function_or_a_file(tmp_path):
     assert PipelineSettings().make_schedule(2, 4) == build("zb_h1", 2, 4)
-
-
-def test_chunks_reach_the_builder():
     settings = PipelineSettings(schedule="interleaved_1f1b", num_chunks=3)
     assert settings.make_schedule(2, 4).num_stages == 6
-
-
-def gpipe_by_hand(num_ranks, num_microbatches):
-    return build("gpipe", num_ranks, num_microbatches)
-
-
-def test_a_schedule_may_be_a_function():
-    assert PipelineSettings(schedule=gpipe_by_hand).make_schedule(2, 4) == build("gpipe", 2, 4)
-
-
-@pytest.mark.parametrize("as_path", [str, lambda path: path])
-def test_a_schedule_may_be_a_file(tmp_path, as_path):
+    by_hand = PipelineSettings(schedule=lambda p, m: build("gpipe", p, m))
+    assert by_hand.make_schedule(2, 4) == build("gpipe", 2, 4)
     path = tmp_path / "mine.csv"
     build("zb_h2", 2, 6).to_csv(path)
-    settings = PipelineSettings(schedule=as_path(path))
-    assert settings.choose_num_microbatches(2, 6) == 6
-    assert settings.make_schedule(2, 6) == build("zb_h2", 2, 6)
+    for schedule in (path, str(path)):
+        settings = PipelineSettings(schedule=schedule)
+        assert settings.choose_num_microbatches(2, 6) == 6
+        assert settings.make_schedule(2, 6) == build("zb_h2", 2, 6)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +176,7 @@ IMPOSSIBLE = [
     (PipelineSettings(schedule=build("1f1b", 2, 6)), 4, 6, "is for 2 ranks and 6 micro.* has 4"),
     (PipelineSettings(schedule=build("1f1b", 2, 6)), 2, 4, "2 ranks and 6 .* run has 2 and 4: set"),
     (PipelineSettings(schedule=lambda p, m: build("1f1b", p, 2 * m)), 2, 4, "2 ranks and 8 microb"),
+    (PipelineSettings(schedule=lambda p, m: None), 2, 4, "returned None for 2 ranks .* a Schedule"),
 ]
 
 
@@ -230,17 +207,13 @@ def test_how_many_replicas_share_out_the_optimizer(sharding, num_replicas, num_s
 def test_more_microbatches_than_can_be_told_apart_are_refused_before_a_plan_is_built():
     with pytest.raises(ValueError, match=r"num_microbatches \(1000000\) is more than 4096"):
         PipeOffloadStrategy(num_microbatches=10**6)
-    assert PipelineSettings().choose_num_microbatches(2, 1_000_003) == 1  # a prime
 
 
-def test_optpipe_without_its_extra_is_refused_with_the_line_for_pip(monkeypatch):
+def test_optpipe_needs_its_extra_and_plans_its_own_offload(monkeypatch):
+    with pytest.raises(ValueError, match="optpipe' decides itself what it offloads"):
+        PipelineSettings(schedule="optpipe", offload="half")
     monkeypatch.setattr(
         "lightning_pipeoffload.schedule.solver.plan_model.find_spec", lambda name: None
     )
     with pytest.raises(ValueError, match=r"pip install 'lightning-pipeoffload\[solver\]'"):
         PipeOffloadStrategy(schedule="optpipe")
-
-
-def test_optpipe_plans_its_own_offload():
-    with pytest.raises(ValueError, match="optpipe' decides itself what it offloads"):
-        PipelineSettings(schedule="optpipe", offload="half")

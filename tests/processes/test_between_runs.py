@@ -10,12 +10,10 @@ from threading import Lock
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.profilers import PyTorchProfiler
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_pipeoffload.loop.lightning_patches import PipelineThroughput
 from lightning_pipeoffload.metrics.metric_values import WholeBatchValues
 from tests.support import fits
 
@@ -32,13 +30,8 @@ class Look(L.Callback):
 
 
 def make_trainer(num_devices, **options):
-    return L.Trainer(
-        **{**fits.SILENT, "num_sanity_val_steps": 0, **options},
-        devices=num_devices,
-        strategy=fits.strategy(num_devices),
-        max_epochs=1,
-        limit_train_batches=2,
-        enable_checkpointing=False,
+    return fits.trainer(
+        num_devices, num_sanity_val_steps=0, **options, max_epochs=1, limit_train_batches=2
     )
 
 
@@ -96,30 +89,6 @@ def save_after(num_devices):
 def test_what_a_fit_used_can_be_saved_after_it(ranks, num_ranks):
     found = ranks(num_ranks).run(save_after, num_ranks)
     assert found == [("TQDMProgressBar", True, True, False, True)] * num_ranks
-
-
-def test_a_pipeline_has_the_throughput_of_its_batches():
-    lightnings = Throughput(available_flops=100, world_size=4, window_size=2)
-    plain = PipelineThroughput.replacing(lightnings, num_ranks=4)
-    for batches in (1, 2):
-        plain.update(
-            time=batches, batches=batches, samples=8 * batches, lengths=80 * batches, flops=60
-        )
-    assert plain.compute() == {
-        "time": 2,
-        "batches": 2,
-        "samples": 16,
-        "lengths": 160,
-        "device/batches_per_sec": 1,
-        "device/samples_per_sec": 8,
-        "device/items_per_sec": 80,
-        "batches_per_sec": 1,
-        "samples_per_sec": 8,
-        "items_per_sec": 80,
-        "flops_per_sec": 60,
-        "device/flops_per_sec": 15,
-        "device/mfu": 0.15,
-    }
 
 
 def monitor_throughput(num_devices, folder):

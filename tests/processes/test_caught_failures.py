@@ -46,10 +46,8 @@ class Saving(L.Callback):
 
 def make_trainer(num_devices, folder):
     saving = ModelCheckpoint(folder, save_on_exception=True)
-    return L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices),
+    return fits.trainer(
+        num_devices,
         max_epochs=1,
         callbacks=[OnExceptionCheckpoint(folder), saving, Saving()] if num_devices > 1 else [],
         enable_checkpointing=num_devices > 1,

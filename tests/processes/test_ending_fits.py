@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_pipeoffload.checkpoints.file import present
-from tests.checkpoints.test_split_state import consolidate
 from tests.support.ending_fits import FillDisk, Impatient, SaveAndDie, run
 from tests.support.pairs import some
+from tests.support.saving_fits import consolidate
 
 NEVER = -1
 VICTIMS = [(True, False), (False, True), (True, True)]

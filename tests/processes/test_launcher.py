@@ -1,17 +1,78 @@
-"""Where the ranks are started: in a notebook one alone; and at which port they meet."""
+"""Where ranks are started and meet; what is said when some cannot come, or memory is short."""
 
 import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from queue import Queue
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import lightning as L
 import pytest
 from lightning.pytorch.trainer.connectors import accelerator_connector
+from torch import nn
 
 from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.processes import failure_board, launcher
+from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
+from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
 from tests.support import fits
+
+NODE = {"MASTER_ADDR": "node1", "MASTER_PORT": "12910", "NODE_RANK": "0"}
+
+
+def make_trainer():
+    options = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    return L.Trainer(**options, devices=1, num_nodes=2, strategy=PipeOffloadStrategy())
+
+
+@pytest.mark.parametrize("missing", NODE)
+def test_several_nodes_are_refused_where_nothing_tells_them_apart(monkeypatch, missing):
+    for name, value in NODE.items():
+        monkeypatch.setenv(name, value)
+    make_trainer()
+    monkeypatch.delenv(missing)
+    with pytest.raises(ValueError, match=rf"num_nodes=2, but .* with {missing} set"):
+        make_trainer()
+
+
+@pytest.mark.parametrize(("step", "is_refused"), [({}, True), ({"SLURM_STEP_ID": "0"}, False)])
+def test_a_batch_script_without_srun_is_refused(monkeypatch, step, is_refused):
+    task = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "NNODES": "2", "PROCID": "0", "LOCALID": "0"}
+    slurm = {f"SLURM_{name}": value for name, value in task.items()}
+    for name, value in {**slurm, "ENVIRONMENT": "BATCH", "SLURM_NODEID": "0", **step}.items():
+        monkeypatch.setenv(name, value)
+    expected = pytest.raises(ValueError, match="2 ranks, but .* write srun")
+    with expected if is_refused else nullcontext():
+        make_trainer()
+
+
+def test_a_trainer_that_has_started_no_ranks_claims_none():
+    before = dict(os.environ)
+    L.Trainer(accelerator="cpu", devices=2, logger=False, strategy=PipeOffloadStrategy())
+    assert os.environ == before
+
+
+def test_a_long_wait_for_other_ranks_is_told(monkeypatch):
+    monkeypatch.setattr(failure_board, "_CONNECT_SECONDS", 0.0)
+    said = Queue()
+    monkeypatch.setattr(failure_board, "say", said.put)
+    board = failure_board.FailureBoard(0, 4, LaunchedProcesses(0, 0, ()))
+    line = said.get(timeout=1000)
+    board.stop()
+    assert "global rank 0 still waits for all 4 ranks to connect" in line
+
+
+@pytest.mark.parametrize("name", ["", "-", "-c"])
+def test_a_script_that_is_no_file_starts_no_processes(monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    options = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    trainer = L.Trainer(**options, devices=2, strategy=PipeOffloadStrategy())
+    with pytest.raises(ValueError, match="devices=2 needs 2 processes, which run the script"):
+        trainer.fit(L.LightningModule())
 
 
 @pytest.fixture
@@ -62,3 +123,55 @@ def _fit_while_the_port_is_taken():
 
 def test_one_rank_needs_no_port(ranks):
     assert ranks(1).run(_fit_while_the_port_is_taken) == [1]
+
+
+MIB = 1 << 20
+
+
+class Large(nn.Module):
+    """Of 2 MiB, one of its two weights tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(512, 1024, bias=False)
+        self.down = nn.Linear(512, 1024, bias=False)
+        self.down.weight = self.up.weight
+
+
+@pytest.fixture
+def free(monkeypatch):
+    def have(num_bytes):
+        machine = MachineMemory(num_bytes * 2, num_bytes)
+        monkeypatch.setattr(launcher, "machine_memory", lambda: machine)
+
+    return have
+
+
+def test_copies_that_take_more_than_half_are_warned_of(free, caplog):
+    free(15 * MIB)
+    launcher.warn_of_copies(Large(), 4)
+    assert "Large has 2.00 MiB, which each of this machine's 4 processes makes" in caplog.text
+    assert "8.00 MiB of the 15.00 MiB that are free" in caplog.text
+    assert "    def configure_model(self):\n        if self.model is None:" in caplog.text
+
+
+@pytest.mark.parametrize(("num_processes", "megabytes"), [(4, 16), (1, 1)])
+def test_nothing_is_said_where_they_fit_or_there_is_one(free, caplog, num_processes, megabytes):
+    free(megabytes * MIB)
+    launcher.warn_of_copies(Large(), num_processes)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("local_rank", "warns"), [(0, True), (1, False)])
+def test_a_machines_first_process_says_it_once(free, caplog, monkeypatch, local_rank, warns):
+    free(MIB)
+    environment = SimpleNamespace(local_rank=lambda: local_rank, validate_settings=_nothing)
+    environment.creates_processes_externally = True
+    joint = launcher.JointLauncher(environment, 4, 1, _nothing, _nothing)
+    for _ in range(2):
+        joint.launch(_nothing, trainer=SimpleNamespace(lightning_module=Large()))
+    assert caplog.text.count("which each of this machine") == warns
+
+
+def _nothing(*args, **kwargs):
+    """Do nothing."""

@@ -2,12 +2,10 @@
 
 import os
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.processes.rank_differences import describe_module, describe_optimizers
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.pairs import some
@@ -117,24 +115,16 @@ def assert_named(refusals, text):
     assert "make module, optimizers and arguments alike" in refusals[0]
 
 
-def test_what_may_differ_does(ranks):
+def test_what_may_differ_does_and_an_evaluation_is_compared_too(ranks):
     assert ranks(2).run(_refusal, "", {}, {}) == [None, None]
-
-
-def test_an_evaluation_is_compared_too(ranks):
     assert_named(ranks(2).run(_refusal, "dropout", {}, {}, "validate"), CASES["dropout"])
 
 
 def _refusal(changed, options, trainer_options, run="fit"):
     rank = int(on_global_rank_1())
     chosen = {name: values[rank] for name, values in options.items()}
-    trainer = L.Trainer(
-        **fits.SILENT,
-        max_steps=2,
-        enable_checkpointing=False,
-        devices=2,
-        strategy=fits.strategy(2, **chosen),
-        **{name: values[rank] for name, values in trainer_options.items()},
+    trainer = fits.trainer(
+        2, chosen, max_steps=2, **{name: values[rank] for name, values in trainer_options.items()}
     )
     fits.outlive_failures(trainer)
     try:
@@ -142,15 +132,3 @@ def _refusal(changed, options, trainer_options, run="fit"):
     except ValueError as error:
         return str(error)
     return None
-
-
-def test_no_address_and_no_value_of_a_weight_is_compared():
-    described = []
-    for _ in range(2):
-        module = nn.Sequential(nn.Linear(3, 3), nn.MultiheadAttention(4, 2, dropout=0.1))
-        optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.1))
-        optimizer.param_groups[0]["rule"] = lambda x: x
-        names = [[[name for name, _ in module.named_parameters()]]]
-        described.append(describe_module(module) | describe_optimizers([optimizer], names, []))
-    assert described[0] == described[1]
-    assert described[0]["num_heads of 1 of the module"] == "2"

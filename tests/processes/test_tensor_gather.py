@@ -20,26 +20,17 @@ class Gathering(Net):
         self.keep(*(w.detach().square().sum() for w in weights), gradient.square().sum())
 
 
-class OfWeights(Net):
-    def on_train_batch_end(self, *args):
-        self.keep(self.embed.weight.norm(), self.head.weight.norm())
+def of_weights(self, *args):
+    self.keep(self.embed.weight.norm(), self.head.weight.norm())
 
 
-class GatheringAProduct(Net):
-    def on_train_batch_end(self, *args):
-        self.trainer.strategy.gather(self.embed.weight * 2)
+def gather_apart(self, *args):
+    mine = self.embed if self.trainer.is_global_zero else self.head
+    self.trainer.strategy.gather(mine.weight)
 
 
-class GatheringApart(Net):
-    def on_train_batch_end(self, *args):
-        mine = self.embed if self.trainer.is_global_zero else self.head
-        self.trainer.strategy.gather(mine.weight)
-
-
-class GatheringInAStep(Net):
-    def training_step(self, batch, batch_idx):
-        self.trainer.strategy.gather(self.embed.weight)
-        return super().training_step(batch, batch_idx)
+def gather_in_a_step(self, batch, batch_idx):
+    self.trainer.strategy.gather(self.embed.weight)
 
 
 class Teacher(Net):
@@ -58,14 +49,7 @@ def fit(num_devices, kind):
     """Return what the module found, or what was said when it was refused."""
     L.seed_everything(7, verbose=False)
     module = kind()
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices),
-        enable_checkpointing=False,
-        max_steps=3,
-        limit_val_batches=0,
-    )
+    trainer = fits.trainer(num_devices, max_steps=3, limit_val_batches=0)
     if num_devices:
         fits.outlive_failures(trainer)
     try:
@@ -83,21 +67,32 @@ def test_gather_brings_every_value_to_all_ranks(ranks):
         assert mine == pytest.approx(plain, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (
-            OfWeights,
-            ("(of stage 0, on global rank 1)", "test_tensor_gather.py", "gather(parameter)"),
-        ),
-        (Teacher, ("embed.weight (of stage 0", "mean.lerp_(p, 0.1)", "gather(parameter)")),
-        (GatheringAProduct, ("no parameter, buffer or gradient of the module",)),
-        (GatheringApart, ("embed.weight", "head.weight", "in the same order on all of them")),
-        (GatheringInAStep, ("inside a step",)),
-    ],
-)
-def test_what_cannot_be_is_refused(ranks, kind, words):
+REFUSED = {
+    "a value of another rank": (
+        {"on_train_batch_end": of_weights},
+        ("(of stage 0, on global rank 1)", "test_tensor_gather.py", "gather(parameter)"),
+    ),
+    "a product": (
+        {"on_train_batch_end": lambda self, *_: self.trainer.strategy.gather(self.head.weight * 2)},
+        ("no parameter, buffer or gradient of the module",),
+    ),
+    "gathers that differ": (
+        {"on_train_batch_end": gather_apart},
+        ("embed.weight", "head.weight", "in the same order on all of them"),
+    ),
+    "a gather in a step": ({"training_step": gather_in_a_step}, ("inside a step",)),
+}
+
+
+def fit_refused(case):
+    return fit(2, Teacher if case == "teacher" else type("Changed", (Net,), REFUSED[case][0]))
+
+
+@pytest.mark.parametrize("case", [*REFUSED, "teacher"])
+def test_what_cannot_be_is_refused(ranks, case):
     pool = ranks(2)
-    said = pool.run(fit, 2, kind)[0]
+    said = pool.run(fit_refused, case)[0]
     pool.is_broken = True  # its ranks have stopped in the middle
+    teacher = "embed.weight (of stage 0", "mean.lerp_(p, 0.1)", "gather(parameter)"
+    words = teacher if case == "teacher" else REFUSED[case][1]
     assert all(word in said for word in words), said

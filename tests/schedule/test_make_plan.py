@@ -105,8 +105,7 @@ def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
 
 def test_what_b_adds_counts_against_the_limit_of_every_plan():
     costs = Costs(30, 29, 20, 1, 17, 25, 20, 20, copy_lanes=2)
-    wanted = options([8], num_chunks=1)
-    choice = planned(4, wanted, lambda option: costs, 34)
+    choice = planned(4, options([8], num_chunks=1), lambda option: costs, 34)
     for candidate in choice.candidates:
         if candidate.fits:
             plan = split_fused_backward(candidate.schedule)
@@ -122,9 +121,8 @@ def test_of_about_equal_plans_that_which_copies_nothing_and_needs_less_is_taken(
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least():
-    wanted = options([4], num_chunks=1)
     with pytest.raises(MemoryLimitError, match=r"any of \d+ plans needs; use at least 1"):
-        planned(2, wanted, lambda option: Costs.unit(), 0.1)
+        planned(2, options([4], num_chunks=1), lambda option: Costs.unit(), 0.1)
 
 
 def test_what_cannot_be_cut_is_left_out():
@@ -142,7 +140,7 @@ def test_what_cannot_be_cut_is_left_out():
     }
 
 
-def test_hosts_without_room_leave_the_order_alone():
+def test_hosts_without_room_get_a_plan_without_copies():
     asked = SIZES[0], options([SIZES[1]]), costs_by_chunk(), 17
     choice = planned(*asked, host_shortage=lambda schedule, costs: "no room")
     assert not choice.best.schedule.has_copies
@@ -156,29 +154,19 @@ def test_a_share_is_offloaded_by_every_candidate():
     assert "says itself what it offloads" in choice.candidates[1].reason
 
 
-@pytest.mark.parametrize(("has_barrier", "name"), [(False, "zb_h2"), (True, "zb_h1")])
-def test_what_is_faster_from_step_to_step_wins_where_no_rank_waits_between_steps(has_barrier, name):
-    wanted = [Option("zb_h1", 1, 8), Option("zb_h2", 1, 8)]
-
-    def costs_of(option):
-        return Costs.unit()
-
-    choice = planned(4, wanted, costs_of, has_barrier=lambda option: has_barrier)
-    assert choice.best.option.schedule == name
-    assert [c.makespan for c in choice.candidates] == [27, 27]
-    assert [c.period for c in choice.candidates] == [27, 27 if has_barrier else 24]
-
-
 @pytest.mark.parametrize(
-    ("has_barrier", "name", "times"), [(False, "zb_v", (24, 25)), (True, "gis", (24.5, 24.5))]
+    ("p", "wanted", "has_barrier", "name", "times"),
+    [
+        (4, [("zb_h1", 1), ("zb_h2", 1)], False, "zb_h2", (24, 27)),
+        (4, [("zb_h1", 1), ("zb_h2", 1)], True, "zb_h1", (27, 27)),
+        (3, [("gis", 4), ("zb_v", 2)], False, "zb_v", (24, 25)),  # which takes longer alone
+        (3, [("gis", 4), ("zb_v", 2)], True, "gis", (24.5, 24.5)),
+    ],
 )
-def test_a_plan_that_takes_longer_alone_wins_by_its_period(has_barrier, name, times):
-    wanted = [Option("gis", 4, 8), Option("zb_v", 2, 8)]
-
-    def costs_of(option):
-        return Costs(*[1 / option.num_chunks] * 3)
-
-    best = planned(3, wanted, costs_of, has_barrier=lambda option: has_barrier).best
+def test_the_period_decides_where_no_rank_waits_between_steps(p, wanted, has_barrier, name, times):
+    wanted = [Option(*each, 8) for each in wanted]
+    barrier = {"has_barrier": lambda option: has_barrier}
+    best = planned(p, wanted, lambda o: Costs(*[1 / o.num_chunks] * 3), **barrier).best
     assert best.option.schedule == name
     assert (best.period, best.makespan) == pytest.approx(times)
 

@@ -1,4 +1,4 @@
-"""Which messages follow from which, which receives are open, and their memory."""
+"""Which messages follow from which, which receives are open, and what may run ahead of a step."""
 
 import pytest
 import torch
@@ -21,10 +21,17 @@ from tests.support.plans import SHAPES
 from tests.support.small_modules import Regression
 
 
-def test_what_a_gradient_tells():
-    told = arrived_before(lower(build("1f1b", 2, 3)), 0)
-    expected = {Action(Kind.RECV_B, 0, m): [Action(Kind.SEND_F, 0, m)] for m in range(3)}
-    assert told == expected
+def test_messages_tell_of_those_before_them():
+    plan = lower(build("1f1b", 2, 3))
+    told = {Action(Kind.RECV_B, 0, m): [Action(Kind.SEND_F, 0, m)] for m in range(3)}
+    assert arrived_before(plan, 0) == told
+    # What the ranks behind have waited for; what went round over other ranks.
+    for name, kind, stage, sent in [
+        ("1f1b", Kind.RECV_B, 0, [2, 3, 3]),
+        ("interleaved_1f1b", Kind.RECV_F, 3, [1, 2, 3]),
+    ]:
+        follows = sends_before(lower(build(name, 3, 3)), 0)
+        assert [follows[Action(kind, stage, m)] for m in range(3)] == sent
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -37,30 +44,6 @@ def test_the_peer_had_what_it_is_said_to_have_had(name):
             before = peer[: peer.index(answer)]
             waited_for = {send_of(r) for r in (recv_before(plan, a) for a in before) if r}
             assert waited_for.issuperset(sends)
-
-
-def test_a_gradient_follows_from_all_that_the_ranks_behind_waited_for():
-    follows = sends_before(lower(build("1f1b", 3, 3)), 0)
-    assert [follows[Action(Kind.RECV_B, 0, m)] for m in range(3)] == [2, 3, 3]
-
-
-def test_a_message_follows_from_what_went_round_over_other_ranks():
-    plan = lower(build("interleaved_1f1b", 3, 3))
-    round_again = [sends_before(plan, 0)[Action(Kind.RECV_F, 3, m)] for m in range(3)]
-    assert round_again == [1, 2, 3]
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_messages_follow_from_sends_before_them_and_in_the_order_of_each_edge(name):
-    plan = lower(build(name, 4, 8))
-    for rank, actions in enumerate(plan):
-        follows, num_sent, latest = sends_before(plan, rank), 0, dict.fromkeys(range(4), 0)
-        for action in actions:
-            num_sent += action.kind in SENDS
-            if action.kind in RECVS:
-                sender = plan.rank_of(send_of(action).stage)
-                assert latest[sender] <= follows[action] <= num_sent
-                latest[sender] = follows[action]
 
 
 class Edges:
@@ -147,9 +130,7 @@ class Counting:
         self.most = max(self.most, self.held)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "num_ranks"), [("gpipe", 2), ("1f1b", 3), ("zb_h1", 3), ("zb_v", 2), ("po_h", 2)]
-)
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("gpipe", 2), ("zb_h1", 3), ("po_h", 2)])
 def test_messages_are_counted_as_a_transport_holds_them(schedule, num_ranks):
     plan = build(schedule, num_ranks, 4)
     module = Regression([nn.Linear(4, 4) for _ in range(6)])
@@ -164,20 +145,13 @@ def test_messages_are_counted_as_a_transport_holds_them(schedule, num_ranks):
 # What may run before the step before has ended everywhere, and can run again.
 
 
-def names_of(actions):
-    return " ".join(f"{action.kind.value}{action.microbatch}" for action in actions)
-
-
 def test_each_rank_goes_as_far_as_its_first_backward_and_the_last_stage_waits():
     found = actions_ahead(lower(build("1f1b", 3, 6)))
-    assert [names_of(a for a in actions if a.kind is Kind.F) for actions in found] == [
-        "F0 F1 F2",
-        "F0 F1",
-        "",
-    ]
+    forwards = [[a.microbatch for a in actions if a.kind is Kind.F] for actions in found]
+    assert forwards == [[0, 1, 2], [0, 1], []]
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "zb_h2", "v_half"])
+@pytest.mark.parametrize("name", [*SHAPES, "v_half"])
 def test_no_message_of_what_runs_ahead_is_left_and_nothing_is_missing(name):
     plan = lower(build(name, 2, 4))
     found = actions_ahead(plan)
@@ -187,20 +161,12 @@ def test_no_message_of_what_runs_ahead_is_left_and_nothing_is_missing(name):
     for rank, actions in enumerate(found):
         done = set()
         for action in actions:
+            assert action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.OFFLOAD)
             if action.kind is Kind.F:
                 assert action.stage < plan.num_stages - 1
                 needed = recv_before(plan, action)
                 before = Action(Kind.F, action.stage - 1, action.microbatch)
                 assert needed in done or before in done or action.stage == 0
             done.add(action)
-        assert done <= {*plan[rank]}
-        in_plan = [action for action in plan[rank] if action in done]
-        assert [a for a in actions if a.kind not in RECVS] == [
-            a for a in in_plan if a.kind not in RECVS
-        ]
-
-
-def test_the_host_is_not_waited_for():
-    plan = lower(build("po_f", 4, 8))
-    kinds = {action.kind for actions in actions_ahead(plan) for action in actions}
-    assert kinds <= {Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.OFFLOAD}
+        ran = [action for action in actions if action.kind not in RECVS]
+        assert ran == [a for a in plan[rank] if a in done and a.kind not in RECVS]

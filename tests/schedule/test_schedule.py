@@ -1,100 +1,114 @@
+"""Actions and schedules print, are read back, and say where a stage is."""
+
 import json
 import pickle
-from dataclasses import FrozenInstanceError
 
 import pytest
 
 from lightning_pipeoffload.schedule import (
+    HOST_EFFECTS,
+    MEMORY_EFFECTS,
+    Action,
     Costs,
+    Kind,
+    MemoryEffect,
+    Part,
     Schedule,
     ScheduleError,
     add_final_actions,
     build,
     lower,
     offload_activations,
+    sums_alike,
 )
 from lightning_pipeoffload.schedule.placement import loop, stages_on, v
 from lightning_pipeoffload.schedule.schedule import from_numbers, to_numbers
 from tests.support.plans import SHAPES, plan
 
-TWO_RANKS = """
-0F0 0F1 0BW0 0BW1
-1F0 1BW0 1F1 1BW1
-"""
+TWO_RANKS = "0F0 0F1 0BW0 0BW1\n1F0 1BW0 1F1 1BW1"
 
 
-def test_sizes_are_read_off_the_actions():
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_prints_and_parses(kind):
+    action = Action(kind, 12, 345)
+    assert f"{action}" == f"12{kind.value}345"
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2f0", "2I0", "2F0x", "-1F0"])
+def test_what_is_no_action_is_refused(text):
+    with pytest.raises(ScheduleError, match="is no action; write stage, kind and microbatch"):
+        Action.parse(text)
+
+
+LIVES = [
+    "F BW",
+    "F B W",
+    "F OFFLOAD FREE RELOAD BW",
+    "F OFFLOAD FREE RELOAD B W",
+    "F OFFLOAD FREE RELOAD_B B RELOAD_W W",
+    "F OFFLOAD FREE RELOAD_B B OFFLOAD_W FREE_W RELOAD_W W",
+    "F B OFFLOAD_W FREE_W RELOAD_W W",
+]
+
+
+@pytest.mark.parametrize("effects", [MEMORY_EFFECTS, HOST_EFFECTS])
+@pytest.mark.parametrize("life", LIVES)
+def test_a_life_takes_all_its_memory_back(life, effects):
+    there = Part(0)
+    for name in life.split():
+        effect = effects.get(Kind[name], MemoryEffect())
+        there = there & ~effect.drops | effect.puts
+    assert not there
+
+
+def test_sizes_and_placement_are_read_off_the_actions():
     schedule = build("interleaved_1f1b", num_ranks=4, num_microbatches=8, num_chunks=3)
-    assert schedule.num_ranks == len(schedule) == 4
-    assert schedule.num_stages == 12
-    assert schedule.num_chunks == 3
-    assert schedule.num_microbatches == 8
-
-
-def test_the_placement_is_read_off_the_actions():
-    schedule = build("interleaved_1f1b", num_ranks=4, num_microbatches=4)
-    assert schedule.stages_of(1) == (1, 5)
+    sizes = (schedule.num_ranks, schedule.num_stages, schedule.num_chunks)
+    assert (*sizes, schedule.num_microbatches) == (4, 12, 3, 8)
+    assert schedule.stages_of(1) == (1, 5, 9)
     assert [schedule.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert str(plan(TWO_RANKS)) == TWO_RANKS
+    assert schedule == Schedule(schedule.actions) != build("gpipe", 4, 8)
+    assert hash(schedule) == hash(Schedule(schedule.actions))  # whose name does not count
 
 
-def test_it_prints_one_line_per_rank():
-    assert str(plan(TWO_RANKS)) == TWO_RANKS.strip()
-
-
-def test_it_iterates_over_ranks():
-    schedule = plan(TWO_RANKS)
-    assert list(schedule) == [schedule[0], schedule[1]]
-    assert isinstance(schedule[0], tuple)
-
-
-def test_the_name_does_not_count_for_equality():
-    schedule = build("1f1b", num_ranks=2, num_microbatches=2)
-    nameless = Schedule(schedule.actions)
-    assert schedule.name == "1f1b"
-    assert schedule == nameless
-    assert hash(schedule) == hash(nameless)
-    assert schedule != build("gpipe", num_ranks=2, num_microbatches=2)
-
-
-def test_it_cannot_be_changed():
-    with pytest.raises(FrozenInstanceError):
-        plan(TWO_RANKS).actions = ()
-
-
-def test_lists_become_tuples():
-    assert Schedule([list(rank) for rank in plan(TWO_RANKS)]) == plan(TWO_RANKS)
-
-
-def test_it_survives_pickling():
-    schedule = lower(build("zb_h1", num_ranks=2, num_microbatches=2))
-    assert pickle.loads(pickle.dumps(schedule)) == schedule
+def test_placements():
+    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert v(3) == (0, 1, 2, 2, 1, 0)
+    assert v(2, 3) == (0, 1, 1, 0, 0, 1)
+    assert loop(1, 3) == v(1, 3) == (0, 0, 0)
+    assert (stages_on(loop(4, 2), 1), stages_on(v(4), 0)) == ([1, 5], [0, 7])
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_csv_gives_the_schedule_back(name, tmp_path):
-    schedule = build(name, num_ranks=4, num_microbatches=8)
+def test_pickle_csv_and_json_give_the_schedule_back(name, tmp_path):
+    schedule = add_final_actions(build(name, num_ranks=4, num_microbatches=8))
     schedule.to_csv(tmp_path / "mine.csv")
     read = Schedule.from_csv(tmp_path / "mine.csv")
-    assert read == schedule
-    assert read.name == "mine"
+    assert (read, read.name) == (schedule, "mine")
+    costs = Costs(1, 1, 1, offload=0.5, reload=0.5, weight_input=0.3)
+    copied = offload_activations(build("zb_h1", 2, 4), costs, "full")[0]
+    for each in (schedule, lower(schedule), lower(copied)):
+        assert pickle.loads(pickle.dumps(each)) == each
+        again = from_numbers(json.loads(json.dumps(to_numbers(each))), name)
+        assert again == each
+        assert again[0][0].kind is each[0][0].kind
+    with pytest.raises(ValueError, match="zip"):
+        from_numbers([[0, 0, 0, 1]], "cut off")
 
 
-def test_csv_has_copies_after_what_torch_reads_of_a_cell(tmp_path):
-    text = "0F0 0OFFLOAD0 0F1 0FREE0 0RELOAD0 0BW1 0BW0"
+@pytest.mark.parametrize(
+    ("text", "cells"),
+    [  # the kinds of torch; copies and reductions come after what torch reads of a cell
+        ("0F0 0B0 0W0 0F1 0BW1", "0F0,0I0,0W0,0F1,0B1\n"),
+        ("0F0 0OFFLOAD0 0F1 0FREE0 0RELOAD0 0BW1", "0F0 0OFFLOAD0,0F1 0FREE0 0RELOAD0,0B1\n"),
+        ("0F0 0B0 0W0 0REDUCE0", "0F0,0I0,0W0 0REDUCE0\n"),
+    ],
+)
+def test_csv_is_torchs(text, cells, tmp_path):
     plan(text).to_csv(tmp_path / "s.csv")
-    assert (tmp_path / "s.csv").read_text() == "0F0 0OFFLOAD0,0F1 0FREE0 0RELOAD0,0B1,0B0\n"
-
-
-def test_csv_has_reductions_there_too(tmp_path):
-    schedule = add_final_actions(build("zb_h1", 2, 2))
-    schedule.to_csv(tmp_path / "s.csv")
-    assert (tmp_path / "s.csv").read_text().splitlines()[0].endswith(",0I1,0W1 0REDUCE1")
-    assert Schedule.from_csv(tmp_path / "s.csv") == schedule
-
-
-def test_csv_has_the_kinds_of_torch(tmp_path):
-    plan("0F0 0B0 0W0 0F1 0BW1").to_csv(tmp_path / "s.csv")
-    assert (tmp_path / "s.csv").read_text().split() == ["0F0,0I0,0W0,0F1,0B1"]
+    assert (tmp_path / "s.csv").read_text() == cells
 
 
 def test_csv_may_have_idle_slots(tmp_path):
@@ -102,57 +116,45 @@ def test_csv_may_have_idle_slots(tmp_path):
     assert Schedule.from_csv(tmp_path / "s.csv") == plan("0F0 0BW0\n1F0 1BW0")
 
 
-def test_csv_refuses_a_lowered_plan(tmp_path):
-    plan_of_two = lower(build("1f1b", num_ranks=2, num_microbatches=2))
+def test_csv_that_cannot_be_is_refused(tmp_path):
+    path = tmp_path / "s.csv"
     with pytest.raises(ScheduleError, match=r"0SEND_F0 cannot be written.*before lower\(\)"):
-        plan_of_two.to_csv(tmp_path / "s.csv")
-    assert not (tmp_path / "s.csv").exists()
-
-
-def test_csv_names_the_cell_that_is_wrong(tmp_path):
-    (tmp_path / "s.csv").write_text("0F0,0SEND_F0\n")
+        lower(build("1f1b", num_ranks=2, num_microbatches=2)).to_csv(path)
+    assert not path.exists()
+    path.write_text("0F0,0SEND_F0\n")
     with pytest.raises(ScheduleError, match=r"'0SEND_F0' in .*s\.csv is no compute action"):
-        Schedule.from_csv(tmp_path / "s.csv")
-
-
-def test_csv_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "s.csv").write_bytes(b"\xff\xfe\x00")
+        Schedule.from_csv(path)
+    path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ScheduleError, match=r"s\.csv has no rows of text, one for each rank"):
-        Schedule.from_csv(tmp_path / "s.csv")
+        Schedule.from_csv(path)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_v", "po_f"])
-def test_a_plan_comes_back_through_json_as_it_was(name):
-    plan = build(name, 3, 6)
-    read = from_numbers(json.loads(json.dumps(to_numbers(plan))), name)
-    assert read == plan
-    assert read[0][0].kind is plan[0][0].kind
+# Whether sums over microbatches have the same bits
 
 
-def test_so_do_copies_and_messages():
-    costs = Costs(1, 1, 1, offload=0.5, reload=0.5, weight_input=0.3)
-    plan = lower(offload_activations(build("zb_h1", 2, 4), costs, "full")[0])
-    assert from_numbers(to_numbers(plan), plan.name) == plan
+@pytest.mark.parametrize(
+    ("one", "other", "num_chunks"),
+    [("1f1b", "zb_h2", None), ("gpipe", "zb_2p", None), ("gis", "interleaved_1f1b", 2)],
+)
+def test_families_add_up_in_the_order_of_microbatches(one, other, num_chunks):
+    one, other = (build(name, 3, 6, num_chunks) for name in (one, other))
+    assert sums_alike(one, other)
+    assert sums_alike(one, lower(other))
+    assert sums_alike(one, other, [{0, 1}])  # of two ranks: they add up by themselves
 
 
-def test_numbers_that_are_not_three_for_each_action_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        from_numbers([[0, 0, 0, 1]], "cut off")
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B, Kind.W])
+def test_another_order_of_microbatches_is_told(kind):
+    plan = build("zb_h2", 2, 4)
+    turned = [
+        tuple(a._replace(microbatch=3 - a.microbatch) if a.kind is kind else a for a in rank)
+        for rank in plan
+    ]
+    assert not sums_alike(plan, Schedule.of(turned, "turned"))
 
 
-def test_loop_goes_round():
-    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
-
-
-def test_v_goes_down_and_back_up():
-    assert v(3) == (0, 1, 2, 2, 1, 0)
-    assert v(2, 3) == (0, 1, 1, 0, 0, 1)
-
-
-def test_one_rank_holds_every_stage():
-    assert loop(1, 3) == v(1, 3) == (0, 0, 0)
-
-
-def test_stages_on_a_rank_are_in_model_order():
-    assert stages_on(loop(4, 2), 1) == [1, 5]
-    assert stages_on(v(4), 0) == [0, 7]
+def test_stages_of_one_rank_that_share_a_weight_have_to_take_turns_alike():
+    one, other = build("1f1b_v", 2, 4), build("zb_v", 2, 4)
+    assert sums_alike(one, other)
+    assert not sums_alike(one, other, [{0, 3}])
+    assert sums_alike(one, one, [{0, 3}])

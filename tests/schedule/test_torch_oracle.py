@@ -38,15 +38,19 @@ def printed(schedule):
     return [[str(action) for action in rank if action.kind in COMPUTE] for rank in schedule]
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (8, 32, 4)])
-def test_interleaved_1f1b_is_torchs(p, m, v):
-    theirs = get_schedule_ops("Interleaved1F1B", p, m, num_stages_per_rank=v)
-    assert printed(build("interleaved_1f1b", p, m, v)) == [ours(rank) for rank in theirs]
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 2)])
-def test_gpipe_is_torchs(p, m):
-    assert printed(build("gpipe", p, m)) == [ours(rank) for rank in get_schedule_ops("GPipe", p, m)]
+@pytest.mark.parametrize(
+    ("name", "torchs", "p", "m", "v"),
+    [
+        *(("gpipe", "GPipe", p, m, 1) for p, m in [(2, 4), (4, 8), (4, 2)]),
+        *(
+            ("interleaved_1f1b", "Interleaved1F1B", *sizes)
+            for sizes in [(2, 4, 2), (4, 16, 3), (8, 32, 4)]
+        ),
+    ],
+)
+def test_an_order_is_torchs(name, torchs, p, m, v):
+    theirs = get_schedule_ops(torchs, p, m, **({"num_stages_per_rank": v} if v > 1 else {}))
+    assert printed(build(name, p, m, v)) == [ours(rank) for rank in theirs]
 
 
 def torch_runtime(schedule):

@@ -85,6 +85,20 @@ ERRORS = {
         "0F0 0SEND_F0\n1F0 1RECV_F0",
         "deadlock: rank 1 is at 1F0 and waits for 1RECV_F0",
     ),
+    "copies, 1": ("0F0 0FREE0 0BW0", "0FREE0: FREE drops what OFFLOAD has copied"),
+    "copies, 2": (
+        "0F0 0OFFLOAD0 0BW0",
+        "0BW0: BW needs what is on the host; put FREE and RELOAD before",
+    ),
+    "copies, 3": ("0F0 0OFFLOAD0 0FREE0 0B0 0W0", "0B0: B needs what is on the host"),
+    "copies, 4": ("0F0 0OFFLOAD0 0FREE0 0RELOAD_B0 0B0 0W0", "0W0: W needs what is on the host"),
+    "copies, 5": ("0F0 0RELOAD0 0BW0", "0RELOAD0: RELOAD brings back what FREE has dropped"),
+    "copies, 6": (
+        "0F0 0OFFLOAD0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0",
+        "OFFLOAD copies what F saved, once",
+    ),
+    "copies, 7": ("0F0 0BW0 0OFFLOAD0", "0OFFLOAD0: OFFLOAD copies what F saved"),
+    "copies, 8": ("0F0 0OFFLOAD_W0 0B0 0W0", "OFFLOAD_W copies what waits for W; put it after B"),
 }
 
 
@@ -110,62 +124,32 @@ def test_the_place_is_marked_in_the_grid():
         "2     0BW0    1F1     <-- ERROR HERE (rank 1)",
         "3     0BW1",
     ]
-
-
-def test_a_missing_reduction_is_marked_where_it_belongs():
+    # What is missing is marked where it belongs.
     with pytest.raises(ScheduleError) as error:
         validate(plan("0F0 0BW0 0REDUCE0\n1F0 1B0 1W0"))
     assert str(error.value).splitlines()[-1] == "2     0REDUCE0  1W0     <-- ERROR HERE (rank 1)"
-
-
-def test_a_reduction_may_stand_further_behind():
-    validate(plan("0F0 1F0 1B0 0B0 1W0 0W0 0REDUCE0 1REDUCE0"))
-
-
-def test_the_grid_shows_only_the_neighbourhood():
-    forwards = " ".join(f"0F{m}" for m in range(50))
+    # Of a long plan only the neighbourhood is shown.
     with pytest.raises(ScheduleError) as error:
-        validate(plan(f"{forwards} 0BW25"))
+        validate(plan(" ".join(f"0F{m}" for m in range(50)) + " 0BW25"))
     assert len(str(error.value).splitlines()) <= 11
 
 
-def test_forwards_alone_are_valid():
-    validate(plan("0F0 0F1\n1F0 1F1"))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0 0F1\n1F0 1F1",
+        "0F0 1F0 1B0 0B0 1W0 0W0 0REDUCE0 1REDUCE0",  # a reduction may stand further behind
+        "0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1",
+    ],
+)
+def test_what_is_valid(text):
+    validate(plan(text))
 
 
-def test_deadlock_in_a_lowered_plan():
-    """Each rank waits for the other before it sends; as compute actions alone nothing is wrong."""
+def test_ranks_that_wait_for_each_other_before_they_send():
+    """As compute actions alone nothing is wrong."""
     lowered = lower(plan("0F0 2F0\n1F0 3F0"))
     validate(lowered)
     late = [lowered[0], sorted(lowered[1], key=lambda action: action.kind.value != "RECV_F")]
     with pytest.raises(ScheduleError, match="rank 0 is at 2RECV_F0 and waits for 1SEND_F0"):
         validate(Schedule.of(late))
-
-
-def test_a_rank_may_have_sent_everything_before_the_other_receives():
-    validate(plan("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1"))
-
-
-@pytest.mark.parametrize(
-    ("actions", "message"),
-    [
-        ("0F0 0FREE0 0BW0", "0FREE0: FREE drops what OFFLOAD has copied"),
-        ("0F0 0OFFLOAD0 0BW0", "0BW0: BW needs what is on the host; put FREE and RELOAD before"),
-        ("0F0 0OFFLOAD0 0FREE0 0B0 0W0", "0B0: B needs what is on the host"),
-        ("0F0 0OFFLOAD0 0FREE0 0RELOAD_B0 0B0 0W0", "0W0: W needs what is on the host"),
-        ("0F0 0RELOAD0 0BW0", "0RELOAD0: RELOAD brings back what FREE has dropped"),
-        ("0F0 0OFFLOAD0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0", "OFFLOAD copies what F saved, once"),
-        ("0F0 0BW0 0OFFLOAD0", "0OFFLOAD0: OFFLOAD copies what F saved"),
-        ("0F0 0OFFLOAD_W0 0B0 0W0", "OFFLOAD_W copies what waits for W; put it after B"),
-    ],
-)
-def test_copies_are_in_order(actions, message):
-    with pytest.raises(ScheduleError, match=message):
-        validate(plan(actions))
-
-
-def test_copies_stay_where_they_are_when_lowered():
-    text = "0F0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0\n1F0 1BW0"
-    assert str(lower(plan(text))).splitlines()[0] == (
-        "0F0 0SEND_F0 0OFFLOAD0 0FREE0 0RELOAD0 0RECV_B0 0BW0"
-    )

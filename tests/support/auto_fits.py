@@ -34,25 +34,6 @@ class Awkward(fits.Net):
         return torch.optim.AdamW(trained, lr=1e-2)
 
 
-class Averaging(Awkward):
-    """Writes a weight in its step; a hook may count gradients."""
-
-    def __init__(self, hook=False):
-        super().__init__()
-        self.counted = []
-        if hook:
-            self.head.weight.register_hook(self.count)
-
-    def count(self, gradient):
-        self.counted.append(1)
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        with torch.no_grad():
-            self.average.mul_(0.9).add_(0.1 * loss.detach())
-        return loss
-
-
 class Scaled(nn.Module):
     """A block that keeps much and computes little."""
 
@@ -100,14 +81,7 @@ class Late(fits.Net):
             self.blocks = nn.ModuleList(fits.Block(0.1) for _ in range(8)).double()
 
 
-MODULES = {
-    "awkward": Awkward,
-    "averaging": Averaging,
-    "bare": Bare,
-    "plain": fits.Net,
-    "late": Late,
-    "wide": Wide,
-}
+MODULES = {"awkward": Awkward, "bare": Bare, "plain": fits.Net, "late": Late, "wide": Wide}
 
 
 class Drawn(L.Callback):
@@ -129,13 +103,11 @@ def fit(num_devices, path, form, options):
     drawn = Drawn()
     record = fits.Record()
     module = MODULES[form](**module_options)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices,
-        strategy=fits.strategy(num_devices, **options),
+    trainer = fits.trainer(
+        num_devices,
+        options,
         max_steps=3 if ckpt_path is None else 5,
         limit_val_batches=1,
-        enable_checkpointing=False,
         callbacks=[drawn, record],
         **trainer_options,
     )
@@ -149,7 +121,7 @@ def fit(num_devices, path, form, options):
         "drawn": drawn.numbers,
         "losses": record.losses,
         "batches": record.batches,
-        "kept": [getattr(module, "calls", 0), len(getattr(module, "counted", ()))],
+        "kept": getattr(module, "calls", 0),
     }
 
 
@@ -171,25 +143,12 @@ def by_each(num_devices, folder, options, plans):
     return [fit(num_devices, f"{folder}/{i}.ckpt", "plain", tied | p) for i, p in enumerate(plans)]
 
 
-def resumed(folder):
-    """Go on from a checkpoint of another plan."""
-    fit(2, f"{folder}/first.ckpt", "awkward", {"schedule": "1f1b"})
-    return auto_and_by_hand(2, folder, "awkward", {"ckpt_path": f"{folder}/first.ckpt"})
-
-
 def fit_twice(num_devices):
     """Train a module by one trainer, and on by another; return its schedules and losses."""
     L.seed_everything(7, workers=True, verbose=False)
     module, schedules, record = fits.Net(), [], fits.Record()
     for _ in range(2):
-        trainer = L.Trainer(
-            **fits.SILENT,
-            devices=num_devices,
-            strategy=fits.strategy(num_devices, schedule="auto"),
-            max_steps=2,
-            enable_checkpointing=False,
-            callbacks=[record],
-        )
+        trainer = fits.trainer(num_devices, {"schedule": "auto"}, max_steps=2, callbacks=[record])
         trainer.fit(module, fits.loader(), fits.loader())
         schedules.append(trainer.strategy.report()["schedule"])
     return schedules, record.losses

@@ -83,13 +83,8 @@ def run_rank(rank, port, folder, callbacks, log):
     for standard in (1, 2):
         os.dup2(os.open(f"{log}{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
     L.seed_everything(7, verbose=False)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=2,
-        strategy=fits.strategy(2, save_distributed_checkpoint=folder),
-        max_steps=2,
-        callbacks=callbacks,
-        enable_checkpointing=False,
+    trainer = fits.trainer(
+        2, {"save_distributed_checkpoint": folder}, max_steps=2, callbacks=callbacks
     )
     trainer.fit(fits.Net(), fits.loader())
 

@@ -166,10 +166,12 @@ def llama(**options):
     return partial(from_transformers, "LlamaForCausalLM", **{**TEXT, **heads, **options})
 
 
-def gpt2():
+def gpt2(**options):
     sizes = {"n_embd": 8, "n_layer": DEPTH, "n_head": 2, "n_positions": 8}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return from_transformers("GPT2LMHeadModel", vocab_size=VOCABULARY, **sizes, **dropouts)
+    return from_transformers(
+        "GPT2LMHeadModel", vocab_size=VOCABULARY, **sizes, **dropouts, **options
+    )
 
 
 class SpeechClassifier(nn.Module):
@@ -227,39 +229,7 @@ class RecurrentFirst(nn.Module):
         return self.head(self.blocks(states).mean(1))
 
 
-class TextEncoder(nn.Module):
-    """torch's own encoder."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 8)
-        self.encoder = nn.TransformerEncoder(encoder_layer(), DEPTH, enable_nested_tensor=False)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.encoder(self.embed(x)).mean(1))
-
-
 # torchvision's families in a few lines each.
-
-
-def convolution(channels_in, channels_out):
-    layer = nn.Conv2d(channels_in, channels_out, 3, padding=1)
-    return [layer, nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True)]
-
-
-class PlainConvolutions(nn.Module):
-    """As VGG: layers, norms and activations in place are the blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(
-            *convolution(3, 4), nn.MaxPool2d(2), *convolution(4, 8), *convolution(8, 8)
-        )
-        self.classifier = nn.Linear(8 * 16, CLASSES)
-
-    def forward(self, x):
-        return self.classifier(self.features(x).flatten(1))
 
 
 class DenseLayer(nn.Module):
@@ -284,52 +254,6 @@ class DenseConvolutions(nn.Module):
         return self.classifier(self.features(x).mean((2, 3)))
 
 
-class WindowedLayer(nn.Module):
-    """Attention within windows of 2 x 2 pixels, shifted by one."""
-
-    def __init__(self, shift):
-        super().__init__()
-        self.shift, self.layer = shift, encoder_layer()
-
-    def forward(self, x):
-        count, height, width, channels = x.shape
-        x = x.roll((-self.shift, -self.shift), (1, 2))
-        windows = x.view(count, height // 2, 2, width // 2, 2, channels).transpose(2, 3)
-        windows = self.layer(windows.reshape(-1, 4, channels)).view(windows.shape)
-        x = windows.transpose(2, 3).reshape(x.shape)
-        return x.roll((self.shift, self.shift), (1, 2))
-
-
-class WindowedTransformer(nn.Module):
-    """As Swin: pixels attend within windows, which every other block shifts."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 8, 2, stride=2)
-        self.blocks = nn.Sequential(*(WindowedLayer(index % 2) for index in range(DEPTH)))
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.blocks(self.patches(x).permute(0, 2, 3, 1)).mean((1, 2)))
-
-
-class PatchTransformer(nn.Module):
-    """As ViT: a class token before the patches, positions added to all."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 8, 4, stride=4)
-        self.token = nn.Parameter(torch.randn(1, 1, 8))
-        self.positions = nn.Parameter(torch.randn(1, 5, 8))
-        self.blocks = nn.Sequential(*(encoder_layer() for _ in range(DEPTH)))
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        patches = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), patches], 1) + self.positions
-        return self.head(self.blocks(x)[:, 0])
-
-
 def encoder_layer():
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
@@ -340,8 +264,6 @@ CACHED = partial(next_token, use_cache=True)
 PLAIN = partial(next_token, use_cache=False)
 EXPERTS = {"num_local_experts": 2, "num_key_value_heads": 1}
 VISION = {"image_size": 8, "patch_size": 4, "num_labels": CLASSES, **NO_DROPOUT}
-CLASSIFIER = {**TEXT, "num_labels": CLASSES, **NO_DROPOUT}
-INPUT_IDS = partial(own_loss, name="input_ids")
 PIXELS = partial(own_loss, name="pixel_values")
 
 RELATIVE = {"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]}
@@ -350,18 +272,10 @@ T5 = {
     **{"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 4, "num_heads": 2},
     **{"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0},
 }
-BART = {
-    **{"d_model": 8, "encoder_layers": 4, "decoder_layers": 4, "vocab_size": VOCABULARY},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16},
-    **{"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "dropout": 0.0, "forced_eos_token_id": None},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
-}
-
 FAMILIES = {
     "gpt2": Family(gpt2, PLAIN, tokens),
     "llama": Family(llama(), PLAIN, tokens),
     "llama_cache": Family(llama(), CACHED, tokens),
-    "llama_eager_attention": Family(llama(attn_implementation="eager"), PLAIN, tokens),
     "llama_padding_mask": Family(llama(), next_token_padded, padded),
     "llama_checkpointed": Family(llama(checkpointing={"use_reentrant": False}), PLAIN, tokens),
     "llama_checkpointed_reentrant": Family(
@@ -386,12 +300,6 @@ FAMILIES = {
         token_pairs,
         blocks=("model.encoder.block.*", "model.decoder.block.*"),
     ),
-    "bart": Family(
-        HF("BartForConditionalGeneration", **BART),
-        next_target,
-        token_pairs,
-        blocks=("model.model.encoder.layers.*", "model.model.decoder.layers.*"),
-    ),
     "lightning_demo": Family(
         lightning_demo,
         target_likelihood,
@@ -407,9 +315,6 @@ FAMILIES = {
         masked_tokens,
         tokens,
     ),
-    "roberta": Family(
-        HF("RobertaForSequenceClassification", **CLASSIFIER), INPUT_IDS, labelled_tokens
-    ),
     "vit": Family(
         HF("ViTForImageClassification", **SIZES, **VISION, intermediate_size=16), PIXELS, images
     ),
@@ -417,9 +322,5 @@ FAMILIES = {
     "whisper_encoder": Family(SpeechClassifier, classify, spectrograms),
     "scaled_gpt": Family(ScaledGPT, classify, labelled_tokens),
     "lstm_first": Family(RecurrentFirst, classify, labelled_tokens),
-    "transformer_encoder": Family(TextEncoder, classify, labelled_tokens),
-    "plain_convolutions": Family(PlainConvolutions, classify, images),
     "dense_convolutions": Family(DenseConvolutions, classify, images),
-    "windowed_transformer": Family(WindowedTransformer, classify, images),
-    "patch_transformer": Family(PatchTransformer, classify, images),
 }

@@ -3,6 +3,8 @@
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
@@ -103,6 +105,23 @@ def loader(kind="map", batch_size=8):
     if kind == "stream":
         return DataLoader(Stream(), batch_size, collate_fn=collate)
     return DataLoader(samples(), batch_size, shuffle=kind == "shuffled", collate_fn=collate)
+
+
+class Journal(Logger):
+    """Keeps what is logged, as (step, numbers), on each rank or on global rank 0 alone."""
+
+    name, version = "journal", 0
+
+    def __init__(self, of_all=False):
+        super().__init__()
+        self.of_all, self.entries = of_all, []
+
+    def log_metrics(self, metrics, step=None):
+        if self.of_all or not rank_zero_only.rank:
+            self.entries.append((step, {name: float(value) for name, value in metrics.items()}))
+
+    def log_hyperparams(self, *args, **kwargs):
+        """Do nothing."""
 
 
 class Record(L.Callback):

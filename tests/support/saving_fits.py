@@ -1,6 +1,8 @@
 """Fits with checkpoints of many kinds at once; the rank processes of the tests run them."""
 
 import os
+import runpy
+import sys
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -77,12 +79,8 @@ def fit_from(size, folder, path, options, shuffled=True):
     L.seed_everything(7, workers=True, verbose=False)
     record = fits.Record()
     checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=size or 1,
-        strategy=fits.strategy(size, **options),
-        max_epochs=2,
-        callbacks=[record, checkpoint],
+    trainer = fits.trainer(
+        size, options, max_epochs=2, callbacks=[record, checkpoint], enable_checkpointing=True
     )
     loader = fits.loader("shuffled" if shuffled else "map")
     module = fits.Net(dropout=0.1 if shuffled else 0.0)
@@ -93,12 +91,12 @@ def fit_from(size, folder, path, options, shuffled=True):
 def trainer_of(size, folder, max_epochs, **options):
     L.seed_everything(7, workers=True, verbose=False)
     checkpoints = [ModelCheckpoint(f"{folder}/{name}", **kind) for name, kind in KINDS.items()]
-    return L.Trainer(
-        **fits.SILENT,
-        devices=size or 1,
-        strategy=fits.strategy(size, **options),
+    return fits.trainer(
+        size,
+        options,
         max_epochs=max_epochs,
         callbacks=[fits.Record(), Saves(folder), *checkpoints],
+        enable_checkpointing=True,
     )
 
 
@@ -185,14 +183,7 @@ def count_values(size, path, options):
         patch.setattr(StoredTensor, "value", value_counted)
         for epochs, callbacks in ((1, []), (2, []), (3, [SavesFirst(path)])):
             record = fits.Record()
-            trainer = L.Trainer(
-                **fits.SILENT,
-                devices=size or 1,
-                strategy=fits.strategy(size, **options),
-                max_epochs=epochs,
-                callbacks=[record, *callbacks],
-                enable_checkpointing=False,
-            )
+            trainer = fits.trainer(size, options, max_epochs=epochs, callbacks=[record, *callbacks])
             L.seed_everything(7, workers=True, verbose=False)
             module = fits.Net(dropout=0.0, tie=True)
             trainer.fit(module, fits.loader(), ckpt_path=path if epochs > 1 else None)
@@ -201,3 +192,15 @@ def count_values(size, path, options):
             if epochs == 2:
                 num_read = len(read)
     return {"losses": losses, "received": max(counts), "read": num_read}
+
+
+def consolidate(folder):
+    """Make the one file that Lightning's command makes of a folder."""
+    file = f"{folder}.consolidated"
+    if not Path(file).exists():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["consolidate_checkpoint", str(folder)])
+            runpy.run_module(
+                "lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__"
+            )
+    return file

@@ -16,6 +16,8 @@ from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.schedule import build
+from tests.support.families import TEXT, from_transformers
+from tests.support.families import gpt2 as make_gpt2
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
 DEPTH = 8  # blocks: enough for two stages on each of four ranks
@@ -103,43 +105,14 @@ def loss_of(module, x):
 
 
 def llama(tied):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    heads = {"num_key_value_heads": 1}
     return LanguageModel(
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=8,
-                intermediate_size=16,
-                num_hidden_layers=DEPTH,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                tie_word_embeddings=tied,
-            )
-        )
+        from_transformers("LlamaForCausalLM", **TEXT, **heads, tie_word_embeddings=tied)
     )
 
 
 def gpt2(tied):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return LanguageModel(
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY,
-                n_positions=8,
-                n_embd=8,
-                n_layer=DEPTH,
-                n_head=2,
-                tie_word_embeddings=tied,
-                bos_token_id=0,
-                eos_token_id=0,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-            )
-        )
-    )
+    return LanguageModel(make_gpt2(tie_word_embeddings=tied))
 
 
 def mlp():

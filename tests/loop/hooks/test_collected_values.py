@@ -229,14 +229,7 @@ def fit_replicas():
 
 
 def _fit(num_devices, module, callbacks, max_epochs, **options):
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, **options),
-        max_epochs=max_epochs,
-        callbacks=callbacks,
-        enable_checkpointing=False,
-    )
+    trainer = fits.trainer(num_devices, options, max_epochs=max_epochs, callbacks=callbacks)
     trainer.fit(module, fits.loader(), fits.loader())
     return trainer
 

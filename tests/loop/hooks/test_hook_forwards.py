@@ -58,26 +58,15 @@ def parts(module):
     return module.head(module.blocks[0].linear(inner))
 
 
-def fit(num_devices, call, **options):
+def fit(num_devices, call, schedule="zb_h1"):
     L.seed_everything(7, verbose=False)
     calls = Calls(call)
     module = Sampling(dropout=0.0)
-    trainer = L.Trainer(
-        **fits.SILENT,
-        devices=num_devices or 1,
-        strategy=fits.strategy(num_devices, **options),
-        callbacks=[calls],
-        max_epochs=1,
-        enable_checkpointing=False,
-    )
+    trainer = fits.trainer(num_devices, {"schedule": schedule}, callbacks=[calls], max_epochs=1)
     if num_devices:
         fits.outlive_failures(trainer)
     trainer.fit(module, fits.loader(), fits.loader())
     return [*calls.found, module.generated.detach()]
-
-
-def fit_with(num_devices, call, schedule):
-    return fit(num_devices, call, **({"schedule": schedule} if num_devices else {}))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +74,8 @@ def fit_with(num_devices, call, schedule):
     first(2, [(whole, 3, "zb_v"), (parts, 2, "zb_v"), (whole, 2, "zb_h1")]),
 )
 def test_every_rank_has_the_result_of_one_device(ranks, call, num_ranks, schedule):
-    (plain,) = ranks(1).run(fit_with, 0, call, schedule)
-    for found in ranks(num_ranks).run(fit_with, num_ranks, call, schedule):
+    (plain,) = ranks(1).run(fit, 0, call)
+    for found in ranks(num_ranks).run(fit, num_ranks, call, schedule):
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-9)
 
 
@@ -99,9 +88,7 @@ def on_one_rank(module):
 
 def run_on_one_rank():
     processes._PATIENCE = timedelta(seconds=3)
-    calls = Calls(on_one_rank)
-    options = {"max_epochs": 1, "enable_checkpointing": False, "callbacks": [calls]}
-    trainer = L.Trainer(**fits.SILENT, devices=2, strategy=fits.strategy(2), **options)
+    trainer = fits.trainer(2, max_epochs=1, callbacks=[Calls(on_one_rank)])
     trainer.fit(Sampling(), fits.loader())
 
 

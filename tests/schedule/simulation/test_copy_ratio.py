@@ -1,3 +1,5 @@
+"""How long copies take beside compute."""
+
 import pytest
 
 from lightning_pipeoffload.schedule import (
