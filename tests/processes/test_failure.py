@@ -1,12 +1,13 @@
 """What the end of a process or an exception says, in one line and as a status."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeoffload.processes import launched_processes
-from lightning_pipeoffload.processes.failure import describe, status_after
+from lightning_pipeoffload.processes.failure import Failure, cause_of_end, describe, status_after
 from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
 from lightning_pipeoffload.schedule import ScheduleError
 
@@ -44,6 +45,19 @@ def test_an_exception_in_one_line(exception, line):
 )
 def test_the_status_is_never_0(exception, has_trained, status):
     assert status_after(exception, has_trained) == status
+
+
+@pytest.mark.parametrize(
+    ("returncode", "how", "status"),
+    [
+        (3, "ended with status 3", 1),
+        (-9, "was killed by SIGKILL", 1),
+        (-15, "was killed by SIGTERM", 143),
+    ],
+)
+def test_what_the_status_of_a_process_tells(returncode, how, status):
+    failure = cause_of_end(SimpleNamespace(returncode=returncode), 1)
+    assert failure == Failure(f"global rank 1, which {how}", status, is_gone=True)
 
 
 class Ended:
