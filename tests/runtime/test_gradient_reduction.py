@@ -14,18 +14,16 @@ ANY = frozenset({0})
 
 
 class Exchange:
-    """What two replicas have sent, in order; they are threads."""
+    """What two replicas, which are threads, have sent; each takes what the other sent as n-th."""
 
     def __init__(self):
         self.sent = [[], []]
-        self.orders = []
         self.changed = Condition()
 
-    def put(self, own, tensor):
+    def put(self, own, value):
         with self.changed:
-            self.sent[own].append(tensor.clone())
+            self.sent[own].append(value)
             self.changed.notify_all()
-            return len(self.sent[own]) - 1
 
     def get(self, own, place):
         with self.changed:
@@ -37,10 +35,10 @@ class OneOfTwo:
     """Counterparts, as GradientReduction sees them."""
 
     num = 2
-    num_orders = 0
 
-    def __init__(self, own, sums, unions):
-        self.own, self.sums, self.unions = own, sums, unions
+    def __init__(self, own, sums, unions, orders):
+        self.own, self.sums, self.unions, self.orders = own, sums, unions, orders
+        self.num_orders = 0
 
     def start_sum(self, tensor):
         return self._start(self.sums, tensor, torch.add)
@@ -49,28 +47,21 @@ class OneOfTwo:
         return self._start(self.unions, tensor, torch.maximum)
 
     def _start(self, exchange, tensor, combine):
-        place = exchange.put(self.own, tensor)
+        place = len(exchange.sent[self.own])
+        exchange.put(self.own, tensor.clone())
         return lambda: tensor.copy_(combine(tensor, exchange.get(1 - self.own, place)))
 
     def first(self, order):
         self.num_orders += 1
-        with self.unions.changed:
-            if self.own == 0:
-                self.unions.orders.append(order)
-            self.unions.changed.notify_all()
-            is_there = self.unions.changed.wait_for(self._has_order, timeout=10)
-        assert is_there
-        return self.unions.orders[self.num_orders - 1]
-
-    def _has_order(self):
-        return len(self.unions.orders) >= self.num_orders
+        self.orders.put(self.own, order)
+        return self.orders.get(0, self.num_orders - 1)
 
 
 def on_both(train):
     """Run one function as two replicas; return what each sent to be summed, and its result."""
-    sums, unions = Exchange(), Exchange()
+    sums, *others = Exchange(), Exchange(), Exchange()
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda own: train(own, OneOfTwo(own, sums, unions)), range(2)))
+        results = list(pool.map(lambda own: train(own, OneOfTwo(own, sums, *others)), range(2)))
     return sums.sent, results
 
 
@@ -146,8 +137,8 @@ def test_frozen_parameters_are_left_out_from_then_on():
 
 
 def test_other_parameters_on_replica_0_are_refused():
-    replicas = OneOfTwo(1, Exchange(), Exchange())
-    replicas.unions.orders = [["a"]]
+    replicas = OneOfTwo(1, Exchange(), Exchange(), Exchange())
+    replicas.orders.put(0, ["a"])
     tensors = parameters(a=2, b=2)
     reduction = reduction_of(replicas, tensors)
     reduction.expect(0)
@@ -181,7 +172,7 @@ def test_a_gradient_keeps_its_strides_and_dtypes_are_not_mixed():
 
 def test_a_sparse_gradient_is_refused_by_name():
     tensors = parameters(table=(2, 3))
-    replicas = OneOfTwo(0, Exchange(), Exchange())
+    replicas = OneOfTwo(0, Exchange(), Exchange(), Exchange())
     tensors["table"].grad = torch.ones(2, 3).to_sparse()
     reduction = reduction_of(replicas, tensors)
     reduction.expect(0)

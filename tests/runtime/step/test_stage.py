@@ -14,12 +14,13 @@ from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import (
     Classifier,
     Regression,
+    Step,
     assert_exact,
     assert_same,
     call_step,
     linear_blocks,
     run_pipeline,
-    run_plain,
+    train_beside,
     vectors,
 )
 
@@ -106,22 +107,19 @@ def test_payloads_of_any_kind(function, first, last):
     assert_exact(module, torch.randn(4, 4).double(), num_ranks=4)
 
 
-class WritingBetween(Regression):
-    """Writes what blocks return, also where that is of another stage: each run finds it new."""
-
-    def step(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-            assert not hasattr(x, "is_seen")
-            x.is_seen = True
-            x = x.add_(1).unsqueeze_(0).squeeze(0)
-        return self.head(x).pow(2).mean()
+def writes_between(m, x):
+    """Write what blocks return, also where that is of another stage: each run finds it new."""
+    x = m.embed(x)
+    for block in m.blocks:
+        x = block(x)
+        assert not hasattr(x, "is_seen")
+        x.is_seen = True
+        x = x.add_(1).unsqueeze_(0).squeeze(0)
+    return m.head(x).pow(2).mean()
 
 
 def test_a_step_that_writes_what_blocks_return():
-    module = WritingBetween(linear_blocks(4)).double()
-    assert_exact(module, torch.randn(4, 4).double(), size=1, num_ranks=4)
+    assert_exact(Step(writes_between).double(), torch.randn(4, 4).double(), size=1, num_ranks=4)
 
 
 class Scaled(nn.Linear):
@@ -129,22 +127,17 @@ class Scaled(nn.Linear):
         return super().forward(x) * scale, scale + 1
 
 
-class ScaledRegression(Regression):
-    def step(self, batch):
-        x, scale = self.embed(batch["x"]), batch["scale"]
-        for block in self.blocks:
-            x, scale = block(x, scale)
-        return self.head(x).pow(2).mean()
+def scaled(m, batch):
+    x, scale = m.embed(batch["x"]), batch["scale"]
+    for block in m.blocks:
+        x, scale = block(x, scale)
+    return m.head(x).pow(2).mean()
 
 
 def test_numbers_in_the_payload_follow_the_batch():
-    module = ScaledRegression([Scaled(4, 4) for _ in range(4)]).double()
-    pipeline = InProcessPipeline(module, build("1f1b", 2, 2), call_step)
-    x = torch.randn(4, 4).double()
-    for scale in (1, 2):
-        batch = {"x": x, "scale": scale}
-        found = pipeline.run(batch, 2)
-        torch.testing.assert_close(found, run_plain(module, batch, 2).losses)
+    module = Step(scaled, [Scaled(4, 4) for _ in range(4)]).double()
+    batches = [{"x": torch.randn(4, 4).double(), "scale": scale} for scale in (1, 2)]
+    train_beside(module, "1f1b", 2, batches)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 3), (0, 5), (3, 6)])
@@ -175,13 +168,8 @@ def test_recomputed_blocks_drop_the_same():
     assert_same(found, run_pipeline(module, build("zb_h1", 2, 2), x, 2, blocks="blocks"))
 
 
-class Detached(Regression):
-    def step(self, x):
-        return super().step(x).detach()
-
-
 def test_a_detached_loss_is_refused():
-    module, x = Detached(linear_blocks(2)).double(), torch.randn(4, 4).double()
+    module, x = Step(lambda m, x: m(x).mean().detach()).double(), torch.randn(4, 4).double()
     with pytest.raises(ValueError, match="does not depend on any parameter that trains"):
         run_pipeline(module, build("zb_h1", 2, 2), x, 2)
 
@@ -251,30 +239,22 @@ def test_global_generators_are_left_as_found():
 # What a stage refuses while it runs
 
 
-class ValueDependent(nn.Linear):
-    """Its payload's shape depends on values that the trace does not see."""
-
-    def forward(self, x):
-        return super().forward(x)[: self.rows]
-
-    rows = 2
-
-
 def test_a_payload_of_another_shape_is_refused():
-    module = Regression([ValueDependent(4, 4), nn.Linear(4, 4)])
+    rows = [2]  # which the trace does not see
+    module = Regression([Block(lambda linear, x: linear(x)[: rows[0]]), nn.Linear(4, 4)])
     pipeline = InProcessPipeline(module, build("1f1b", 2, 1), call_step)
     pipeline.run(torch.ones(2, 4), 2)
-    pipeline.ranks[0].module.blocks[0].rows = 1
+    rows[:] = [1]
     with pytest.raises(RuntimeError, match=r"blocks.0 returned .*\[1, 4\].* where .*\[2, 4\]"):
         pipeline.run(torch.ones(2, 4), 2)
 
 
-def test_except_exception_around_the_blocks_is_fine():
-    class Careful(Regression):
-        def forward(self, x):
-            try:
-                return super().forward(x)
-            except Exception:
-                return x
+def careful(m, x):
+    try:
+        return m(x).pow(2).mean()
+    except Exception:
+        return x.sum()
 
-    assert_exact(Careful(linear_blocks(2)).double(), torch.randn(4, 4).double())
+
+def test_except_exception_around_the_blocks_is_fine():
+    assert_exact(Step(careful).double(), torch.randn(4, 4).double())
