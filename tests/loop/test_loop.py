@@ -150,15 +150,15 @@ ROWS = {
     "early stopping on validation": Row(
         {"max_epochs": 9}, lambda: [EarlyStopping("val_loss", min_delta=9.0, patience=1)]
     ),
+    "finetuning": Row({"max_epochs": 3}, lambda: [LearningRateMonitor(), Thaw()], sgd),
     "early stopping on training": Row(
         {"max_epochs": 9},
         lambda: [
             EarlyStopping("train_loss", min_delta=9.0, patience=1, check_on_train_epoch_end=True)
         ],
     ),
-    "finetuning": Row({"max_epochs": 3}, lambda: [LearningRateMonitor(), Thaw()], sgd),
-    "freezing by hand": Row({"max_epochs": 3}, lambda: [Freezes()], sgd),
     "plateau by step": Row({}, lambda: [LearningRateMonitor()], plateau("step", "train_loss_step")),
+    "freezing by hand": Row({"max_epochs": 3}, lambda: [Freezes()], sgd),
     "plateau by epoch": Row({}, lambda: [LearningRateMonitor()], plateau("epoch", "val_loss")),
     "LBFGS": Row(
         {"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": None},

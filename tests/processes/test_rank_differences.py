@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeoffload.processes.rank_differences import describe_optimizers
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.pairs import some
@@ -132,3 +133,13 @@ def _refusal(changed, options, trainer_options, run="fit"):
     except ValueError as error:
         return str(error)
     return None
+
+
+def test_no_address_is_compared():
+    described, kept = [], []
+    for _ in range(2):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1))
+        optimizer.param_groups[0]["rule"] = lambda x: x
+        kept.append(optimizer)  # else the second may have the first one's place
+        described.append(describe_optimizers([optimizer], [[["weight"]]], []))
+    assert described[0] == described[1]
