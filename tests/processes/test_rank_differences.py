@@ -139,7 +139,7 @@ def test_no_address_is_compared():
     described, kept = [], []
     for _ in range(2):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1))
-        optimizer.param_groups[0]["rule"] = lambda x: x
+        optimizer.param_groups[0]["rule"] = object()
         kept.append(optimizer)  # else the second may have the first one's place
         described.append(describe_optimizers([optimizer], [[["weight"]]], []))
     assert described[0] == described[1]
