@@ -125,9 +125,7 @@ STEPS = [
 
 
 def module_of(step):
-    settings = step is losses_in_attributes
-    blocks = [Setting(4, 4) for _ in range(DEPTH)] if settings else linear_blocks(DEPTH)
-    return Step(step, blocks).double()
+    return Step(step, [Setting(4, 4) for _ in range(DEPTH)]).double()
 
 
 PIPELINES = [("1f1b", 2), ("zb_h1", 4), ("interleaved_1f1b", 2), ("zb_v", 2), ("zb_v", 4)]

@@ -70,20 +70,10 @@ class Call(nn.Module):
         return self.function(x)
 
 
-def frozen_bias():
+def linear_with_frozen(name):
     linear = nn.Linear(4, 4)
-    linear.bias.requires_grad_(False)
+    linear.get_parameter(name).requires_grad_(False)
     return linear
-
-
-def frozen_weight():
-    linear = nn.Linear(4, 4)
-    linear.weight.requires_grad_(False)
-    return linear
-
-
-def twice(x, weight):
-    return functional.linear(functional.linear(x, weight), weight)
 
 
 def both(x, weights):
@@ -93,7 +83,7 @@ def both(x, weights):
 
 # The name of a call; how many gradients of it wait for W; the call, of weight w, bias b and x.
 PRODUCTS = {
-    "linear twice": (2, lambda w, b, x: twice(x, w)),
+    "linear twice": (2, lambda w, b, x: functional.linear(functional.linear(x, w), w)),
     "x @ w": (1, lambda w, b, x: x @ w + b),
     "batched x @ w": (1, lambda w, b, x: x[None] @ w),
     "w @ x": (1, lambda w, b, x: w @ x.t()),
@@ -122,8 +112,8 @@ PRODUCTS = {
 MODULES = {
     "linear": (1, lambda: nn.Linear(4, 3)),
     "linear without bias": (1, lambda: nn.Linear(4, 3, bias=False)),
-    "linear with frozen bias": (1, frozen_bias),
-    "linear with frozen weight": (0, frozen_weight),
+    "linear with frozen bias": (1, lambda: linear_with_frozen("bias")),
+    "linear with frozen weight": (0, lambda: linear_with_frozen("weight")),
     "conv1d": (1, lambda: Over(nn.Conv1d(4, 3, 3, padding=1), (2, 4, 3))),
     "conv1d without bias": (1, lambda: Over(nn.Conv1d(4, 3, 3, bias=False), (2, 4, 3))),
     "grouped conv2d": (1, lambda: Over(nn.Conv2d(2, 4, 2, stride=2, groups=2), (1, 2, 4, 3))),
