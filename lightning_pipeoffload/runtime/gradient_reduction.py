@@ -142,7 +142,8 @@ class _Bucket:
     def start(self, replicas: Replicas) -> None:
         self.absent = [name for name, holder in self._holders.items() if holder.grad is None]
         for name in self.absent:
-            self._holders[name].grad = torch.zeros_like(self._tensors[name])
+            tensor = self._tensors[name]
+            self._holders[name].grad = torch.zeros_like(tensor, dtype=tensor.grad_dtype)
         self._bundle = Bundle([*self._gradients()])
         flat = self._bundle.flat
         flat.div_(replicas.num)  # before they are added, so that half precision does not overflow

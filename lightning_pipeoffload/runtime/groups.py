@@ -172,7 +172,7 @@ class PipelineGroup(RankMesh, HostGroup):
                 if not parameter.requires_grad or not self._has_gradient(shared, group):
                     continue
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
                 dist.all_reduce(parameter.grad, group=group)
 
     def _has_gradient(self, shared: _Shared, group: Any) -> bool:

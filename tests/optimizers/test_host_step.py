@@ -78,9 +78,12 @@ class ByHand(torch.optim.Optimizer):
 class Net(fits.Net):
     """Every third batch is clipped, where gradients are."""
 
-    def __init__(self, optimizer="adamw", dtype=torch.float32, watches=True, **options):
+    def __init__(
+        self, optimizer="adamw", dtype=torch.float32, watches=True, grad_dtype=None, **options
+    ):
         super().__init__(**options)
         self.optimizer, self.watches, self.seen = optimizer, watches, []
+        self.grad_dtype = grad_dtype
         self.to(dtype)
 
     def training_step(self, batch, batch_idx):
@@ -98,6 +101,8 @@ class Net(fits.Net):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def on_train_start(self):
+        for parameter in self.parameters() if self.grad_dtype is not None else ():
+            parameter.grad_dtype = self.grad_dtype
         if self.watches:
             self.optimizers().optimizer.register_step_post_hook(self.look)
 
@@ -207,15 +212,20 @@ def masters_in(path):
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"),
-    [(2, {"schedule": "zb_h2", **LATE}), slow((4, {"schedule": "zb_v", **SHARDED})), slow((1, {}))],
+    ("size", "strategy", "grad_dtype"),
+    [
+        (2, {"schedule": "zb_h2", **LATE}, torch.float32),
+        slow((4, {"schedule": "zb_v", **SHARDED}, torch.float32)),
+        slow((1, {}, None)),
+    ],
 )
-def test_masters_are_those_that_a_user_keeps_by_hand(ranks, tmp_path, size, strategy):
+def test_masters_are_those_that_a_user_keeps_by_hand(ranks, tmp_path, size, strategy, grad_dtype):
+    net = partial(Net, watches=False, grad_dtype=grad_dtype)
     by_hand, kept = str(tmp_path / "by hand"), str(tmp_path / "kept")
     plain = {**strategy, "per_parameter_optimizer": True, "optimizer_sync": "barrier"}
-    run = partial(fit, net=partial(Net, ByHand, watches=False), strategy=plain, **BF16)
+    run = partial(fit, net=partial(net, ByHand), strategy=plain, **BF16)
     expected = ranks(size).run(run, size, by_hand, False)
-    run = partial(fit, net=partial(Net, watches=False), strategy=strategy | MASTERS, **BF16)
+    run = partial(fit, net=net, strategy=strategy | MASTERS, **BF16)
     assert_same(ranks(size).run(run, size, kept, True), expected)
     assert_same(torch.load(kept, weights_only=False)["state_dict"], masters_in(by_hand))
 

@@ -144,7 +144,8 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
     if leaf is None or has_hooks(leaf):
         torch.autograd.backward(parameter, gradient)
     elif leaf.grad is None:
-        leaf.grad = gradient.to(leaf.dtype)
+        dtype = leaf.grad_dtype  # None: any
+        leaf.grad = gradient if dtype is None else gradient.to(dtype)
     else:
         leaf.grad.add_(gradient)
 
