@@ -1,7 +1,7 @@
 # make train   trains the demo GPT over two pipeline ranks on the CPU
 # make test    runs lint, types and tests
 # make docs    builds the documentation site in build/site, and fails on a warning
-# make gpu     what one GPU tells, in less than eight minutes, with the python that it is given:
+# make gpu     what one GPU tells, in less than nine minutes, with the python that it is given:
 #              make gpu PYTHON=python3
 # The first three make the environment that they need, and again when pyproject.toml changes.
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -186,6 +189,63 @@ def quantized(device: torch.device) -> Iterator[str]:
         losses.append(_loss(train(device, strategy=strategy, plugins=plugin, **quiet)))
     yield f"validation losses on one device {losses[0]}, of the pipeline {losses[1]}"
     assert abs(float(losses[0]) - float(losses[1])) < 1e-3
+
+
+class _Steps(Callback):
+    """When each step begins, once the device has ended the one before."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        """Note it."""
+        if is_accelerated(trainer.strategy.root_device):
+            torch.accelerator.synchronize()
+        self.starts.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, by the plan that is made after the fourth."""
+        return median(after - before for before, after in pairwise(self.starts[5:]))
+
+
+class _WithSGD(GPT):
+    """The same blocks, whose optimizer keeps nothing."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
+def host_step(device: torch.device) -> Iterator[str]:
+    """An eighth of 8B parameters in 24 GiB: what AdamW with masters on the host takes of a step."""
+    width, context, count = (4096, 2048, 16) if is_accelerated(device) else (32, 8, 2)
+    if is_accelerated(device):
+        module = torch.get_device_module(device)
+        memory = module.get_device_properties(device).total_memory
+        module.set_per_process_memory_fraction(min(1.0, 24 * 2**30 / memory))
+    row = torch.randint(256, (context + 1,))
+    rows: Any = [(row[:-1], row[1:])] * (10 * count)
+    on_host: dict[str, Any] = {"optimizer_offload": True, "master_weights": "float32"}
+    size: dict[str, Any] = {"context": context, "width": width, "depth": 4, "dropout": 0.0}
+    found = []
+    for kind, options in ((_WithSGD, {}), (GPT, on_host)):
+        steps = _Steps()
+        strategy = PipeOffloadStrategy(
+            schedule="zb_h1", num_microbatches=count, recompute="full", **options
+        )
+        trainer = Trainer(
+            accelerator="auto" if is_accelerated(device) else "cpu", devices=1, strategy=strategy,
+            precision="bf16-true", max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[steps],
+        )  # fmt: skip
+        trainer.fit(kind(heads=max(1, width // 128), **size), DataLoader(rows, count))
+        found.append(steps.seconds)
+    took = strategy.fit_run.run.measurements.step_seconds()
+    peak = torch.accelerator.max_memory_allocated() if is_accelerated(device) else 0
+    yield (
+        f"peak {peak / 2**30:.1f} GiB; a step of {found[0]:.3f} s takes "
+        f"{found[1] - found[0]:.3f} s more for a STEP of {took:.3f} s"
+    )
 
 
 class Shards(IterableDataset[Minibatch]):
