@@ -40,7 +40,7 @@ def test_every_rank_has_the_same_work_whatever_its_number_of_stages(compare):
     ("costs", "num_ranks", "makespans"),
     [
         (Costs(0, 0, 0, communication=3), 4, [2 * 3 * 3, 2 * 7 * 3]),
-        (Costs(1, 1, 1, reduce=8), 1, [3 + 8, 2 + 8]),
+        (Costs(1, 1, 1, reduce=8), 1, [3 + 8, 1.5 + 1 / 16 + 8]),  # beside the first stage's W
     ],
 )
 def test_messages_and_gradients_take_as_long_whatever_the_number_of_stages(
