@@ -53,7 +53,7 @@ from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
 from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
 from lightning_pipeoffload.metrics.metric_groups import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.optimizers.early_step import EarlyStep
+from lightning_pipeoffload.optimizers.host_step import EarlyStep
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.step_options import StepOptions
 from lightning_pipeoffload.planning.training_plan import Accumulation

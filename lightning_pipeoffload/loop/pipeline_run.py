@@ -17,7 +17,7 @@ from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.loop.step_exchange import StepExchange
-from lightning_pipeoffload.optimizers.early_step import EarlyStep
+from lightning_pipeoffload.optimizers.host_step import EarlyStep
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Accumulation

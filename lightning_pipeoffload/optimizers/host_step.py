@@ -7,8 +7,11 @@ does. Gradients and weights pass through two staging buffers, a bucket of parame
     STEP                        [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
     to the device                           [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
 
-Where nothing has to see all gradients first, a thread steps buckets whose gradients are final while
-others are computed; see :class:`~lightning_pipeoffload.optimizers.early_step.EarlyStep`.
+A rank's last W's run parameter by parameter. Where nothing has to see all gradients first, a thread
+steps buckets whose gradients are final while others are computed::
+
+    device   W of bucket 0 | W of bucket 1 | W of bucket 2
+    host                   | STEP 0        | STEP 1       | STEP 2
 
 An optimizer that has to see all its parameters at once has one bucket. The optimizer's own call of
 ``step`` computes the last one, so hooks, schedulers and counters count one step.
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -272,6 +275,30 @@ class HostStep:
                 masters.put(parameter, stepped)
         self._stepping.buffer.left = self._lanes.h2d.mark()
         self._restore()
+
+
+class EarlyStep:
+    """Gives final gradients to the host's step; in place of a sum over replicas.
+
+    Args:
+        stages: For each parameter that one stage of the pipeline uses alone, that stage.
+        take: Called with parameters whose gradients are final.
+    """
+
+    def __init__(self, stages: Mapping[Tensor, int], take: Callable[[Tensor], None]) -> None:
+        self._stages, self._take = stages, take
+
+    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
+        """Note that a stage's last B has run: its gradients are final but for ``coming``."""
+        later = {*coming}
+        for parameter, own in self._stages.items():
+            if own == stage and parameter not in later:
+                self._take(parameter)
+
+    def finish(self, parameter: Tensor) -> None:
+        """Note that the last W of a parameter has run."""
+        if parameter in self._stages:
+            self._take(parameter)
 
 
 @contextmanager

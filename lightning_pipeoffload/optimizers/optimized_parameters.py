@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.early_step import EarlyStep
-from lightning_pipeoffload.optimizers.host_step import HostStep, state_on_host
+from lightning_pipeoffload.optimizers.host_step import EarlyStep, HostStep, state_on_host
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
 from lightning_pipeoffload.optimizers.narrowed_optimizer import (
     NarrowedOptimizer,
