@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import bitsandbytes
@@ -9,12 +10,14 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.optim import sgd
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.optimizers import host_step
 from lightning_pipeoffload.optimizers.optimizer_table import refuse_on_host
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
 from lightning_pipeoffload.runtime.memory.streams import CopyLanes
+from lightning_pipeoffload.schedule import tails
 from tests.support import fits
 from tests.support.offloaded import LastMomentLane
 from tests.support.pairs import slow
@@ -306,3 +309,31 @@ def test_the_host_s_memory_is_counted_before_training(options):
     assert memory["device"][0] == 2 * weights + memory["activations"][0] + memory["messages"][0]
     with pytest.raises(HostMemoryError, match=r"\(state.*, staging .* is 0.04 MiB; allow more"):
         trained("40KiB", **options)
+
+
+def shortest_tail(clip):
+    """Train with a step that takes as long as many W's; return how many W's stand beside it."""
+    L.seed_everything(7, verbose=False)
+    compute = sgd.sgd
+
+    def slow_step(parameters, *args, **options):
+        compute(parameters, *args, **options)
+        time.sleep(2e-3 * len(parameters))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sgd, "sgd", slow_step)
+        patch.setattr(host_step, "STAGING_BYTES", SMALL)
+        given = {"num_microbatches": 8, "schedule": "zb_h1", "optimizer_offload": True}
+        trainer = fits.trainer(2, given, max_steps=6, gradient_clip_val=clip)
+        trainer.fit(Net("sgd", watches=False), fits.loader(batch_size=16))
+    strategy = trainer.strategy
+    found = [len(tail.weights) for rank in strategy.plan for tail in tails(rank)]
+    return min(found, default=0), strategy.report()["schedule"]
+
+
+def test_the_plan_postpones_weights_beside_which_a_long_step_runs(ranks):
+    """By itself each rank of zb_h1 ends with at least one W. STEP behind clipping has no tail."""
+    for tail, schedule in ranks(2).run(shortest_tail, None):
+        assert tail > 1
+        assert schedule == "zb_h1"
+    assert ranks(2).run(shortest_tail, 6.0) == [(0, "zb_h1")] * 2
