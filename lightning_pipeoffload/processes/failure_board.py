@@ -20,6 +20,7 @@ key                   written by                   read by
 ``failure``: a cause  the first to find one, once  every rank at each poll
 ``raised/RANK``       a rank that raises an error  ranks that raise an error too
 ``seen/RANK``         a rank that knows the cause  rank at fault; the store's host
+``done/RANK``         a rank that reads no more    the store's host, before it exits
 ``roll``              a rank that has lost others  every rank at each poll
 ``present/RANK``      a rank that has read roll    ranks that have lost others
 ====================  ===========================  ===============================
@@ -261,8 +262,9 @@ class FailureBoard:
                 self._exit(failure, quietly=failure.is_interrupt)
             if isinstance(exception, SystemExit):  # Python prints nothing of it
                 say(f"{self._name} stops: {cause}")
-            self._acknowledge()
+            self._write("seen")
             self._wait_until_seen(failure)
+            self._write("done")
         except dist.DistError:
             log.debug("the run's store is gone, so nobody can read the failure", exc_info=True)
         exit_soon(exception, status)
@@ -291,7 +293,8 @@ class FailureBoard:
 
     def _go_on(self, exception: Exception, failure: Failure) -> None:
         """Let the exception reach the caller; if nobody catches it, one rank shows it."""
-        self._acknowledge()
+        self._write("seen")
+        self._write("done")
         if self._global_rank == 0:  # it may exit at once, and it hosts the store
             self._wait_until_seen(failure)
         if not failure.cause.startswith(f"{self._name}:"):
@@ -343,9 +346,11 @@ class FailureBoard:
             say(f"{self._name} stops because of {failure.cause_with_place(self.place_of)}")
         try:
             if failure != _RANK_ZERO_GONE:
-                self._acknowledge()
+                self._write("seen")
             if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
                 self._wait_until_seen(failure)
+            if failure != _RANK_ZERO_GONE:
+                self._write("done")
         except dist.DistError:
             log.debug("the run's store is gone", exc_info=True)
         # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
@@ -353,25 +358,26 @@ class FailureBoard:
 
     # Acknowledgements
 
-    def _acknowledge(self) -> None:
-        """Let global rank 0, which hosts the store, exit: this rank reads nothing any more."""
+    def _write(self, key: str) -> None:
         if self._store is not None:
-            self._store.set(f"seen/{self._global_rank}", "")
+            self._store.set(f"{key}/{self._global_rank}", "")
 
     def _wait_until_seen(self, failure: Failure) -> None:
         """Wait until all ranks that can have acknowledged the failure; kill local ones that do not.
 
-        They may be stopped for ever.
+        They may be stopped for ever. Global rank 0, with which the store ends, waits until they
+        read it no more: torch prints a long trace where one does.
         """
         if self._store is None:
             return
+        key = "done" if self._global_rank == 0 else "seen"
         for _ in self._counted_polls(_SEEN_SECONDS):
-            if not self._awaited(failure):
+            if not self._awaited(failure, key):
                 break
-        self._launched.kill(self._without("seen"))
+        self._launched.kill(self._without(key))
 
-    def _awaited(self, failure: Failure) -> list[int]:
-        unseen = self._without("seen")
+    def _awaited(self, failure: Failure, key: str) -> list[int]:
+        unseen = self._without(key)
         alive = [rank for rank in unseen if not self._launched.has_ended(rank)]
         if not failure.is_gone:
             return alive

@@ -4,7 +4,7 @@ import threading
 import time
 from datetime import timedelta
 from queue import Queue
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -14,13 +14,14 @@ from lightning_pipeoffload.processes.failure import Failure
 from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
 
 
-def test_who_has_told_waits_for_a_rank_that_stands_still_for_a_while(monkeypatch):
+def test_the_store_stays_for_a_rank_that_stands_still_for_a_while(monkeypatch):
     store, seconds = HashStore(), []
+    store.set("seen/1", "")  # it still waits for others, and reads the store
 
     def sleep(pause):
         seconds.append(pause)
         if sum(seconds) > 20:
-            store.set("seen/1", "")
+            store.set("done/1", "")
 
     monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
     board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
@@ -29,6 +30,22 @@ def test_who_has_told_waits_for_a_rank_that_stands_still_for_a_while(monkeypatch
     board.report(KeyError("in a hook"), "", 1)
     assert 20 < sum(seconds) < 21
     assert Failure.decode(store.get("failure")).cause == "global rank 0: KeyError: 'in a hook'"
+
+
+@pytest.mark.parametrize("is_at_fault", [True, False])
+def test_a_rank_that_is_done_reads_the_store_no_more(monkeypatch, is_at_fault):
+    store = Mock(wraps=HashStore())
+    store.set("seen/0", "")
+    for name in ("exit_soon", "os"):
+        monkeypatch.setattr(failure_board, name, Mock())
+    board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
+    board.connect(store)
+    if is_at_fault:
+        board.report(SystemExit(1), "", 1)
+    else:
+        store.set("failure", Failure("global rank 0: said so").encode())
+        board.blame_others("Connection closed by peer")
+    assert store.method_calls[-1] == call.set("done/1", "")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +60,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_blamed_and_not_waited_for(
     monkeypatch, present, waits, cause
 ):
     store, seconds = HashStore(), []
-    store.set("seen/3", "")
+    store.set("done/3", "")
     for rank in (*present, 3):
         store.set(f"present/{rank}", "")
     monkeypatch.setattr(failure_board.os, "_exit", lambda status: None)
@@ -72,6 +89,7 @@ def test_a_rank_goes_on_if_all_have_raised_the_same(monkeypatch, others, goes_on
         kind, _, other = key.partition("/")
         store.set(f"{kind}/{rank}", other + "ValueError: <object at 0x>")
         store.set(f"seen/{rank}", "")
+        store.set(f"done/{rank}", "")
     board = failure_board.FailureBoard(0, 3, LaunchedProcesses(0, 0, ()))
     board.connect(store)
     assert board.report(ValueError("<object at 0x7f01>"), "", 1) == goes_on
