@@ -16,6 +16,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import LlamaConfig
 
 from lightning_pipeoffload import PipeOffloadStrategy, plan
 from lightning_pipeoffload.schedule import SCHEDULES
@@ -163,8 +164,9 @@ def test_there_are_commands():
     assert len(commands("pipeoffload-train")) >= 1
 
 
-# The solver searches for half a minute, a sweep plans every family; both have tests elsewhere.
-LONG = ("optpipe", "sweep=")
+# The solver searches for half a minute, a sweep plans every family, a base in 4 bits is traced; all
+# have tests elsewhere.
+LONG = ("optpipe", "sweep=", "FOLDER")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +178,10 @@ LONG = ("optpipe", "sweep=")
 )
 def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    if "FOLDER" in line:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+        LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained("FOLDER")
     monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *shlex.split(line)])
     plan.main()
     assert "bubble" in capsys.readouterr().out
