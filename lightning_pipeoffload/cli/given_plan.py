@@ -166,7 +166,7 @@ class GivenPlans:
         plan = make_plan(self.request(self.all_options(), memory_limit=self._limit))
         if not is_json:
             print_choice(plan, self.units)
-        step = self._step(split_fused_backward(plan.schedule), plan.costs)
+        step = self._step(plan.schedule, plan.costs)
         return step, described(plan, with_candidates=True)
 
     def _solved(self) -> PlannedStep:
@@ -223,8 +223,8 @@ class GivenPlans:
         return given.name, given.num_chunks, recipe
 
     def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
-        """Return a schedule with its figures; with REDUCE or STEP where these take time."""
-        plan = with_final_actions(schedule, costs, self._steps_early)
+        """Return a schedule as it runs, with its figures; REDUCE and STEP where they take time."""
+        plan = with_final_actions(split_fused_backward(schedule), costs, self._steps_early)
         return PlannedStep(plan, costs, self._has_barrier)
 
     def compare(self, is_json: bool) -> list[PlannedStep]:
