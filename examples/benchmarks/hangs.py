@@ -253,6 +253,9 @@ class ModelStage:
         """Return no parameters."""
         return []
 
+    def end_step(self) -> None:
+        """Do nothing: no graphs are captured."""
+
     def payload_in(self, microbatch: Any) -> list[TensorSpec]:
         """Return what the previous stage sends."""
         return [] if self.is_first else [SPEC]
