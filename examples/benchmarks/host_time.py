@@ -81,7 +81,7 @@ class ActionCosts(Callback):
 
     def __init__(self, profiled: str) -> None:
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self.profile = cProfile.Profile()
+        self.profile = cProfile.Profile(time.thread_time)
         self._profiled = profiled
         self._in_actions = 0.0
 
