@@ -1,6 +1,7 @@
 """Numbers in the run's store, for other ranks to read; a rank that has some does not wait.
 
-Neither for an accelerator that has yet to compute them, nor for the store: a thread does both.
+A thread waits for an accelerator that has yet to compute them, and for the store's answers. What
+the host has is written at once, for which the store has no answer: to wake a thread takes longer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ class Publisher:
 
     Args:
         store: A store that all ranks can read.
-        fail: Called with an error of the thread that publishes: other ranks would wait for what it
-            does not write.
+        fail: Called with an error of the store: other ranks would wait for what is not written.
         are_deleted: Whether old entries are deleted; else they stay until the reader deletes them.
     """
 
@@ -43,6 +43,7 @@ class Publisher:
         self._are_deleted = are_deleted
         self._is_abandoned = False
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_queued = self._num_done = 0
         self._keys: list[str] = []
         self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
         self._thread.start()
@@ -58,15 +59,33 @@ class Publisher:
 
         def write() -> None:
             self._store.set(key, json.dumps(fetch()))
-            if self._are_deleted:
-                self._keys.append(key)
-            if len(self._keys) > _NUM_STORED:
-                self._store.delete_key(self._keys.pop(0))
 
-        self._queue.put(write)
+        values = (value for of_kind in metrics.values() for value in of_kind.values())
+        if self._num_done < self._num_queued or any(map(late_values.is_on_accelerator, values)):
+            self._leave_to_thread(write)
+        else:
+            self._run(write)
+        if self._are_deleted:
+            self._keys.append(key)
+            if len(self._keys) > 2 * _NUM_STORED:
+                self._delete_old()
+
+    def _leave_to_thread(self, task: Callable[[], None]) -> None:
+        self._num_queued += 1
+        self._queue.put(task)
+
+    def _delete_old(self) -> None:
+        old, self._keys = self._keys[:-_NUM_STORED], self._keys[-_NUM_STORED:]
+
+        def delete() -> None:
+            for key in old:
+                self._store.delete_key(key)
+
+        self._leave_to_thread(delete)
 
     def close(self) -> None:
         """Return when all is written."""
+        self._delete_old()
         self._queue.put(None)
         self._thread.join()
 
@@ -76,12 +95,20 @@ class Publisher:
         self._queue.put(None)
 
     def _work(self) -> None:
+        for task in iter(self._queue.get, None):
+            if not self._run(task):
+                return
+            self._num_done += 1
+
+    def _run(self, task: Callable[[], None]) -> bool:
         try:
-            for write in iter(self._queue.get, None):
-                write()
+            task()
         except Exception as error:
             if not self._is_abandoned:
+                self._is_abandoned = True
                 self._fail(error)
+            return False
+        return True
 
 
 class RankFigures:

@@ -3,12 +3,15 @@
 import json
 from math import isnan
 from queue import Queue
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from lightning_pipeoffload.metrics.publisher import Publisher, RankFigures
+from lightning_pipeoffload.runtime import late_values
 
 
 def test_what_was_published_is_there_when_the_publisher_is_closed():
@@ -27,12 +30,35 @@ def test_what_was_published_is_there_when_the_publisher_is_closed():
     assert isnan(json.loads(store.get("nan"))["log"]["a"])
 
 
-def test_an_error_of_the_thread_is_reported():
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_error_of_the_store_is_reported(monkeypatch, is_late):
+    monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: is_late)
+    monkeypatch.setattr(late_values, "start_reading", lambda tensor: lambda: tensor)
     told = Queue()
     publisher = Publisher(None, told.put)
-    publisher.publish("at 0", {})
+    publisher.publish("at 0", {"log": {"a": torch.tensor(1.0)}})
     assert "'set'" in str(told.get(timeout=1000))
     publisher.close()
+
+
+def test_numbers_of_the_host_come_behind_those_of_an_accelerator(monkeypatch):
+    """They are read once, in the order in which they were published."""
+    computed, written = Event(), []
+    monkeypatch.setattr(late_values, "is_on_accelerator", torch.is_tensor)
+
+    def start_reading(tensor):
+        return lambda: tensor if computed.wait(1000) else None
+
+    monkeypatch.setattr(late_values, "start_reading", start_reading)
+    store = SimpleNamespace(set=lambda key, value: written.append(key))
+    publisher = Publisher(store, print)
+    publisher.publish("at 0", {"log": {"a": 1.0}})
+    publisher.publish("at 1", {"log": {"a": torch.tensor(1.0)}})
+    publisher.publish("at 2", {"log": {"a": 2.0}})
+    assert written == ["at 0"]
+    computed.set()
+    publisher.close()
+    assert written == ["at 0", "at 1", "at 2"]
 
 
 @pytest.fixture
