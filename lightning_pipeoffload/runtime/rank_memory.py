@@ -82,7 +82,8 @@ class ActivationMemory:
 
     def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:
         """Begin a step with the rank's actions and stages."""
-        self.ledger.start_step()  # counts the last step, with its stages
+        sizes = [(s.memory.activation_bytes, s.memory.residue_bytes) for s in self._stages.values()]
+        self.ledger.start_step(sizes)  # counts the last step, with its stages
         self._there.clear()
         self._stages = stages
         self._stores.clear()

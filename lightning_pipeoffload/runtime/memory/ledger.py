@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_pipeoffload.schedule import Action
 
@@ -48,11 +48,21 @@ class Ledger:
         self._measured = measured
         self._peak = self._total = Held()
         self._pending: list[tuple[float, Action, Held | None]] = []
+        self._counted: tuple[list[Action], Any] = [], None
         self.start_step()
 
-    def start_step(self) -> None:
-        """Begin a new account; nothing is left of earlier steps but their peaks."""
-        self._count()
+    def start_step(self, sizes: Any = None) -> None:
+        """Begin a new account; nothing is left of earlier steps but their peaks.
+
+        Args:
+            sizes: All that ``measured`` went by in the last step. One with the actions and sizes of
+                the step before has its peaks, and is not counted. None: it is.
+        """
+        found = [action for _, action, held in self._pending if held is None]
+        if sizes is None or len(found) < len(self._pending) or self._counted != (found, sizes):
+            self._count()
+            self._counted = found, sizes
+        self._pending.clear()
         self._entries: list[Entry] = []
         self._offloaded_bytes = 0
         self._held: dict[tuple[int, int], Held] = {}
