@@ -9,8 +9,8 @@ before the first B of a plan, and what it does behind it after the last::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +22,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
+from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation, Scaling
 from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+_BEFORE_BACKWARD = "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward"
 
 
 def scaler_of(precision: Precision) -> GradScaler | None:
@@ -91,12 +94,21 @@ class BatchBackward(BackwardHooks):
         Args:
             results: What steps have returned on this rank by then.
         """
-        with nullcontext() if self._collected is None else self._collected.between_steps():
+        with self._between_steps():
             self._zero()
             self._begin(_loss_of(results[-1]) if results else None)
         if self._is_summed:
             self._group.part_shared_gradients()
             self._is_summed = False
+
+    def _between_steps(self) -> AbstractContextManager[None]:
+        if self._collected is None or not self._runs_hooks:
+            return nullcontext()
+        return self._collected.between_steps()
+
+    @cached_property
+    def _runs_hooks(self) -> bool:
+        return bool(users_hooks(self._module.trainer, _BEFORE_BACKWARD))
 
     def end(self, output: Any, accumulation: Accumulation) -> Any:
         """Do what Lightning does after a backward; return the output, or a zero for the loss."""

@@ -131,7 +131,7 @@ class PipelineRun:
             # The last one would have no statistics.
             size = next(more for more in range(size, total + 1) if total % more != 1)
         try:
-            return self._cut(inputs, size)
+            return self._cut(inputs, size, total)
         except Exception as error:
             if size < total:
                 self._blame_cutting(error, inputs, total, size)
@@ -140,7 +140,7 @@ class PipelineRun:
     def _blame_cutting(self, error: Exception, inputs: StepInputs, total: int, size: int) -> None:
         """Raise an error that says so where the step fails only with a microbatch."""
         try:
-            self._cut(inputs, total)
+            self._cut(inputs, total, total)
         except Exception:
             return  # the first error counts, which is the caller's
         raise ValueError(
@@ -215,7 +215,7 @@ class PipelineRun:
             total = batch_size(inputs.batch)
             # A number may count samples: whether to cut is decided by a whole batch's.
             is_whole = inputs.kind == "predict_step" and not self._cuts_predictions
-            slices = self._cut(inputs, total if is_whole else self._smallest_size(total))
+            slices = self._cut(inputs, total if is_whole else self._smallest_size(total), total)
         except ValueError as error:
             obstacle = str(error)
         if key not in self._runs_whole:
@@ -269,11 +269,12 @@ class PipelineRun:
     def _smallest_size(self, total: int) -> int:
         return -(-total // self._training.schedule.num_microbatches)
 
-    def _cut(self, inputs: StepInputs, size: int) -> list[BatchSlice]:
+    def _cut(self, inputs: StepInputs, size: int, total: int) -> list[BatchSlice]:
         parts = self.pipeline.parts
         if parts is not None:
             parts.check_filled()
-        return self.pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
+        given = inputs.step, inputs.kind, inputs.seed
+        return self.pipeline.cut_batch(inputs.batch, size, *given, total)
 
     def begin_training(self, accumulation: Accumulation) -> None:
         """Share what several ranks own, and print the plan, in the first batch."""

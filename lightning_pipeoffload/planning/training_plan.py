@@ -91,6 +91,7 @@ class TrainingPlan:
         self.offloaded: OffloadReport | None = None
         self.costs: Costs | None = None
         self._lowered = cache(_lower)
+        self._used: tuple[Schedule, int, Kind | None, Schedule] | None = None
 
     @property
     def plan(self) -> Schedule:
@@ -125,7 +126,12 @@ class TrainingPlan:
 
     def _of_training(self, order: Schedule, num_microbatches: int, steps: bool) -> Schedule:
         final_kind = self.final_kind() if steps else None
-        return self._lowered(order, num_microbatches, training=True, final_kind=final_kind)
+        # By identity: looking up a schedule by its actions takes time.
+        used = self._used
+        if used is None or used[0] is not order or used[1:3] != (num_microbatches, final_kind):
+            plan = self._lowered(order, num_microbatches, training=True, final_kind=final_kind)
+            used = self._used = order, num_microbatches, final_kind, plan
+        return used[3]
 
     @property
     def _order(self) -> Schedule:

@@ -28,10 +28,12 @@ _WHOLE = (Integral, np.bool_)
 
 def batch_size(batch: Any) -> int:
     """Return the number of samples: the length of dimension 0, which all tensors share."""
-    for leaf in batch_leaves(batch):
-        if isinstance(leaf, Tensor):
-            _refuse_layout(leaf)
-    sizes = {size for size in _sizes(batch) if size != 1} or set(_sizes(batch))
+    tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor)]
+    for tensor in tensors:
+        _refuse_layout(tensor)
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    if len(sizes) > 1:
+        sizes.discard(1)
     if not sizes:
         raise ValueError(
             f"the batch ({type(batch).__name__}) holds no tensor with a dimension to cut into "
@@ -60,11 +62,11 @@ def split_batch(batch: Any, size: int, total: int | None = None) -> list[Any]:
 
     def cut(start: int) -> Any:
         def leaf(value: Any) -> Any:
-            if _is_column(value):
-                return value[start : start + size] if len(value) == total else value
-            if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == total:
-                return value[start : start + size]
-            return value
+            if isinstance(value, Tensor | np.ndarray):
+                is_cut = value.ndim and value.shape[0] == total
+            else:
+                is_cut = _is_column(value) and len(value) == total
+            return value[start : start + size] if is_cut else value
 
         return _map(leaf, batch)
 
@@ -229,10 +231,6 @@ def _named_lists(tree: Any, name: str) -> Iterator[tuple[str, list[Any]]]:
     keys = list(tree) if isinstance(tree, Mapping) else _field_names(tree) or range(len(parts))
     for key, part in zip(keys, parts, strict=True):
         yield from _named_lists(part, f"{name}[{key!r}]")
-
-
-def _sizes(batch: Any) -> list[int]:
-    return [len(leaf) for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
 def _is_column(value: Any) -> bool:

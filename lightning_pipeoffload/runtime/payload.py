@@ -126,7 +126,9 @@ class _Enter(DirectFunction):
         ctx.received = received
         entered = tuple(tensor.detach() for tensor in tensors)
         pairs = zip(entered, received.specs, strict=True)
-        ctx.mark_non_differentiable(*(t for t, spec in pairs if not spec.requires_grad))
+        plain = [tensor for tensor, spec in pairs if not spec.requires_grad]
+        if plain:
+            ctx.mark_non_differentiable(*plain)
         return entered
 
     @staticmethod

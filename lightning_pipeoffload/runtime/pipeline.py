@@ -180,7 +180,13 @@ class Pipeline:
         return [s for s, rank in enumerate(self.settings.stage_ranks) if rank == self.rank]
 
     def cut_batch(
-        self, batch: Any, size: int, step: UsersStep, kind: str, seed: int
+        self,
+        batch: Any,
+        size: int,
+        step: UsersStep,
+        kind: str,
+        seed: int,
+        total: int | None = None,
     ) -> list[BatchSlice]:
         """Cut a batch into microbatches, and trace the step for those with new shapes.
 
@@ -190,6 +196,7 @@ class Pipeline:
             step: The user's step.
             kind: The kind of the step; "train", say.
             seed: The seed of the batch.
+            total: The number of its samples; None: it is counted.
 
         Raises:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
@@ -199,7 +206,7 @@ class Pipeline:
         records: list[StepRecord] = []
         self.batch_records = records
         slices: list[BatchSlice] = []
-        total = batch_size(batch)
+        total = batch_size(batch) if total is None else total
         parts = split_batch(batch, size, total)
         for index, part in enumerate(parts):
             own_seed = mix_seed(seed, index)

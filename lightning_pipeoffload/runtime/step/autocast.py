@@ -15,6 +15,8 @@ import torch
 
 from lightning_pipeoffload.runtime.compiled.products import sharing_compiled_casts
 
+_NOTHING = nullcontext()
+
 
 @contextmanager
 def sharing_casts(device: torch.device) -> Iterator[None]:
@@ -36,7 +38,7 @@ def forget_casts() -> None:
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Switch autocast off for a backward; the shared casts stay."""
     is_on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+    return torch.autocast(device.type, enabled=False) if is_on else _NOTHING
 
 
 @cache

@@ -77,6 +77,10 @@ class StageRunner:
         start = self._context.stage.blocks.start
         return "" if self.is_first else self._context.chain.block_name(start - 1)
 
+    @property
+    def _last_block(self) -> str:
+        return self._context.chain.block_name(self._context.stage.blocks.stop - 1)
+
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
         """Describe the tensors that the previous stage sends."""
         start = self._context.stage.blocks.start
@@ -107,7 +111,8 @@ class StageRunner:
         """
         alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue(keeper=store), store)
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
-        self._keep_seen()
+        if self._context.writes.may_write_tensors:
+            self._keep_seen()
         with (
             deferring(alive.queue) if keep and not microbatch.record.starts_backward else _NOTHING,
             store.recording() if store else _NOTHING,
@@ -265,19 +270,18 @@ class StageRunner:
         return CheapRecompute().saving() if is_cheap else _NOTHING
 
     def _check_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> None:
-        name = self._context.chain.block_name(self._context.stage.blocks.stop - 1)
         if len(leaves) != len(specs) or not all(map(TensorSpec.has_shape_of, specs, leaves)):
             raise RuntimeError(
-                f"{name} returned {[*map(TensorSpec.of, leaves)]} where {specs} was expected from "
-                f"the shapes of the batch; what a block returns must not depend on the values of "
-                f"its input"
+                f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {specs} was "
+                f"expected from the shapes of the batch; what a block returns must not depend on "
+                f"the values of its input"
             )
         trains = [leaf.requires_grad for leaf in leaves]
         if torch.is_grad_enabled() and trains != [spec.requires_grad for spec in specs]:
             raise RuntimeError(
-                f"whether the output of {name} requires a gradient has changed without the other "
-                f"ranks knowing; freeze or unfreeze parameters in hooks, alike on all ranks, or "
-                f"before fit"
+                f"whether the output of {self._last_block} requires a gradient has changed without "
+                f"the other ranks knowing; freeze or unfreeze parameters in hooks, alike on all "
+                f"ranks, or before fit"
             )
 
 

@@ -130,9 +130,14 @@ class StepWrites:
             return "before the blocks"
         return f"before {self._chain.block_name(point.segment)}"
 
+    @property
+    def may_write_tensors(self) -> bool:
+        """Whether any step writes a tensor in place that a backward may read."""
+        return bool(self._weights or self._saved)
+
     def tensors_of(self, stage: int, ownership: Ownership) -> list[Tensor]:
         """List the tensors that a stage writes in place, and that its backwards may read."""
-        if not self._weights and not self._saved:
+        if not self.may_write_tensors:
             return []
         weights = [
             slot.tensor
@@ -169,6 +174,8 @@ class StepWrites:
 
     def in_backward(self, stage: int, left: Left) -> AbstractContextManager[None]:
         """Let attributes raise in a backward that other forwards have written since."""
+        if not left:
+            return _NOTHING
         missing = self._missing[stage]
         changed = [
             v for v, was in left if v.key in missing or not is_unchanged(was, fingerprint(v.value))

@@ -86,12 +86,12 @@ class WeightGradQueue:
         """Whether any gradient waits for W."""
         return bool(self._entries)
 
-    @torch.no_grad()
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
         entries = self.take()[::-1]
-        while entries:
-            entries.pop().compute()
+        with torch.no_grad():
+            while entries:
+                entries.pop().compute()
 
     @property
     def waiting(self) -> list[WeightGrad]:
