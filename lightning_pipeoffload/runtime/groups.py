@@ -166,6 +166,8 @@ class PipelineGroup(RankMesh, HostGroup):
 
         Where no rank has a gradient, ``.grad`` stays None.
         """
+        if not self._shared:
+            return
         with blaming_peers("lost a rank while summing tied weights' gradients"):
             for shared in self._shared:
                 parameter, group = shared.parameter, self._sharing[shared.ranks]

@@ -179,7 +179,11 @@ class CollectedValues:
     def _written_in_batch(self) -> dict[str, StepPoint]:
         behind = StepPoint(len(self._pipeline.chain), is_in_block=False)
         found = {label: behind for label, kind in self._late.items() if kind == self._kind}
+        last = None
         for record in self._pipeline.batch_records if self._kind else ():
+            if record is last:  # most batches have one for all microbatches
+                continue
+            last = record
             if id(record) not in self._places or self._places[id(record)][0] is not record:
                 self._places[id(record)] = record, dict(self._written_in(record))
             found |= self._places[id(record)][1]
