@@ -7,11 +7,9 @@ not from one common stream.
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,61 +94,19 @@ def _set_generator(device: torch.device, state: torch.Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-class _NumpyGenerator:
-    """The state of numpy's global generator.
-
-    numpy takes 30 us to read it and as long to set it, a word at a time. A step forks it twice, so
-    where its memory is as it was when it was read last, the state is known, and its memory is
-    copied back.
-    """
-
-    _NUM_BYTES = 625 * 4  # of a Mersenne twister: 624 words and a position
-
-    def __init__(self) -> None:
-        self._memory = b""
-        self._state: Any = None
-
-    def state(self) -> tuple[bytes, Any]:
-        """Return its memory, empty if that is not known, and its state."""
-        address = self._address()
-        memory = ctypes.string_at(address, self._NUM_BYTES) if address else b""
-        if not memory or memory != self._memory or self._state["has_gauss"]:
-            # Of two forms the one that takes half the time.
-            self._memory, self._state = memory, np.random.get_state(legacy=False)
-        return memory, self._state
-
-    def put_back(self, memory: bytes, state: Any) -> None:
-        """Give it a state that it had."""
-        address = self._address()
-        if not memory or not address or state["has_gauss"]:
-            np.random.set_state(state)
-            return
-        np.random.seed(0)  # it has no normal number left over from the last pair
-        ctypes.memmove(address, memory, self._NUM_BYTES)
-        self._memory, self._state = memory, state
-
-    @staticmethod
-    def _address() -> int:
-        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] # exported at run time
-        return bits.ctypes.state_address if type(bits) is np.random.MT19937 else 0
-
-
-_NUMPY = _NumpyGenerator()
-
-
 class RandomnessReplay:
     """The states of all global generators when this was made."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        self._numpy = _NUMPY.state()
+        self._numpy = np.random.get_state(legacy=False)  # half the time of the other form
         self._cpu = torch.get_rng_state()
         accelerator = accelerator_in_use()
         self._device_state = accelerator.get_rng_state() if accelerator else None
 
     def restore(self) -> None:
         random.setstate(self._python)
-        _NUMPY.put_back(*self._numpy)
+        np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         if self._device_state is not None:
             accelerator_module().set_rng_state(self._device_state)
