@@ -240,7 +240,7 @@ def host_step(device: torch.device) -> Iterator[str]:
         )  # fmt: skip
         trainer.fit(kind(heads=max(1, width // 128), **size), DataLoader(rows, count))
         found.append(steps.seconds)
-    took = strategy.fit_run.run.measurements.step_seconds()
+    took = strategy._parameters.host_step_seconds()
     peak = torch.accelerator.max_memory_allocated() if is_accelerated(device) else 0
     yield (
         f"peak {peak / 2**30:.1f} GiB; a step of {found[0]:.3f} s takes "
