@@ -31,11 +31,10 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
+    as_it_runs,
     check_name,
     estimated_copy_ratio,
-    split_fused_backward,
     with_copy_ratio,
-    with_final_actions,
 )
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
 from lightning_pipeoffload.schedule.families import FAMILIES
@@ -224,7 +223,7 @@ class GivenPlans:
 
     def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
         """Return a schedule as it runs, with its figures; REDUCE and STEP where they take time."""
-        plan = with_final_actions(split_fused_backward(schedule), costs, self._steps_early)
+        plan = as_it_runs(schedule, costs, self._steps_early)
         return PlannedStep(plan, costs, self._has_barrier)
 
     def compare(self, is_json: bool) -> list[PlannedStep]:

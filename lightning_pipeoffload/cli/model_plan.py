@@ -18,8 +18,7 @@ from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, de
 from lightning_pipeoffload.schedule import (
     MemoryLimitError,
     ScheduleError,
-    split_fused_backward,
-    with_final_actions,
+    as_it_runs,
 )
 from lightning_pipeoffload.schedule.candidates import options
 from lightning_pipeoffload.schedule.families import FAMILIES
@@ -69,7 +68,7 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any]]:
         "taken_by_weights": planner.taken(plan.best.option, config.num_ranks, planner.settings),
     }
     early = planner.steps_early(planner.settings)
-    as_run = with_final_actions(split_fused_backward(plan.schedule), plan.costs, early)
+    as_run = as_it_runs(plan.schedule, plan.costs, early)
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
     return step, described(plan, with_candidates=True) | told
 

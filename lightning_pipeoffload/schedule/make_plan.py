@@ -17,9 +17,9 @@ from .actions import MemoryLimitError, ScheduleError
 from .candidates import Candidate, Option, best_of
 from .costs import Costs
 from .families import FAMILIES
-from .passes.last_weights import postpone_weights, with_final_actions
+from .passes.last_weights import postpone_weights
 from .passes.offload import OffloadReport, offload_activations
-from .passes.transfer import split_every_backward, split_fused_backward
+from .passes.transfer import as_it_runs, split_every_backward, split_fused_backward
 from .quantities import share_text
 from .recipe import Recipe, build_by
 from .schedule import Schedule
@@ -290,7 +290,7 @@ class _Trials:
         """Return period, bubble, memory and makespan of a schedule, as it runs."""
         costs = self.costs(option)
         early = self._request.steps_early(option)
-        plan = with_final_actions(split_fused_backward(schedule), costs, early)
+        plan = as_it_runs(schedule, costs, early)
         timeline = simulate(plan, costs)
         period = steady_period(plan, costs, self._request.has_barrier(option))
         bubble = period_bubble(timeline, period)

@@ -6,13 +6,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
 from ..actions import COMPUTE, FINAL, Action, Kind, ScheduleError
+from ..costs import Costs
 from ..messages import recv_before, recv_of, send_after, send_of
 from ..schedule import Schedule
 from ..validate import validate
-from .last_weights import add_final_actions
+from .last_weights import add_final_actions, with_final_actions
 
 __all__ = [
     "add_transfers",
+    "as_it_runs",
     "forward_only",
     "keep_microbatches",
     "lower",
@@ -33,6 +35,17 @@ def split_fused_backward(schedule: Schedule) -> Schedule:
     The transfer pass then gives B, SEND_B, W: the neighbour never waits for a weight gradient.
     """
     return _split(schedule, lambda action: schedule.crosses_ranks(action.stage - 1))
+
+
+def as_it_runs(schedule: Schedule, costs: Costs, steps_early: bool) -> Schedule:
+    """Return a schedule as a run of these costs has it, but for its transfers.
+
+    Args:
+        schedule: A schedule that trains.
+        costs: Its costs.
+        steps_early: Whether an optimizer on the host steps as gradients become final.
+    """
+    return with_final_actions(split_fused_backward(schedule), costs, steps_early)
 
 
 def split_every_backward(schedule: Schedule) -> Schedule:
