@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 from lightning_pipeoffload.processes.run_store import free_port
 from tests.support.pairs import slow
+from tests.support.programs import output_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
@@ -111,13 +111,5 @@ def test_a_configuration_of_the_users_own(tmp_path):
     script.write_text(CONSOLE_SCRIPT)
     command = re.search(r"^    pipeoffload-train (.*)$", load("own_config/waves").__doc__, re.M)[1]
     small = ["model.depth=2", "model.width=8", "data.num_samples=320", "trainer.max_steps=2"]
-    done = subprocess.run(
-        [sys.executable, script, *shlex.split(command), *small],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of([sys.executable, script, *shlex.split(command), *small], folder)
     assert checkpoint_in(folder)["state_dict"].keys() >= {"enter.weight", "blocks.1.norm.bias"}

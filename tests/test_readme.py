@@ -3,7 +3,6 @@
 The commands in the headers of the examples are tried in ``test_examples``.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -21,6 +20,7 @@ from transformers import LlamaConfig
 from lightning_pipeoffload import PipeOffloadStrategy, plan
 from lightning_pipeoffload.schedule import SCHEDULES
 from tests.support.pairs import slow
+from tests.support.programs import output_of
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -104,17 +104,8 @@ def test_the_program_of_the_first_hour_trains_and_goes_on(tmp_path):
     for code in (program, again):
         assert code != program or resumed not in code
         (tmp_path / "train.py").write_text(code)
-        done = subprocess.run(
-            [sys.executable, "train.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=1000,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Measured: " in done.stdout
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        assert "Measured: " in output_of([sys.executable, "train.py"], tmp_path, **environment)
     assert (tmp_path / "lightning_logs/version_1/checkpoints/epoch=3-step=256.ckpt").exists()
 
 
@@ -192,16 +183,8 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", commands("pipeoffload-train"))
 def test_a_training_runs(line, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_pipeoffload.train", *shlex.split(line), *SMALL],
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "samples/s" in done.stdout
+    train = [sys.executable, "-m", "lightning_pipeoffload.train"]
+    assert "samples/s" in output_of([*train, *shlex.split(line), *SMALL], tmp_path)
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (train|test|docs|gpu)\b", TEXT))))

@@ -1,13 +1,13 @@
 """A wheel of the package works where the repository is not: code, configuration and scripts."""
 
 import json
-import os
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import output_of
 
 REPOSITORY = Path(__file__).parents[1]
 SMALL = [
@@ -36,18 +36,7 @@ def scripts(tmp_path_factory):
 
 
 def run(*command, cwd):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(command, cwd, PYTHONPATH="", OMP_NUM_THREADS="1")  # as where it is not set
 
 
 def test_the_package_is_the_installed_one(scripts, tmp_path):
@@ -63,6 +52,6 @@ def test_the_schedules_run_on_their_own(scripts, tmp_path):
 
 
 def test_it_trains(scripts, tmp_path):
-    printed = run(scripts / "pipeoffload-train", *SMALL, cwd=tmp_path)
+    printed = run(scripts / "pipeoffload-train", "schedule=zb_h1", *SMALL, cwd=tmp_path)
     assert "Measured: zb_h1, 2 ranks" in printed
     assert len(list(tmp_path.rglob("*.ckpt"))) == 1
