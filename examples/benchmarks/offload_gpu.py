@@ -57,7 +57,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     simulate,
 )
-from lightning_pipeoffload.schedule.simulation.copy_ratio import layer_flops
+from lightning_pipeoffload.schedule.costs import layer_flops
 
 VOCABULARY = 256
 CALIBRATION_MICROBATCHES = 4

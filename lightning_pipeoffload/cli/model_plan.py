@@ -21,10 +21,9 @@ from lightning_pipeoffload.schedule import (
     as_it_runs,
 )
 from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
 from lightning_pipeoffload.schedule.quantities import bytes_text, share_text
-from lightning_pipeoffload.schedule.recipe import check_sizes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

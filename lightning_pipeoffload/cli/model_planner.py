@@ -25,11 +25,10 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, lower
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
-from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
-from lightning_pipeoffload.schedule.placement import stages_on
 from lightning_pipeoffload.schedule.quantities import seconds_text
-from lightning_pipeoffload.schedule.recipe import check_sizes
+from lightning_pipeoffload.schedule.schedule import stages_on
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

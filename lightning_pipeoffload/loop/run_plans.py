@@ -29,7 +29,6 @@ from lightning_pipeoffload.planning.plan_request import (
     request_by_name,
     request_for,
 )
-from lightning_pipeoffload.planning.plan_solver import PlanSolver
 from lightning_pipeoffload.planning.report import print_anew, print_gain
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
@@ -50,6 +49,7 @@ from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.quantities import bytes_text
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_pipeoffload.schedule import Action, Event, Kind, Timeline
+from lightning_pipeoffload.schedule.actions import COMPUTE_LANE
 from lightning_pipeoffload.schedule.simulation.memory import Curve
-from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE
 
 __all__ = ["MeasuredStep", "RankStep", "Wait", "join_ranks"]
 

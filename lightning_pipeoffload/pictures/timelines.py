@@ -14,8 +14,8 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipeoffload.schedule import Costs, Event, Kind, Timeline
+from lightning_pipeoffload.schedule.actions import COMPUTE_LANE
 from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
-from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE
 
 from .figures import SMALL, lighter, new_figure
 from .measured_step import MeasuredStep, Wait

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lightning_pipeoffload.schedule.actions import COMPUTE_LANE
 from lightning_pipeoffload.schedule.costs import Costs
 from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
-from lightning_pipeoffload.schedule.timeline import COMPUTE_LANE, Event, Timeline
+from lightning_pipeoffload.schedule.timeline import Event, Timeline
 
 from .measured_step import MeasuredStep, Wait
 

@@ -26,12 +26,10 @@ from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
 from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
-from lightning_pipeoffload.schedule.actions import COPIES, FINAL
-from lightning_pipeoffload.schedule.ahead import actions_ahead
+from lightning_pipeoffload.schedule.actions import COPIES, FINAL, RECVS, SENDS
 from lightning_pipeoffload.schedule.messages import (
-    RECVS,
-    SENDS,
     OpenReceives,
+    actions_ahead,
     arrived_before,
     recv_of,
     send_after,

@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
 from lightning_pipeoffload.schedule import Action, Schedule, lower
-from lightning_pipeoffload.schedule.messages import RECVS
+from lightning_pipeoffload.schedule.actions import RECVS
 
 
 class InProcessPipeline:

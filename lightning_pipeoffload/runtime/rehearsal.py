@@ -36,7 +36,8 @@ from lightning_pipeoffload.schedule import (
     one_at_a_time,
     simulate,
 )
-from lightning_pipeoffload.schedule.messages import RECVS, SENDS, send_of
+from lightning_pipeoffload.schedule.actions import RECVS, SENDS
+from lightning_pipeoffload.schedule.messages import send_of
 
 _NUM_STREAMS = 16  # of messages that are on their way at once
 _CYCLES = 20_000_000

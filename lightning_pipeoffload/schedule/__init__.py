@@ -15,8 +15,9 @@ from .actions import (
 )
 from .build import SCHEDULES, build, check_name
 from .builders.grouped import UNMEASURED
-from .costs import Costs
+from .costs import Costs, copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
 from .draw import draw
+from .families import Recipe, accept
 from .passes.last_weights import (
     Tail,
     add_final_actions,
@@ -35,9 +36,7 @@ from .passes.transfer import (
     split_every_backward,
     split_fused_backward,
 )
-from .recipe import Recipe, accept
-from .schedule import Schedule
-from .simulation.copy_ratio import copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
+from .schedule import Schedule, sums_alike
 from .simulation.memory import (
     memory_changes,
     part_sizes,
@@ -46,7 +45,6 @@ from .simulation.memory import (
     peak_message_memory,
 )
 from .simulation.simulate import period_bubble, simulate, simulate_steps, steady_period
-from .sum_order import sums_alike
 from .timeline import Event, Timeline
 from .validate import validate
 

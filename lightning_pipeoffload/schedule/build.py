@@ -6,8 +6,7 @@ from typing import Any
 
 from .actions import ScheduleError
 from .costs import Costs
-from .families import FAMILIES
-from .recipe import Recipe, build_by
+from .families import FAMILIES, Recipe, build_by
 from .schedule import Schedule
 from .solver.optpipe import optpipe, optpipe_placement
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 
-from .actions import Action
+from .actions import COMPUTE_LANE, HOST_LANE, REDUCE_LANE, Action
 from .costs import Costs
 from .schedule import Schedule
 from .simulation.simulate import simulate
-from .timeline import COMPUTE_LANE, HOST_LANE, REDUCE_LANE, Event, Timeline
+from .timeline import Event, Timeline
 
 __all__ = ["draw"]
 

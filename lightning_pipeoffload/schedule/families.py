@@ -1,17 +1,206 @@
-"""The families of schedules: those that are built by a name without a solver."""
+"""The families of schedules: those that are built by a name without a solver, and how.
+
+Sizes, options and the result are checked.
+"""
 
 from __future__ import annotations
 
+import inspect
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import isnan
+from typing import Any
+
+from .actions import MemoryLimitError, ScheduleError
 from .builders.classic import gpipe, interleaved_1f1b, late_weight_gradients, one_f_one_b
 from .builders.grouped import grouped, offloaded, repeated
-from .builders.v_adaptive import v
-from .builders.v_shape import one_f_one_b_v, v_half, v_min
+from .builders.v_shape import one_f_one_b_v, v, v_half, v_min
 from .builders.zb import zb, zb_in_activations
 from .builders.zb_v import zb_v
-from .placement import v as down_and_up
-from .recipe import Recipe
+from .costs import Costs
+from .schedule import Schedule, loop_placement, v_placement
+from .search.problem import ROUNDING
+from .simulation.memory import peak_memory
+from .validate import validate
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "Recipe", "accept", "build_by", "check_limit", "check_sizes"]
+
+
+log = logging.getLogger(__name__)
+
+_MANY_PASSES = 100_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a name becomes a schedule.
+
+    Attributes:
+        builder: ``(num_ranks, num_microbatches, num_chunks) -> Schedule``. Options beyond these,
+            ``costs`` and ``memory_limit`` among them, are its keyword-only parameters.
+        num_chunks: Stages per rank by default, and the fewest that it takes.
+        max_chunks: The most stages per rank that it takes; None for no limit.
+        placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
+        takes_seconds: Whether the builder searches for longer than all others together.
+        given: Options that the name stands for.
+    """
+
+    builder: Callable[..., Schedule]
+    num_chunks: int = 1
+    max_chunks: int | None = 1
+    placement: Callable[[int, int], tuple[int, ...]] = loop_placement
+    takes_seconds: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that may be given."""
+        parameters = inspect.signature(self.builder).parameters.values()
+        names = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        return tuple(name for name in names if name not in self.given)
+
+    @property
+    def heeds_limit(self) -> bool:
+        """Whether the builder gives another order where there is less memory."""
+        return "memory_limit" in self.options
+
+
+def build_by(
+    recipe: Recipe,
+    name: str,
+    sizes: tuple[int, int, int | None],
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    **options: Any,
+) -> Schedule:
+    """Build a schedule by its recipe, and check it.
+
+    Args:
+        name: The name of the schedule.
+        sizes: Ranks of the pipeline, microbatches of one step, and stages per rank; None: the
+            schedule's own.
+        costs: The costs of the stages; builders that do not search ignore the times.
+        memory_limit: The most memory of a rank, in the unit of ``costs``; without costs the
+            activation of a stage and microbatch is 1.
+        **options: Other options of the builder, such as ``group_size``.
+
+    Raises:
+        ScheduleError: A size or an option is not one that it takes, or the order is not valid.
+        MemoryLimitError: It needs more memory than it may.
+    """
+    num_ranks, num_microbatches, num_chunks = sizes
+    check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
+    num_chunks = _checked_chunks(name, recipe, num_chunks)
+    for option in options:
+        if option not in recipe.options:
+            takes = ", ".join(recipe.options) or "no options"
+            raise ScheduleError(
+                f"option {option!r} is unknown to schedule {name}, it takes {takes}"
+            )
+    check_limit(memory_limit)
+    offered = {"costs": costs, "memory_limit": memory_limit, **options}
+    taken = {option: offered[option] for option in recipe.options if option in offered}
+    known = num_ranks, num_microbatches, num_chunks
+    _say_long(*known)
+    schedule = replace(_built(recipe.builder, *known, **recipe.given, **taken), name=name)
+    _check_memory(schedule, costs or Costs.unit(), memory_limit)
+    return schedule
+
+
+def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    num_passes = num_ranks * num_microbatches * num_chunks
+    if num_passes > _MANY_PASSES:
+        log.warning(
+            "building a schedule of %s microbatches over %s stages, %s passes of each kind: that "
+            "takes a minute or more for every million",
+            f"{num_microbatches:,}",
+            num_ranks * num_chunks,
+            f"{num_passes:,}",
+        )
+
+
+def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
+    # A value that cannot be hashed is a mistake, which the builder explains better than the cache.
+    is_askable = all(isinstance(value, Hashable) for value in taken.values())
+    make = _build_once if is_askable else _build_once.__wrapped__
+    return make(builder, *sizes, **taken)
+
+
+@lru_cache(maxsize=32)  # A run asks for the same one several times, and some take seconds.
+def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
+    schedule = builder(*sizes, **taken)
+    validate(schedule)
+    return schedule
+
+
+def accept(
+    schedule: Schedule, costs: Costs | None = None, memory_limit: float | None = None
+) -> None:
+    """Validate a schedule, wherever it comes from, and check that it keeps a memory limit.
+
+    Args:
+        costs: The memory of its stages; None: an activation is 1.
+        memory_limit: The most memory of a rank; None: any.
+
+    Raises:
+        ScheduleError: A rule is broken.
+        MemoryLimitError: A rank needs more memory than it may.
+    """
+    check_limit(memory_limit)
+    validate(schedule)
+    _check_memory(schedule, costs or Costs.unit(), memory_limit)
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Check numbers of ranks, microbatches or stages.
+
+    Raises:
+        ScheduleError: One is no whole number from 1 on.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ScheduleError(f"{name} ({size!r}) must be a whole number from 1 on; use {name}=4")
+
+
+def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
+    if num_chunks is None:
+        return recipe.num_chunks
+    check_sizes(num_chunks=num_chunks)
+    at_most = recipe.max_chunks or num_chunks
+    if recipe.num_chunks <= num_chunks <= at_most:
+        return num_chunks
+    allowed = f"{recipe.num_chunks}" if recipe.max_chunks else f"{recipe.num_chunks} or more"
+    other = "interleaved_1f1b" if num_chunks > 1 else "1f1b"
+    raise ScheduleError(
+        f"num_chunks ({num_chunks}) must be {allowed} for {name}; use that, or schedule={other}"
+    )
+
+
+def check_limit(memory_limit: Any) -> None:
+    """Check the kind of a memory limit.
+
+    Raises:
+        ScheduleError: It is no number.
+    """
+    is_number = isinstance(memory_limit, (int, float)) and not isnan(memory_limit)
+    if memory_limit is not None and not is_number:
+        raise ScheduleError(
+            f"memory_limit ({memory_limit!r}) must be a number, in the unit of costs.activation"
+        )
+
+
+def _check_memory(schedule: Schedule, costs: Costs, memory_limit: float | None) -> None:
+    peaks = peak_memory(schedule, costs)
+    if memory_limit is not None and max(peaks) > memory_limit * (1 + ROUNDING):
+        rank = peaks.index(max(peaks))
+        sentence = (
+            f"{{limit}} is less than the {{needed}} that {schedule.name} needs on rank {rank}; "
+            f"raise the limit, or use a schedule that needs less"
+        )
+        raise MemoryLimitError(sentence, memory_limit, max(peaks))
+
 
 FAMILIES = {
     "gpipe": Recipe(gpipe),
@@ -22,11 +211,11 @@ FAMILIES = {
     "zb_1p": Recipe(zb_in_activations, given={"multiple": 1}),
     "zb_2p": Recipe(zb_in_activations, given={"multiple": 2}),
     "zb": Recipe(zb),
-    "zb_v": Recipe(zb_v, 2, 2, down_and_up),
-    "1f1b_v": Recipe(one_f_one_b_v, 2, 2, down_and_up),
-    "v_min": Recipe(v_min, 2, 2, down_and_up, takes_seconds=True),
-    "v_half": Recipe(v_half, 2, 2, down_and_up, takes_seconds=True),
-    "v": Recipe(v, 2, 2, down_and_up, takes_seconds=True),
+    "zb_v": Recipe(zb_v, 2, 2, v_placement),
+    "1f1b_v": Recipe(one_f_one_b_v, 2, 2, v_placement),
+    "v_min": Recipe(v_min, 2, 2, v_placement, takes_seconds=True),
+    "v_half": Recipe(v_half, 2, 2, v_placement, takes_seconds=True),
+    "v": Recipe(v, 2, 2, v_placement, takes_seconds=True),
     "gis": Recipe(repeated, 2, None, given={"group": "all"}),
     "gis_h": Recipe(repeated, 2, None, given={"group": "half"}),
     "grouped": Recipe(grouped, 2, None),

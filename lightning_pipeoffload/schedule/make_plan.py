@@ -16,12 +16,11 @@ from typing import Any
 from .actions import MemoryLimitError, ScheduleError
 from .candidates import Candidate, Option, best_of
 from .costs import Costs
-from .families import FAMILIES
+from .families import FAMILIES, Recipe, build_by
 from .passes.last_weights import postpone_weights
 from .passes.offload import OffloadReport, offload_activations
 from .passes.transfer import as_it_runs, split_every_backward, split_fused_backward
 from .quantities import share_text
-from .recipe import Recipe, build_by
 from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds

@@ -1,17 +1,34 @@
-"""A schedule as data: for every rank, the order of its actions."""
+"""A schedule as data: for every rank, the order of its actions.
+
+A placement is a tuple with the rank of every stage, in model order. Builders make one; everything
+else reads it off the schedule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from .actions import COPIES, FINAL, TRANSFERS, Action, Kind
-from .torch_csv import read_csv, write_csv
+from .actions import COPIES, FINAL, TRANSFERS, Action, Kind, ScheduleError
 
-__all__ = ["Schedule", "from_numbers", "to_numbers"]
+__all__ = [
+    "Schedule",
+    "from_numbers",
+    "loop_placement",
+    "stages_on",
+    "sums_alike",
+    "to_numbers",
+    "v_placement",
+]
+
+_TORCH_NAMES = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_KINDS_OF_TORCH = {name: kind for kind, name in _TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,20 +63,32 @@ class Schedule:
             path: A file with one line per rank; its stem becomes the name.
 
         Raises:
-            ScheduleError: A cell is no compute action, with copies, REDUCE and STEP or without.
+            ScheduleError: It is no text, or a cell is no compute action, with copies, REDUCE and
+                STEP or without.
         """
-        return cls.of(read_csv(path), name=Path(path).stem)
+        try:
+            with open(path, newline="") as file:
+                rows = list(csv.reader(file))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ScheduleError(
+                f"{path} has no rows of text, one for each rank: {error}"
+            ) from error
+        ranks = ([a for cell in row for a in _actions_in(cell, path)] for row in rows)
+        return cls.of(ranks, name=Path(path).stem)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the schedule for ``torch.distributed.pipelining``, one line per rank.
 
-        A copy, REDUCE or STEP stands in the cell of the compute action before it, where torch does
-        not read it.
+        torch writes I for B and B for BW. A copy, REDUCE or STEP stands in the cell of the compute
+        action before it, as in ``2F0 2OFFLOAD0``: torch reads a cell's first action only.
 
         Raises:
-            ScheduleError: The schedule is lowered; a plan is lowered anew.
+            ScheduleError: There is a transfer, for a plan is lowered anew, or a copy before all
+                compute actions.
         """
-        write_csv(path, self.actions)
+        rows = [list(_cells(rank)) for rank in self]
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(rows)
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return iter(self.actions)
@@ -170,3 +199,110 @@ def from_numbers(ranks: Sequence[Sequence[int]], name: str) -> Schedule:
         ),
         name,
     )
+
+
+def _cells(actions: Iterable[Action]) -> Iterator[str]:
+    cell: list[str] = []
+    for action in actions:
+        if action.kind in _TORCH_NAMES:
+            if cell:
+                yield " ".join(cell)
+            cell = [f"{action.stage}{_TORCH_NAMES[action.kind]}{action.microbatch}"]
+        elif action.kind not in TRANSFERS and cell:
+            cell.append(str(action))
+        else:
+            raise ScheduleError(
+                f"{action} cannot be written: the format has compute actions, and copies after "
+                "one; write the schedule from before lower()"
+            )
+    yield " ".join(cell)
+
+
+def _actions_in(cell: str, path: str | PathLike[str]) -> Iterator[Action]:
+    # torch's DualPipeV has cells such as (7F4;0B0)OVERLAP_F_B: one action after the other.
+    overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
+    for text in overlapped[1].split(";") if overlapped else [cell]:
+        first, *others = text.split() or [""]
+        match = re.fullmatch(r"(\d+)([FIBW])(\d+)", first)
+        if match:
+            yield Action(_KINDS_OF_TORCH[match[2]], int(match[1]), int(match[3]))
+            yield from map(Action.parse, others)
+        elif first:
+            raise ScheduleError(
+                f"{first!r} in {path} is no compute action of torch's format; "
+                "write stage, kind (F, I, W or B for both gradients) and microbatch, as in 2F0"
+            )
+
+
+def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Go round the ranks: stage ``s`` is on rank ``s % num_ranks``.
+
+    Three ranks of two chunks each::
+
+        rank     0  1  2
+        chunk 0  0  1  2
+        chunk 1  3  4  5
+    """
+    return tuple(range(num_ranks)) * num_chunks
+
+
+def v_placement(num_ranks: int, num_chunks: int = 2) -> tuple[int, ...]:
+    """Go down the ranks and back up, so that two neighbouring chunks meet on one rank.
+
+    Three ranks of two chunks each::
+
+        rank     0  1  2
+        chunk 0  0  1  2
+        chunk 1  5  4  3
+    """
+    down = tuple(range(num_ranks))
+    return tuple(
+        rank for chunk in range(num_chunks) for rank in (down[::-1] if chunk % 2 else down)
+    )
+
+
+def stages_on(placement: tuple[int, ...], rank: int) -> list[int]:
+    """Return the stages of one rank, in model order."""
+    return [stage for stage, owner in enumerate(placement) if owner == rank]
+
+
+_ADDS_IN = {Kind.F: (Kind.F,), Kind.B: (Kind.B,), Kind.W: (Kind.W,), Kind.BW: (Kind.B, Kind.W)}
+
+
+def sums_alike(one: Schedule, other: Schedule, tied: Iterable[Collection[int]] = ()) -> bool:
+    """Whether each stage runs its F's, B's and W's in the same order of microbatches in both.
+
+    Stages on one rank that share a weight add to one gradient, so their B's and W's together have
+    to be in the same order.
+
+    Args:
+        one: A schedule of compute actions.
+        other: Another one of the same stages on the same ranks.
+        tied: Stages that share a weight.
+    """
+    if [_orders(rank) for rank in one] != [_orders(rank) for rank in other]:
+        return False
+    together = [set(stages) for stages in tied]
+    return all(
+        _gradients(ours, stages) == _gradients(theirs, stages)
+        for ours, theirs in zip(one, other, strict=True)
+        for stages in together
+        if len({action.stage for action in ours} & stages) > 1
+    )
+
+
+def _orders(rank: Sequence[Action]) -> dict[tuple[int, Kind], list[int]]:
+    found: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
+    for action in rank:
+        for kind in _ADDS_IN.get(action.kind, ()):
+            found[action.stage, kind].append(action.microbatch)
+    return found
+
+
+def _gradients(rank: Sequence[Action], stages: Collection[int]) -> list[tuple[Kind, int, int]]:
+    return [
+        (kind, action.stage, action.microbatch)
+        for action in rank
+        for kind in _ADDS_IN.get(action.kind, ())
+        if kind is not Kind.F and action.stage in stages
+    ]

@@ -13,11 +13,11 @@ import lightning as L
 import pytest
 
 from lightning_pipeoffload.loop import run_plans
-from lightning_pipeoffload.planning import plan_solver
-from lightning_pipeoffload.planning.plan_solver import PlanSolver
 from lightning_pipeoffload.schedule import Costs, accept, build, offload_activations
+from lightning_pipeoffload.schedule.solver import plan_solver
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
 from tests.support import auto_fits, fits
 
 _STARTED = []
@@ -184,7 +184,7 @@ def test_it_finds_plans_that_are_valid_and_better(tmp_path):
 
 PARENT = """
 import sys, time
-from lightning_pipeoffload.planning.plan_solver import PlanSolver
+from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from tests.loop.test_plan_updates import PROBLEM
 solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 600.0, sys.argv[1])
@@ -212,7 +212,7 @@ def test_it_has_the_lowest_priority_and_ends_when_the_process_that_started_it_is
 
 
 def test_a_solver_that_fails_is_logged_and_does_no_harm(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(plan_solver, "BOOT", "raise SystemExit(3)")
+    monkeypatch.setattr(plan_solver, "_BOOT", "raise SystemExit(3)")
     solver = PlanSolver(PROBLEM, best_of_families(PROBLEM), 30.0, str(tmp_path))
     assert until(lambda: solver.is_over)
     assert solver.best is None

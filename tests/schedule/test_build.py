@@ -9,8 +9,8 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     build,
+    families,
     lower,
-    recipe,
     validate,
 )
 from tests.support.pairs import pairs
@@ -82,6 +82,6 @@ def test_a_builder_is_given_the_options_that_it_declares_and_called_once(monkeyp
 
 
 def test_a_schedule_that_takes_minutes_says_so(caplog, monkeypatch):
-    monkeypatch.setattr(recipe, "_MANY_PASSES", 7)
+    monkeypatch.setattr(families, "_MANY_PASSES", 7)
     build("1f1b", num_ranks=2, num_microbatches=4)
     assert "building a schedule of 4 microbatches over 2 stages, 8 passes" in caplog.text

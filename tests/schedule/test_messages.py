@@ -6,11 +6,10 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import Action, Kind, build, lower, peak_message_memory
-from lightning_pipeoffload.schedule.ahead import actions_ahead
+from lightning_pipeoffload.schedule.actions import RECVS, SENDS
 from lightning_pipeoffload.schedule.messages import (
-    RECVS,
-    SENDS,
     OpenReceives,
+    actions_ahead,
     arrived_before,
     recv_before,
     recv_of,

@@ -21,8 +21,13 @@ from lightning_pipeoffload.schedule import (
     offload_activations,
     sums_alike,
 )
-from lightning_pipeoffload.schedule.placement import loop, stages_on, v
-from lightning_pipeoffload.schedule.schedule import from_numbers, to_numbers
+from lightning_pipeoffload.schedule.schedule import (
+    from_numbers,
+    loop_placement,
+    stages_on,
+    to_numbers,
+    v_placement,
+)
 from tests.support.plans import SHAPES, plan
 
 TWO_RANKS = "0F0 0F1 0BW0 0BW1\n1F0 1BW0 1F1 1BW1"
@@ -74,11 +79,11 @@ def test_sizes_and_placement_are_read_off_the_actions():
 
 
 def test_placements():
-    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert v(3) == (0, 1, 2, 2, 1, 0)
-    assert v(2, 3) == (0, 1, 1, 0, 0, 1)
-    assert loop(1, 3) == v(1, 3) == (0, 0, 0)
-    assert (stages_on(loop(4, 2), 1), stages_on(v(4), 0)) == ([1, 5], [0, 7])
+    assert loop_placement(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert v_placement(3) == (0, 1, 2, 2, 1, 0)
+    assert v_placement(2, 3) == (0, 1, 1, 0, 0, 1)
+    assert loop_placement(1, 3) == v_placement(1, 3) == (0, 0, 0)
+    assert (stages_on(loop_placement(4, 2), 1), stages_on(v_placement(4), 0)) == ([1, 5], [0, 7])
 
 
 @pytest.mark.parametrize("name", SHAPES)

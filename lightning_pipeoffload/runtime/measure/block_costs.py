@@ -37,7 +37,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     one_at_a_time,
 )
-from lightning_pipeoffload.schedule.placement import stages_on
+from lightning_pipeoffload.schedule.schedule import stages_on
 
 _NUM_MEASURED = 3  # microbatches, of which the median counts; before them as many warm up
 _TIMES = ("forward", "backward_input", "backward_weight")

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..actions import Action, Kind, ScheduleError
-from ..placement import loop, stages_on
-from ..schedule import Schedule
+from ..schedule import Schedule, loop_placement, stages_on
 
 __all__ = [
     "gpipe",
@@ -91,7 +90,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
             f"num_microbatches ({num_microbatches}) must be a multiple of num_ranks ({num_ranks}) "
             f"for interleaved_1f1b; use {enough}, or schedule=1f1b"
         )
-    placement = loop(num_ranks, num_chunks)
+    placement = loop_placement(num_ranks, num_chunks)
 
     def order(rank: int) -> list[Action]:
         stages = stages_on(placement, rank)

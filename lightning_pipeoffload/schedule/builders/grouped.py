@@ -21,8 +21,7 @@ from typing import NamedTuple
 from ..actions import Action, Kind, ScheduleError
 from ..costs import Costs
 from ..passes.offload import offload_activations
-from ..placement import loop, stages_on
-from ..schedule import Schedule
+from ..schedule import Schedule, loop_placement, stages_on
 from ..search.list_schedule import fill_gaps
 from ..search.order_rules import FixedOrder
 from ..search.problem import Problem
@@ -139,7 +138,7 @@ def _repeated(num_ranks: int, num_microbatches: int, num_chunks: int, group_size
     A slot of a rank has room for one F and for one B with its W. The gradient of the first
     microbatch comes back to a rank one slot later for each rank after it.
     """
-    placement = loop(num_ranks, num_chunks)
+    placement = loop_placement(num_ranks, num_chunks)
     block = _building_block(num_ranks, num_chunks, group_size)
     groups = _groups(num_microbatches, num_chunks, group_size, least=_half(num_ranks))
     turn = block[-1] * groups[0].room

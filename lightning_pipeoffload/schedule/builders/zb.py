@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from ..actions import Kind
 from ..costs import Costs
-from ..placement import loop
-from ..schedule import Schedule
+from ..schedule import Schedule, loop_placement
 from ..search.list_schedule import Search
 from ..search.order_rules import InFlight
 from ..search.problem import Problem
@@ -51,7 +50,7 @@ def zb_in_activations(
     Args:
         multiple: 1 for ZB-1p, 2 for ZB-2p.
     """
-    problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
+    problem = Problem(loop_placement(num_ranks, 1), num_microbatches, costs or Costs.unit())
     names = ("activation", "weight_residue")
     held = max(problem.costs.per_stage(name, num_ranks)[0] for name in names)
     limit = max(multiple * num_ranks * held, problem.smallest_limit)
@@ -82,7 +81,7 @@ def zb(
     """
     if memory_limit is None:
         return zb_in_activations(num_ranks, num_microbatches, num_chunks, multiple=2, costs=costs)
-    problem = Problem(loop(num_ranks, 1), num_microbatches, costs or Costs.unit())
+    problem = Problem(loop_placement(num_ranks, 1), num_microbatches, costs or Costs.unit())
     return _shortest(problem.limited_to(memory_limit, "zb"))
 
 

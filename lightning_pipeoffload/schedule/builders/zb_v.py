@@ -15,8 +15,7 @@ from itertools import product
 
 from ..actions import Action, Kind
 from ..costs import Costs
-from ..placement import v
-from ..schedule import Schedule
+from ..schedule import Schedule, v_placement
 from ..search.list_schedule import Search
 from ..search.order_rules import FixedOrder, InFlight
 from ..search.problem import ROUNDING, Problem
@@ -127,7 +126,7 @@ def zb_v(
     Raises:
         ScheduleError: The limit is too small for a single microbatch.
     """
-    problem = Problem(v(num_ranks), num_microbatches, costs or Costs.unit())
+    problem = Problem(v_placement(num_ranks), num_microbatches, costs or Costs.unit())
     default = num_ranks * problem.smallest_limit
     problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
     if costs is None and memory_limit is None:

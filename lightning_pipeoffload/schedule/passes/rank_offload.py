@@ -31,9 +31,8 @@ from ..actions import (
 )
 from ..costs import Costs
 from ..schedule import Schedule
-from ..simulation.intervals import Interval, disjoint, earliest, latest
 from ..simulation.memory import memory_changes, part_sizes
-from ..timeline import TOLERANCE, Event, Timeline
+from ..timeline import TOLERANCE, Event, Interval, Timeline, disjoint, earliest, latest
 
 __all__ = ["RankOffload", "RankPlan", "postponed"]
 

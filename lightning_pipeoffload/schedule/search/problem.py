@@ -16,9 +16,8 @@ from functools import cached_property
 
 from ..actions import Action, Kind, MemoryLimitError
 from ..costs import Costs
-from ..placement import stages_on
 from ..replay import replay_numbers
-from ..schedule import Schedule
+from ..schedule import Schedule, stages_on
 
 __all__ = ["ROUNDING", "Operations", "Order", "Pass", "Problem"]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from ..actions import (
+    COMPUTE_LANE,
     HOST_EFFECTS,
     MEMORY_EFFECTS,
     OFFLOAD_LANE,
@@ -20,7 +21,7 @@ from ..actions import (
 from ..costs import Costs
 from ..messages import OpenReceives, arrived_before, recv_before, send_of
 from ..schedule import Schedule
-from ..timeline import COMPUTE_LANE, Event, Timeline
+from ..timeline import Event, Timeline
 
 __all__ = [
     "Curve",

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ..actions import (
     COMPUTE,
+    COMPUTE_LANE,
     HOST_EFFECTS,
     KINDS,
     MEMORY_EFFECTS,
@@ -31,8 +32,7 @@ from ..costs import Costs
 from ..passes.last_weights import tails
 from ..replay import replay
 from ..schedule import Schedule
-from ..timeline import COMPUTE_LANE, TOLERANCE, Event, Timeline
-from .intervals import Interval, earliest
+from ..timeline import TOLERANCE, Event, Interval, Timeline, earliest
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 
 __all__ = ["Simulation", "period_bubble", "simulate", "simulate_steps", "steady_period"]

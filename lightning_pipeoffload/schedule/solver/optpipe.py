@@ -21,14 +21,12 @@ from ..costs import Costs
 from ..make_plan import PlanRequest, make_plan
 from ..passes.offload import offload_activations
 from ..passes.transfer import split_every_backward
-from ..placement import loop, v
 from ..plan_cache import PlanCache, PlanQuestion
-from ..schedule import Schedule
+from ..schedule import Schedule, loop_placement, v_placement
 from ..simulation.memory import peak_memory
 from ..validate import validate
 from .plan_model import PlanModel, check_solver
-from .plan_problem import PlanProblem
-from .whole_costs import WholeCosts
+from .plan_problem import PlanProblem, WholeCosts
 
 __all__ = [
     "Improvement",
@@ -198,7 +196,7 @@ def solved(
 
 def optpipe_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
     """Return the rank of every stage: two per rank go down and back up, more go round."""
-    return v(num_ranks) if num_chunks == 2 else loop(num_ranks, num_chunks)
+    return v_placement(num_ranks) if num_chunks == 2 else loop_placement(num_ranks, num_chunks)
 
 
 def check_solver_seconds(seconds: Any) -> None:

@@ -26,10 +26,8 @@ from typing import Any, NamedTuple
 
 from ..actions import ACTIVATION, RELOADS, WAITING, Action, Kind, Part, ScheduleError
 from ..costs import Costs
-from ..placement import stages_on
-from ..schedule import Schedule
-from .plan_problem import earliest_end, earliest_starts, most_work
-from .whole_costs import StartTimes, WholeCosts
+from ..schedule import Schedule, stages_on
+from .plan_problem import StartTimes, WholeCosts, earliest_end, earliest_starts, most_work
 
 __all__ = ["PlanModel", "check_solver"]
 

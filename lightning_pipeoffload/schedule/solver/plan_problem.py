@@ -1,20 +1,30 @@
-"""A problem for the solver, and bounds that no plan is faster than."""
+"""The problem of the solver, and its costs and times in whole numbers: ticks and grains of memory.
+
+Also bounds that no plan is faster than.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import floor, gcd, inf
 
-from ..actions import Kind
+from ..actions import ACTIVATION, COMPUTE_LANE, COPIES, KINDS, WAITING, Action, Kind, Part
 from ..costs import Costs
-from ..placement import stages_on
-from ..schedule import Schedule
+from ..schedule import Schedule, stages_on
 from ..search.problem import ROUNDING
-from ..simulation.memory import peak_memory
-from ..simulation.simulate import simulate, steady_period
+from ..simulation.memory import part_sizes, peak_memory
+from ..simulation.simulate import Simulation, simulate, steady_period
 
-__all__ = ["PlanProblem", "earliest_end", "earliest_starts", "most_work"]
+__all__ = [
+    "PlanProblem",
+    "StartTimes",
+    "WholeCosts",
+    "earliest_end",
+    "earliest_starts",
+    "most_work",
+]
 
 
 _Seconds = Mapping[Kind, Sequence[float]]
@@ -111,3 +121,183 @@ class PlanProblem:
         if not self.has_barrier:
             return steady_period(plan, self.costs, has_barrier=False)
         return simulate(plan, self.costs).makespan
+
+
+_FEWEST_TICKS, _MOST_TICKS = 20, 60  # of a mean F, B or W: more are slower, and gain nothing
+_MOST_GRAINS = 2**32
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class WholeCosts:
+    """What the stages of a placement cost, in ticks and grains.
+
+    Attributes:
+        seconds: The ticks of F, B and W of every stage.
+        hops: The ticks from each stage to the next one.
+        offload: The ticks of each stage's copies to the host, by the parts that are copied.
+        reload: The same for the copies back.
+        sizes: The grains of each stage's parts, by their set.
+        limit: The most grains of a rank; None: any.
+    """
+
+    placement: tuple[int, ...]
+    seconds: dict[Kind, tuple[int, ...]]
+    hops: tuple[int, ...]
+    offload: tuple[tuple[int, ...], ...]
+    reload: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+    limit: int | None
+
+    @classmethod
+    def of(cls, costs: Costs, placement: tuple[int, ...], memory_limit: float | None) -> WholeCosts:
+        """Round costs, and a memory limit."""
+        num_stages = len(placement)
+        seconds = costs.compute(num_stages)
+        tick = _tick([second for of_kind in seconds.values() for second in of_kind])
+        sizes = part_sizes(costs, num_stages)
+        whole_sizes, limit = _grains(sizes, memory_limit)
+
+        def copies(name: str) -> tuple[tuple[int, ...], ...]:
+            stages = zip(costs.per_stage(name, num_stages), sizes, strict=True)
+            return tuple(
+                tuple(round(second * _share(size, of) / tick) for size in of)
+                for second, of in stages
+            )
+
+        return cls(
+            placement,
+            {kind: tuple(round(s / tick) for s in of_kind) for kind, of_kind in seconds.items()},
+            tuple(round(second / tick) for second in costs.hops(placement)),
+            copies("offload"),
+            copies("reload"),
+            whole_sizes,
+            limit,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return max(self.placement) + 1
+
+    def copy(self, action: Action, beside: frozenset[Kind]) -> int:
+        """Return the ticks of a copy, beside the other copies of its stage and microbatch."""
+        kind, stage, _ = action
+        if kind is Kind.OFFLOAD:
+            return self.offload[stage][ACTIVATION]
+        if kind is Kind.OFFLOAD_W:
+            return self.offload[stage][Part.GRADIENT if Kind.OFFLOAD in beside else WAITING]
+        if kind is Kind.RELOAD_W:
+            return self.reload[stage][WAITING if Kind.OFFLOAD_W in beside else Part.FOR_W]
+        return self.reload[stage][Part.FOR_B if kind is Kind.RELOAD_B else ACTIVATION]
+
+    def in_ticks(self, costs: Costs) -> Costs:
+        """Return the times, with the lanes and links of other costs."""
+        return Costs(
+            self.seconds[Kind.F],
+            self.seconds[Kind.B],
+            self.seconds[Kind.W],
+            communication=self.hops,
+            copy_lanes=costs.copy_lanes,
+            ranks_per_link=costs.ranks_per_link,
+        )
+
+    def is_tight(self, rank: int, num_microbatches: int) -> bool:
+        """Whether a rank's limit keeps it from having all of a step at a time."""
+        most = sum(self.sizes[stage][sum(Part)] for stage in stages_on(self.placement, rank))
+        return self.limit is not None and most * num_microbatches > self.limit
+
+
+def _share(size: float, sizes: list[float]) -> float:
+    activation = sizes[ACTIVATION]
+    return size / activation if activation else 1.0
+
+
+def _tick(seconds: list[float]) -> float:
+    """Return the tick, in seconds, of which these are multiples as nearly as may be."""
+    mean = sum(seconds) / len(seconds)
+    if not mean:
+        return 1.0
+    # Those of the longest forward come first: times that people write down are whole in these.
+    ticks = [base / n for base in (*seconds[:1], mean) for n in range(_FEWEST_TICKS, _MOST_TICKS)]
+    fitting = [tick for tick in ticks if tick and _FEWEST_TICKS <= mean / tick <= _MOST_TICKS]
+
+    def error(tick: float) -> float:
+        return round(max(abs(second / tick - round(second / tick)) for second in seconds), 6)
+
+    return min(fitting or [mean / _FEWEST_TICKS], key=error)
+
+
+def _grains(
+    sizes: list[list[float]], limit: float | None
+) -> tuple[tuple[tuple[int, ...], ...], int | None]:
+    """Return sizes and limit in grains: exactly where all are whole numbers."""
+    if limit is None:
+        return tuple((0,) * len(of_stage) for of_stage in sizes), None
+    numbers = [number for of_stage in sizes for number in of_stage]
+    if all(float(number).is_integer() for number in numbers) and limit < _MOST_GRAINS**2:
+        grain = float(gcd(*map(int, numbers)) or 1)
+    else:
+        grain = limit / _MOST_GRAINS or 1.0
+    # A sum may come out too small by a hair, so that a plan is checked again by its real costs.
+    whole = (tuple(floor(size / grain + _ROUNDING) for size in of_stage) for of_stage in sizes)
+    return tuple(whole), floor(limit / grain + _ROUNDING)
+
+
+_STEPS_TO_SETTLE = 8
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """When a plan does what, in ticks.
+
+    Attributes:
+        begins: When each F, B and W starts, and when each copy back takes its memory.
+        copies: When each copy starts.
+        kinds: The kinds of copies of each stage and microbatch.
+        ends: When each rank's last action ends.
+    """
+
+    begins: dict[Action, int]
+    copies: dict[Action, int]
+    kinds: dict[tuple[int, int], frozenset[Kind]]
+    ends: tuple[int, ...]
+
+    @property
+    def makespan(self) -> int:
+        """When the last action ends."""
+        return max(self.ends)
+
+    @classmethod
+    def of(
+        cls, plan: Schedule, costs: Costs, whole: WholeCosts, has_barrier: bool = True
+    ) -> StartTimes:
+        """Simulate a plan whose B and W are apart, before it is lowered, with costs in ticks.
+
+        Without a barrier it is a step among many, when the ranks have settled.
+        """
+        copied: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
+        for rank in plan:
+            for action in rank:
+                copied[action[1:]] |= {action.kind} & COPIES
+        kinds = {place: frozenset(of_place) for place, of_place in copied.items()}
+        ticks = {
+            Action(kind, *place): float(whole.copy(Action(kind, *place), of_place))
+            for place, of_place in kinds.items()
+            for kind in of_place
+            if KINDS[kind].lane
+        }
+        for_w = {
+            action: seconds - whole.reload[action.stage][Part.FOR_B]
+            for action, seconds in ticks.items()
+            if action.kind is Kind.RELOAD
+        }
+        simulation = Simulation(plan, whole.in_ticks(costs), (ticks, for_w))
+        ends = [0.0] * plan.num_ranks
+        for _ in range(1 if has_barrier else 1 + _STEPS_TO_SETTLE):
+            first = min(ends)
+            found, ends = simulation.run([end - first for end in ends])
+        events = list(found)
+        begins = {e.action: round(e.start) for e in events if e.lane == COMPUTE_LANE}
+        copies = {e.action: round(e.start) for e in events if e.lane != COMPUTE_LANE}
+        return cls(begins, copies, kinds, tuple(map(round, ends)))

@@ -20,8 +20,8 @@ from lightning_pipeoffload.schedule import (
     split_fused_backward,
     steady_period,
 )
-from lightning_pipeoffload.schedule.simulation.intervals import disjoint, earliest, latest
 from lightning_pipeoffload.schedule.simulation.memory import host_memory_curves, memory_curves
+from lightning_pipeoffload.schedule.timeline import disjoint, earliest, latest
 from tests.support.plans import SHAPES, plan
 
 UNIT = Costs.unit()

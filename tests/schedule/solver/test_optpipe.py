@@ -7,7 +7,7 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     accept,
     build,
-    recipe,
+    families,
     simulate,
     steady_period,
 )
@@ -77,7 +77,7 @@ def test_every_plan_is_valid_and_keeps_its_limit(costs, limit, num_chunks, tmp_p
 
 def test_the_second_time_it_is_read_and_not_solved(tmp_path, monkeypatch):
     first = solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12)
-    build_once = recipe._build_once
+    build_once = families._build_once
     build_once.cache_clear()
     monkeypatch.setattr(optpipe.Improvement, "go_on", refuse_to_solve)
     assert solve(COSTS, 34.0, tmp_path, 0.5, num_ranks=3, num_microbatches=12) == first
