@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,16 +11,31 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_pipeoffload.pictures.figures import MISSING, has_matplotlib, save_figure
-from lightning_pipeoffload.pictures.memory import MemoryPanel, draw_memory, planned_panels
+from lightning_pipeoffload.pictures.figures import (
+    MISSING,
+    SMALL,
+    has_matplotlib,
+    new_figure,
+    save_figure,
+)
 from lightning_pipeoffload.runtime.memory.ledger import Held
-from lightning_pipeoffload.schedule import Costs, simulate
+from lightning_pipeoffload.schedule import Costs, Timeline, simulate
+from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.simulation.memory import (
+    Curve,
+    host_memory_curves,
+    memory_curves,
+)
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["MemoryPicture"]
+
+_WIDTH, _PANEL, _AROUND = 1090.0, 62.0, 96.0  # pixels
+_DEVICE, _HOST, _MOVING = "#5c6784", "#8e5bb5", "#d9822b"
 
 
 class MemoryPicture(Callback):
@@ -76,3 +93,87 @@ def _measured_panel(entries: list[tuple[Any, ...]]) -> MemoryPanel:
         for index in range(3)
     )
     return MemoryPanel("measured", device, host, moving, times[-1])
+
+
+@dataclass(frozen=True)
+class MemoryPanel:
+    """The memory of one rank over a step, as curves of (seconds, bytes from then on).
+
+    Attributes:
+        name: "plan" or "measured".
+        device: Bytes on the device.
+        host: Bytes on the host.
+        moving: Bytes of pending copies; empty where they are not known.
+        end: Seconds of the step.
+    """
+
+    name: str
+    device: Curve
+    host: Curve
+    moving: Curve
+    end: float
+
+    @property
+    def highest(self) -> float:
+        """The most of its curves."""
+        return max(_peak(curve) for curve in (self.device, self.host, self.moving))
+
+
+def planned_panels(timeline: Timeline, costs: Costs) -> list[MemoryPanel]:
+    """Return the panel of each rank of a simulated timeline; costs are in seconds and bytes."""
+    on_device, on_host = memory_curves(timeline, costs), host_memory_curves(timeline, costs)
+    return [
+        MemoryPanel("plan", device, host, [], timeline.makespan)
+        for device, host in zip(on_device, on_host, strict=True)
+    ]
+
+
+def draw_memory(ranks: Sequence[Sequence[MemoryPanel]], title: str) -> Figure:
+    """Draw the panels of each rank, one below the other, with a line above."""
+    panels = [
+        (f"rank {number} {panel.name}", panel) for number, r in enumerate(ranks) for panel in r
+    ]
+    height = _PANEL * len(panels) + _AROUND
+    figure = new_figure(_WIDTH, height)
+    all_axes = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
+    figure.subplots_adjust(0.11, 56 / height, 0.86, 1 - 36 / height, hspace=0.15)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=1.2 * SMALL)
+    for axes, (name, panel) in zip(all_axes, panels, strict=True):
+        _draw_panel(axes, panel)
+        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=SMALL)
+    highest = max((panel.highest for _, panel in panels), default=0.0) or 1.0
+    longest = max((panel.end for _, panel in panels), default=0.0) or 1.0
+    all_axes[-1].set(xlim=(0, 1e3 * longest), ylim=(0, 1.05 * highest))
+    all_axes[-1].set_xlabel("ms", fontsize=SMALL)
+    all_axes[-1].tick_params(axis="x", labelsize=SMALL)
+    handles, words = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, words, loc="lower left", ncols=3, fontsize=SMALL, frameon=False)
+    return figure
+
+
+def _draw_panel(axes: Axes, panel: MemoryPanel) -> None:
+    curves = (
+        ("on the device", panel.device, _DEVICE),
+        ("on the host", panel.host, _HOST),
+        ("in pending copies", panel.moving, _MOVING),
+    )
+    for words, curve, color in curves:
+        times = [1e3 * time for time in (*(time for time, _ in curve), panel.end)]
+        values = [memory for _, memory in curve]
+        values.append(values[-1] if values else 0.0)
+        axes.step(times, values, where="post", color=color, linewidth=0.8, label=words)
+        if words == "on the device":
+            axes.fill_between(times, values, step="post", color=color, alpha=0.25, linewidth=0)
+    peaks = "\n".join(
+        f"{what} peak {bytes_text(_peak(curve))}"
+        for what, curve in (("device", panel.device), ("host", panel.host))
+    )
+    axes.text(1.01, 0.5, peaks, transform=axes.transAxes, va="center", fontsize=SMALL)
+    axes.set_yticks([])
+    axes.tick_params(axis="x", length=0)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+
+
+def _peak(curve: Curve) -> float:
+    return max((memory for _, memory in curve), default=0.0)

@@ -6,8 +6,8 @@ import pytest
 from matplotlib.colors import to_hex
 
 from lightning_pipeoffload.pictures.measured_step import RankStep, join_ranks
+from lightning_pipeoffload.pictures.picture_file import to_measured_trace
 from lightning_pipeoffload.pictures.timelines import draw_measured
-from lightning_pipeoffload.pictures.trace import to_measured_trace
 from lightning_pipeoffload.schedule import Action, Costs, Kind, simulate
 from tests.support.plans import plan
 

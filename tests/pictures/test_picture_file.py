@@ -1,15 +1,19 @@
 """Pictures are written by their ending, of the part that is asked for."""
 
+import json
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
 from lightning_pipeoffload.pictures import figures
-from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile, parse_window
+from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile, parse_window, to_trace
 from lightning_pipeoffload.pictures.timelines import Window
-from lightning_pipeoffload.schedule import Costs, ScheduleError, build, simulate
+from lightning_pipeoffload.schedule import Costs, ScheduleError, add_final_actions, build, simulate
+from tests.support.plans import plan
 
 COSTS = Costs.unit()
+TRACED = Costs(0.5, 1, 2)
 TIMELINE = simulate(build("zb_h1", 4, 8), COSTS)
 
 
@@ -84,3 +88,35 @@ def test_the_part_that_is_shown():
 def test_what_cannot_be_shown_is_refused(asked, message):
     with pytest.raises(ScheduleError, match=message):
         parse_window(TIMELINES, **asked)
+
+
+def trace_events(phase):
+    trace = to_trace(simulate(plan("0F0 0BW0\n1F0 1BW0"), TRACED), TRACED)
+    return [event for event in json.loads(json.dumps(trace))["traceEvents"] if event["ph"] == phase]
+
+
+def test_seconds_become_microseconds():
+    spans = {e["name"]: (e["ts"], e["dur"], e["pid"]) for e in trace_events("X")}
+    assert spans == {
+        "0F0": (0, 0.5e6, 0),
+        "1F0": (0.5e6, 0.5e6, 1),
+        "1BW0": (1e6, 3e6, 1),
+        "0BW0": (4e6, 3e6, 0),
+    }
+
+
+def test_memory_is_a_counter_and_ranks_and_lanes_have_names():
+    names = [(e["name"], e["pid"], e["args"]["name"]) for e in trace_events("M")]
+    assert {("process_name", 1, "rank 1"), ("thread_name", 1, "compute")} <= {*names}
+    steps = [(e["ts"], e["args"]["memory"]) for e in trace_events("C") if e["pid"] == 0]
+    assert steps == [(0, 1), (7e6, 0)]
+
+
+def test_reductions_have_a_lane():
+    reduced = add_final_actions(plan("0F0 0BW0\n1F0 1BW0"))
+    costs = replace(TRACED, reduce=4)
+    events = to_trace(simulate(reduced, costs), costs)["traceEvents"]
+    threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    [reduction] = [e for e in events if e["name"] == "1REDUCE0"]
+    assert reduction["tid"] == threads["reduce"]
+    assert (reduction["ts"], reduction["dur"], reduction["cat"]) == (4e6, 4e6, "REDUCE")
