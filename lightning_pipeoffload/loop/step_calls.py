@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_pipeoffload.loop.step_exchange import JointStop
 from lightning_pipeoffload.metrics.log_capture import LogCapture
+from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
 
@@ -77,12 +77,14 @@ class StepCalls:
         plain = getattr(self._module, kind)
 
         def step(part: Any, call: StepCall) -> Any:
-            loggers_quiet = nullcontext() if call.is_last else LoggersQuiet(self._module)
-            print_quiet = nullcontext() if call.is_last_local else PrintQuiet()
-            capturing = self._capture.capturing(call.is_last, call.is_trace)
+            capturing = together(
+                NOTHING if call.is_last else LoggersQuiet(self._module),
+                NOTHING if call.is_last_local else PrintQuiet(),
+                self._capture.capturing(call.is_last, call.is_trace),
+            )
             self.is_tracing = call.is_trace
             try:
-                with loggers_quiet, print_quiet, capturing:
+                with capturing:
                     result = plain(part, *rest, **kwargs)
             finally:
                 self.is_tracing = False

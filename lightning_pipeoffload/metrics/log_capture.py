@@ -6,9 +6,8 @@ name, and for a metric that the step calls its value over the batch.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from numbers import Number
@@ -58,42 +57,7 @@ class LogCapture:
             keep: Whether the step comes to its end, with all that it logs.
             tracing: Whether the step is traced, without values.
         """
-        return self._capturing(keep, tracing) if keep or tracing else self._ignoring()
-
-    @contextmanager
-    def _ignoring(self) -> Iterator[None]:
-        """Drop the calls of a stage that leaves the step before its end."""
-        self._module.__dict__["log"] = _ignore
-        try:
-            yield
-        finally:
-            del self._module.__dict__["log"]
-
-    @contextmanager
-    def _capturing(self, keep: bool, tracing: bool) -> Iterator[None]:
-        repeats: Counter[str] = Counter()
-        microbatch = self._num_passes
-        calls: list[_Call] = []
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            origin = self._metrics.origin(value)
-            call = _Call(microbatch, _detach(value), origin, args, kwargs)
-            calls.append(call)
-            self._calls.setdefault((name, repeats[name]), []).append(call)
-            repeats[name] += 1
-
-        self._module.__dict__["log"] = log
-        self._num_passes += keep
-        try:
-            with self._metrics.watching() if keep else nullcontext():
-                yield
-        finally:
-            del self._module.__dict__["log"]
-            # Values of earlier stages are there only now: used on the last stage, they come.
-            for call in calls:
-                call.value = _detach(call.value)
-            if tracing:
-                self._calls.clear()
+        return _Capturing(self, keep, tracing) if keep or tracing else _Ignoring(self._module)
 
     def replay(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log each name once, with its values combined.
@@ -132,6 +96,52 @@ class LogCapture:
     def _is_on_step(self, options: dict[str, Any]) -> bool:
         on_step = options.get("on_step")
         return self._module.trainer.training if on_step is None else bool(on_step)
+
+
+class _Ignoring:
+    """Drops the calls of a stage that leaves the step before its end."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._attributes = module.__dict__
+
+    def __enter__(self) -> None:
+        self._attributes["log"] = _ignore
+
+    def __exit__(self, *error: object) -> None:
+        del self._attributes["log"]
+
+
+class _Capturing:
+    def __init__(self, capture: LogCapture, keep: bool, tracing: bool) -> None:
+        self._capture, self._keep, self._tracing = capture, keep, tracing
+        self._repeats: dict[str, int] = {}
+        self._calls: list[_Call] = []
+
+    def __enter__(self) -> None:
+        capture = self._capture
+        self._microbatch = capture._num_passes
+        capture._num_passes += self._keep
+        if self._keep:
+            capture._metrics.start_watching()
+        capture._module.__dict__["log"] = self._log
+
+    def __exit__(self, *error: object) -> None:
+        capture = self._capture
+        del capture._module.__dict__["log"]
+        if self._keep:
+            capture._metrics.stop_watching()
+        # Values of earlier stages are there only now: used on the last stage, they come.
+        for call in self._calls:
+            call.value = _detach(call.value)
+        if self._tracing:
+            capture._calls.clear()
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        capture, repeat = self._capture, self._repeats.get(name, 0)
+        call = _Call(self._microbatch, _detach(value), capture._metrics.origin(value), args, kwargs)
+        self._calls.append(call)
+        capture._calls.setdefault((name, repeat), []).append(call)
+        self._repeats[name] = repeat + 1
 
 
 def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,8 +8,6 @@ inputs of all microbatches has the value of the batch, whatever the metric compu
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,18 +54,17 @@ class WholeBatchValues:
         self._calls: Counter[int] = Counter()
         self._returned: dict[int, CallValue] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def start_watching(self) -> None:
         """Record the metrics' calls in the microbatch that begins now."""
         self._calls.clear()
         self._returned.clear()
         for metric in self._metrics:
             metric.__dict__["forward"] = partial(self._call, metric)
-        try:
-            yield
-        finally:
-            for metric in self._metrics:
-                del metric.__dict__["forward"]
+
+    def stop_watching(self) -> None:
+        """Stop to record the metrics' calls."""
+        for metric in self._metrics:
+            del metric.__dict__["forward"]
 
     def _call(self, metric: Metric, *args: Any, **kwargs: Any) -> Any:
         value = type(metric).forward(metric, *args, **kwargs)

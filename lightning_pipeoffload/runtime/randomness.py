@@ -8,8 +8,9 @@ not from one common stream.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,13 @@ def seed_torch(seed: int) -> None:
     accelerator = accelerator_in_use()
     if accelerator:
         accelerator.manual_seed(seed)
+
+
+def segment_seeder(beside_torch: bool) -> Callable[[int], Any]:
+    """Return what seeds a segment: torch's generators, and numpy's and Python's if asked to."""
+    if beside_torch:
+        return seed_all
+    return seed_torch if accelerator_in_use() else torch.default_generator.manual_seed
 
 
 def seed_all(seed: int) -> None:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
-from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -25,8 +24,8 @@ from lightning_pipeoffload.runtime.users_code.instance_class import own_class, s
 class Pass(Protocol):
     """One run of the user's step: says what a call of a block does."""
 
-    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
-        """Return block ``index``'s output; ``call()`` computes it, ``arguments`` is a pytree."""
+    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return block ``index``'s output; :meth:`BlockChain.plain_call` computes it."""
 
 
 class StageExit(BaseException):
@@ -224,8 +223,7 @@ def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if chain._pass is None:
             return plain.__call__(self, *args, **kwargs)
-        run = partial(plain.__call__, self, *args, **kwargs)
-        return chain._pass.call_block(chain._place[id(self)], run, (args, kwargs))
+        return chain._pass.call_block(chain._place[id(self)], args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # Not copyreg.__newobj__, with which pickle insists on the object's own class.

@@ -324,9 +324,8 @@ class Lending:
             seed_all(seed)
             self._generators.seed(seed)
 
-    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block with its parameters and buffers."""
-        args, kwargs = arguments
         with self._lent(self._inside[index]):
             output = self._chain.plain_call(index)(*args, **kwargs)
         self._calls.append(index)

@@ -181,12 +181,13 @@ class StepTrace:
         self.record.written_in_place |= written
         self.record.saved_and_written |= written & self._stripped.saved_attributes
 
-    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on shapes.
 
         Raises:
             StageExit: It is the one at which the step is left.
         """
+        arguments: Any = args, kwargs
         self._before_block.append((len(self._sizes.found), shape_signature(arguments)))
         if index == self._until:
             raise StageExit([])

@@ -7,7 +7,7 @@ stages' own stores count later, on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -143,11 +143,11 @@ class _MeasuringPass(StepTrace):
         return {*map(address_of, found)}
 
     @override
-    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_backward:  # a checkpoint runs it again
             with self._again_in_block():
-                return call()
-        output = super().call_block(index, call, arguments)
+                return self.chain.plain_call(index)(*args, **kwargs)
+        output = super().call_block(index, args, kwargs)
         self._begin_stage(self._stage_of[index + 1])
         for leaf in tensors_in(output):
             if leaf.requires_grad:

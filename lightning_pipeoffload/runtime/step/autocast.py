@@ -7,15 +7,14 @@ of keeping one each until their backward. Backwards run with autocast off, as on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
 from lightning_pipeoffload.runtime.compiled.products import sharing_compiled_casts
-
-_NOTHING = nullcontext()
+from lightning_pipeoffload.runtime.contexts import NOTHING
 
 
 @contextmanager
@@ -38,7 +37,7 @@ def forget_casts() -> None:
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Switch autocast off for a backward; the shared casts stay."""
     is_on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else _NOTHING
+    return torch.autocast(device.type, enabled=False) if is_on else NOTHING
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
+from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
@@ -35,7 +36,6 @@ from lightning_pipeoffload.runtime.weight_grad.regrouping import (
 )
 from lightning_pipeoffload.schedule.actions import Part
 
-_NOTHING = nullcontext()
 _NUM_CHECKED = 8  # backwards of a stage
 
 
@@ -48,9 +48,6 @@ class _Alive:
     seen: TensorValues | None = None
     sent: list[GradientEdge] = field(default_factory=list)
     left: Left = field(default_factory=list)
-
-    def seeing_again(self) -> AbstractContextManager[None]:
-        return self.seen.again() if self.seen else _NOTHING
 
 
 class StageRunner:
@@ -113,14 +110,14 @@ class StageRunner:
         step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
         if self._context.writes.may_write_tensors:
             self._keep_seen()
-        with (
-            deferring(alive.queue) if keep and not microbatch.record.starts_backward else _NOTHING,
-            store.recording() if store else _NOTHING,
-            self._saving() if keep else _NOTHING,
-            self._watching(step, microbatch) if keep else _NOTHING,
-        ):
+        if not keep:
             output = step.run()
-        if keep:
+        else:
+            defers = not microbatch.record.starts_backward
+            recording = store.recording() if store else NOTHING
+            rest = together(recording, self._saving(), self._watching(step, microbatch))
+            with deferring(alive.queue) if defers else NOTHING, rest:
+                output = step.run()
             self._alive[microbatch.index] = alive
             self._most_alive = max(self._most_alive, len(self._alive))
             alive.left = step.left
@@ -153,14 +150,7 @@ class StageRunner:
         """
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
-        with (
-            BackwardOn(microbatch.device),
-            deferring(alive.queue),
-            self._gradients,
-            alive.seeing_again(),
-            self._context.writes.in_backward(self._context.stage.index, alive.left),
-            self._checking_hooks(),
-        ):
+        with BackwardOn(microbatch.device), deferring(alive.queue), self._around(alive):
             try:
                 if alive.sent:
                     torch.autograd.backward(alive.sent, gradients)
@@ -181,13 +171,7 @@ class StageRunner:
         """Run W."""
         alive = self._alive.pop(microbatch.index)
         if alive.queue.is_waiting:
-            with (
-                BackwardOn(microbatch.device),
-                self._gradients,
-                alive.seeing_again(),
-                self._context.writes.in_backward(self._context.stage.index, alive.left),
-                self._checking_hooks(),
-            ):
+            with BackwardOn(microbatch.device), self._around(alive):
                 alive.queue.run()
 
     def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
@@ -205,14 +189,24 @@ class StageRunner:
             del self._alive[microbatch.index]
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
-        with BackwardOn(microbatches[0].device), self._gradients, self._checking_hooks():
+        around = together(self._gradients.exchanged(), self._checking_hooks())
+        with BackwardOn(microbatches[0].device), around:
             gradients.run(told.finish)
 
-    def _checking_hooks(self) -> AbstractContextManager[None]:
+    def _around(self, alive: _Alive) -> AbstractContextManager[Any]:
+        """Return the context of a B or W: gradients and attributes as they are for this stage."""
+        return together(
+            self._gradients.exchanged(),
+            alive.seen.again() if alive.seen else NOTHING,
+            self._context.writes.in_backward(self._context.stage.index, alive.left),
+            self._checking_hooks(),
+        )
+
+    def _checking_hooks(self) -> AbstractContextManager[Any]:
         """Refuse hooks that write their weight; checks the first backwards only."""
         self._num_checked += 1
         is_checked = self._num_checked <= _NUM_CHECKED and self._context.num_stages > 1
-        return self._check_hooks() if is_checked else _NOTHING
+        return self._check_hooks() if is_checked else NOTHING
 
     @contextmanager
     def _check_hooks(self) -> Iterator[None]:
@@ -234,13 +228,13 @@ class StageRunner:
         if tensors and self._last in self._alive:
             self._alive[self._last].seen = TensorValues(tensors)
 
-    def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[None]:
+    def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[Any]:
         is_first = microbatch.index not in self._compared
         self._compared.add(microbatch.index)
         compares = is_first and is_repeatable(microbatch.device)
         writes = self._context.writes
         if not compares and not writes.is_by_users:
-            return _NOTHING
+            return NOTHING
         return CheckpointWatch(step, writes, compares).watching()
 
     def abandon(self) -> None:
@@ -265,9 +259,8 @@ class StageRunner:
             tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
         )
 
-    def _saving(self) -> AbstractContextManager[None]:
-        is_cheap = self._context.recompute == "cheap"
-        return CheapRecompute().saving() if is_cheap else _NOTHING
+    def _saving(self) -> AbstractContextManager[Any]:
+        return _saving_cheaply() if self._context.recompute == "cheap" else NOTHING
 
     def _check_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> None:
         if len(leaves) != len(specs) or not all(map(TensorSpec.has_shape_of, specs, leaves)):
@@ -293,15 +286,24 @@ class BackwardOn:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._outside = outside_autocast(device)
+        self._device = device
 
     def __enter__(self) -> None:
-        self._outside.__enter__()
+        self._outside = outside_autocast(self._device)
+        if self._outside is not NOTHING:
+            self._outside.__enter__()
         self._here = torch.autograd.set_multithreading_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
         self._here.__exit__(*error)
-        self._outside.__exit__(*error)
+        if self._outside is not NOTHING:
+            self._outside.__exit__(*error)
+
+
+@contextmanager
+def _saving_cheaply() -> Iterator[None]:
+    with CheapRecompute().saving():  # made here, for it reads the hooks that hold around it
+        yield
 
 
 def _has_hooks(tensor: Tensor) -> bool:

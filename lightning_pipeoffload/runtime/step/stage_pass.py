@@ -13,7 +13,7 @@ the last stage runs the head and the loss. Three blocks, one in each stage::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
+from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
@@ -30,7 +31,7 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, seed_torch
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, segment_seeder
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     give_values,
@@ -48,7 +49,7 @@ from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
-_NOTHING = nullcontext()
+_Outputs = dict[int, tuple[ShapeOnly, Tensor]]  # of blocks, each with what it was made of
 _VALUES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
@@ -89,8 +90,7 @@ class StageContext:
     def __post_init__(self) -> None:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
-        self._shapes_only: tuple[StepRecord | None, frozenset[int]] = None, frozenset()
-        self._outputs: dict[int, ShapeOnly] = {}
+        self._outputs: tuple[StepRecord | None, _Outputs] = None, {}
 
     @cached_property
     def call(self) -> StepCall:
@@ -98,34 +98,28 @@ class StageContext:
         is_last_local = self.stage.index == self.writes.last_stage
         return StepCall(is_last=self.is_last, is_last_local=is_last_local)
 
-    def shapes_only(self, record: StepRecord) -> frozenset[int]:
-        """Return the blocks before the one that hands over, whose output is known by its shapes."""
-        known, found = self._shapes_only
-        if known is not record:
-            before = range(self.stage.blocks.start - 1)
-            found = frozenset(i for i in before if record.shapes_suffice(i))
-            self._shapes_only = record, found
-            self._outputs.clear()
-        return found
+    def outputs(self, record: StepRecord) -> _Outputs:
+        """Return the outputs of blocks before the stage that each F may use again.
 
-    def output_of(self, index: int, record: StepRecord, device: torch.device) -> Any:
-        """Return the output of a block before the stage, by its shapes.
-
-        A tensor is the same one in each F: making one takes as long as all else for such a block,
-        of which the last stages of a deep model have many.
+        To make one takes as long as all else that an F does for such a block, of which the last
+        stages of a deep model have many.
         """
-        output, known = record.outputs[index], self._outputs.get(index)
-        if known is not None and known.is_as_made(output.metas[0]):
-            return known
-        made = self.shapes_of(index, output, device)
-        if isinstance(made, ShapeOnly):
-            self._outputs[index] = made
-        return made
+        if self._outputs[0] is not record:
+            self._outputs = record, {}
+        return self._outputs[1]
 
     def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
         """Return a block's output with tensors that have no value."""
         origins = self.chain.output_origins(index)
         return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Return the context of an F: attributes and generators as they are for this stage."""
+        return together(
+            self.writes.of_stage(self.stage.index),
+            self.writes.hiding(self.stage, self.ownership),
+            self.generators.kept(),
+        )
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""
@@ -159,10 +153,10 @@ class StagePass:
         self.left: Left = []
         self._record = record = microbatch.record
         self._generators = context.generators
-        self._seed_segment = seed_all if record.draws_beside_torch else seed_torch
+        self._seed_segment = segment_seeder(record.draws_beside_torch)
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
-        self._shapes_only = context.shapes_only(record)
         self._carried = carried_values(record, self._start, None if context.is_last else self._stop)
+        self._outputs = context.outputs(record) if self._carried is None else {}
         self._counter = self._carried if self._carried and self._carried.counts else None
 
     def place(self) -> tuple[str, bool]:
@@ -174,15 +168,14 @@ class StagePass:
         context, generators = self._context, self._generators
         seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
-        hiding = context.writes.hiding(context.stage, context.ownership)
-        with context.writes.of_stage(context.stage.index), hiding, generators.kept():
+        with context.around():
             generators.seed(seed)
             if context.is_first:
                 context.ownership.show(context.stage.index)
             else:
                 context.ownership.hide()
             try:
-                with context.chain.running(self), self._counter or _NOTHING:
+                with context.chain.running(self), self._counter or NOTHING:
                     result = self._microbatch.run(context.call)
                 output = self._check_result(result)
             except StageExit as leaving:
@@ -195,40 +188,44 @@ class StagePass:
             self.left = context.writes.left()
         return output
 
-    def call_block(self, index: int, call: Callable[[], Any], arguments: Any) -> Any:
+    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block of the stage; hand over the payload; return shapes for blocks before that."""
         if index >= self._start:
-            output = self._run_own(index, arguments)
-        elif self._carried is None and index in self._shapes_only:
-            output = self._context.output_of(index, self._record, self._microbatch.device)
+            output = self._run_own(index, args, kwargs)
         else:
-            output = self._pass_remote(index, call)
+            known = self._outputs.get(index)
+            if known is not None and known[0].is_as_made(known[1]):
+                output = known[0]
+            else:
+                output = self._pass_remote(index, args, kwargs)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
         seed = mix_seed(self._microbatch.seed, index + 1)
         self._seed_segment(seed)
-        self._generators.seed(seed)
+        if self._generators.exist:
+            self._generators.seed(seed)
         return output
 
-    def _pass_remote(self, index: int, call: Callable[[], Any]) -> Any:
+    def _pass_remote(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._paused():
-            output = self._output_of(index, call)
+            output = self._output_of(index, args, kwargs)
             if index == self._start - 1:
                 return self._hand_over(index, output)
             shapes = self._context.shapes_of(index, output, self._microbatch.device)
+            if isinstance(shapes, ShapeOnly) and self._record.shapes_suffice(index):
+                self._outputs[index] = shapes, shapes.meta
             return self._leave_block(index, shapes)
 
-    def _run_own(self, index: int, arguments: Any) -> Any:
+    def _run_own(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context = self._context
         chain, name = context.chain, context.chain.block_name(index)
-        args, kwargs = arguments
-        if not (_are_values(args) and _are_values(kwargs.values())) and has_shapes(arguments):
-            args, kwargs = arguments = give_values(arguments)
-            for leaf in shape_only_leaves(arguments):
+        if not (_are_values(args) and _are_values(kwargs.values())) and has_shapes((args, kwargs)):
+            args, kwargs = give_values((args, kwargs))
+            for leaf in shape_only_leaves((args, kwargs)):
                 raise ValueNeededError(name, leaf.origins)
         run, is_open = chain.plain_call(index), index in self._record.opened
         self._called, self._is_in_block = name, True
-        with _NOTHING if is_open else self._paused():
+        with NOTHING if is_open else self._paused():
             # A value that leaves an open block through a hook would come from its first run only.
             if self._received is None or is_open:
                 output = run(*args, **kwargs)
@@ -248,22 +245,22 @@ class StagePass:
             raise StageExit([*tensors_in(output), *beside])
         return output
 
-    def _output_of(self, index: int, call: Callable[[], Any]) -> BlockOutput:
+    def _output_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockOutput:
         output = self._record.outputs[index]
         if self._record.shapes_suffice(index):
             return output
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
-            found = call()
+            found = self._context.chain.plain_call(index)(*args, **kwargs)
         return output if output.is_template else BlockOutput.of(found)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
         is_open = index in self._record.opened
-        return self._counter.resumed() if self._counter and is_open else _NOTHING
+        return self._counter.resumed() if self._counter and is_open else NOTHING
 
     def _paused(self) -> AbstractContextManager[None]:
-        return self._counter.paused() if self._counter else _NOTHING
+        return self._counter.paused() if self._counter else NOTHING
 
     def _leave_block(self, index: int, output: Any) -> Any:
         return self._carried.leave_block(index, output) if self._carried else output
@@ -286,6 +283,8 @@ class StagePass:
             )
         if not self._context.is_last:
             self._refuse_early_end(result)
+        if type(result) is Tensor:
+            return result
         result = give_values(result)
         for leaf in shape_only_leaves(result):
             raise ValueError(self._explain(ValueNeededError("the step's result", leaf.origins)))

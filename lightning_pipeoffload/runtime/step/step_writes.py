@@ -18,12 +18,13 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import eq, is_
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.contexts import NOTHING
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
@@ -56,7 +57,6 @@ _Key = tuple[int, str]  # of a variable
 Left = list[tuple[Variable, Fingerprint]]
 """The attributes that steps write, as a forward has left them."""
 
-_NOTHING = nullcontext()
 _CONTAINERS = (list, dict, set, deque)
 _FILLS = {"add", "append", "appendleft", "extend", "extendleft", "insert", "update"}
 _COUNTS = (int, float, complex, Tensor)
@@ -150,38 +150,38 @@ class StepWrites:
         found = {id(tensor): tensor for tensor in (*weights, *tensors_in(held))}
         return [tensor for tensor in found.values() if not isinstance(tensor, ShapeOnly)]
 
-    def hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[None]:
+    def hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
         """Hide the blocks of the rank's other stages whose weights the step writes itself.
 
         Else each stage of the rank would write them.
         """
         if not self._weights or len(self._num_passes) == 1:
-            return _NOTHING
+            return NOTHING
         found = {self._chain.index_of(name) for name in self._weights if ownership.is_local(name)}
         others = [block for block in found if block is not None and block not in stage.blocks]
         return _hiding([self._chain.block_name(block) for block in others], ownership)
 
-    def of_stage(self, stage: int) -> AbstractContextManager[None]:
+    def of_stage(self, stage: int) -> AbstractContextManager[Any]:
         """Let the module have what ``stage`` has written, while it runs one microbatch."""
         if len(self._num_passes) > 1:
             return self._taking_turns(stage)
         missing = self._missing[stage]
-        return _standing_for(missing.values()) if missing else _NOTHING
+        return _standing_for(missing.values()) if missing else NOTHING
 
     def left(self) -> Left:
         """Record the attributes that the user's steps write, at the end of a forward."""
         return [(variable, fingerprint(variable.value)) for variable in self._by_users.values()]
 
-    def in_backward(self, stage: int, left: Left) -> AbstractContextManager[None]:
+    def in_backward(self, stage: int, left: Left) -> AbstractContextManager[Any]:
         """Let attributes raise in a backward that other forwards have written since."""
         if not left:
-            return _NOTHING
+            return NOTHING
         missing = self._missing[stage]
         changed = [
             v for v, was in left if v.key in missing or not is_unchanged(was, fingerprint(v.value))
         ]
         if not changed:
-            return _NOTHING
+            return NOTHING
         return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
     def keep(self, buffers: Iterable[Tensor]) -> Callable[[], None]:

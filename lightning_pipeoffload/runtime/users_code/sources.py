@@ -7,13 +7,14 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.contexts import NOTHING
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -23,7 +24,11 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class Generators:
-    """The generators of random numbers that attributes of a module tree hold."""
+    """The generators of random numbers that attributes of a module tree hold.
+
+    Attributes:
+        exist: Whether there is any.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -35,11 +40,10 @@ class Generators:
         for place in _held(self._module):
             if is_generator(place.value):
                 self._places[place.label] = place.holder, place.key
+        self.exist = bool(self._places)
 
     def seed(self, seed: int) -> None:
         """Seed each by its name."""
-        if not self._places:  # once for every block of every microbatch
-            return
         for label, generator in self._now():
             _seed(generator, mix_seed(seed, zlib.crc32(label.encode())))
 
@@ -49,9 +53,9 @@ class Generators:
             if is_generator(value):
                 yield label, value
 
-    def kept(self) -> AbstractContextManager[None]:
+    def kept(self) -> AbstractContextManager[Any]:
         """Restore the state of each afterwards."""
-        return self._kept() if self._places else nullcontext()
+        return self._kept() if self._places else NOTHING
 
     @contextmanager
     def _kept(self) -> Iterator[None]:

@@ -1,0 +1,33 @@
+"""Contexts around actions, most of which do nothing in most models."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def together(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Return one context for several: NOTHING, or the only one that is not NOTHING, if possible.
+
+    Actions enter contexts with cold caches, where each call of Python takes microseconds.
+    """
+    found = [context for context in contexts if context is not NOTHING]
+    if len(found) > 1:
+        return _Several(found)
+    return found[0] if found else NOTHING
+
+
+class _Several:
+    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
