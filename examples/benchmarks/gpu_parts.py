@@ -30,16 +30,16 @@ from examples.benchmarks import offload_gpu
 from examples.benchmarks.gpu_process import is_accelerated
 from examples.benchmarks.offload_gpu import Line, Size, Variant
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import (
+from lightning_pipeoffload.runtime.accelerator import (
     CopyLanes,
     Lane,
     StreamLane,
     make_lanes,
 )
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
+from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.runtime.step.stage_graphs import CudaGraphPool

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory

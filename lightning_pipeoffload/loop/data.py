@@ -32,7 +32,7 @@ from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from lightning_pipeoffload.runtime.randomness import mix_seed, seeded
 from lightning_pipeoffload.runtime.replicas import Replicas
-from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
 
 _NUM_COMPARED = 2  # one batch alone may be like another's where all are alike
 _ARRIVED = "arrived/"

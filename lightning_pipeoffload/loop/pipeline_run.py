@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.microbatch import (
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.saved_buffers import SavedBuffers
+from lightning_pipeoffload.runtime.replicas import SavedBuffers
 from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall

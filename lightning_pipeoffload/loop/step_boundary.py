@@ -30,8 +30,8 @@ from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapsho
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
 from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.pending_parameters import SettlingMode
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.replicas import SettlingMode
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_pipeoffload.optimizers.step_options import StepOptions
 from lightning_pipeoffload.processes.rank_differences import refuse_differences
-from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 
 _SET_ALIKE = (
     "set options of optimizers, freeze parameters and call optimizer.step alike on all ranks; a "

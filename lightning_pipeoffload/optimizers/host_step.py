@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
+from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.memory.host_memory import STAGING_BYTES
-from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 _ALIGNMENT = 64  # of tensors in a buffer, in bytes

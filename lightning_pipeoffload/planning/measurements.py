@@ -9,6 +9,7 @@ from typing import Any
 from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
 from lightning_pipeoffload.planning.limits import MachineLimits, device_limit
 from lightning_pipeoffload.planning.report import join_measurements, measure
+from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
@@ -24,7 +25,6 @@ from lightning_pipeoffload.runtime.measure.link_speed import (
     measure_latencies,
 )
 from lightning_pipeoffload.runtime.memory.ledger import Ledger
-from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule

@@ -27,9 +27,9 @@ from lightning_pipeoffload.processes.failure import (
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.launched_processes import BetweenRuns, LaunchedProcesses
 from lightning_pipeoffload.processes.launcher import JointLauncher
-from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.transport import says_peer_lost
+from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.pending_parameters import PendingParameters
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.replicas import PendingParameters
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.accelerator import CopyError, CopyLanes, make_lanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.memory.ledger import Held, Ledger
 from lightning_pipeoffload.runtime.memory.stage_store import (
@@ -23,7 +24,6 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, make_lanes
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner

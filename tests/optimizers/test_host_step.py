@@ -15,8 +15,8 @@ from torch.optim import sgd
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.optimizers import host_step
 from lightning_pipeoffload.optimizers.optimizer_table import refuse_on_host
+from lightning_pipeoffload.runtime.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes
 from lightning_pipeoffload.schedule import tails
 from tests.support import fits
 from tests.support.offloaded import LastMomentLane

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime import rank_memory
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane
+from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane
 from tests.support.fits import SILENT
 from tests.support.forked_runs import run_forked
 from tests.support.offloaded import FailingLane

@@ -21,12 +21,12 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 
 # The demos of this package count as the user's.
 _KNOWN = ("lightning.", "lightning_pipeoffload.callbacks.")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
 
 
 class Pass(Protocol):

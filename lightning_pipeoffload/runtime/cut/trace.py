@@ -47,8 +47,8 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     Imagined,
     StepRules,
     ValueNeededError,
+    is_sized_by_values,
 )
-from lightning_pipeoffload.runtime.shapes.value_sizes import is_sized_by_values
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, StepPoint, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators

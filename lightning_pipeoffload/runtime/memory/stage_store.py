@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.accelerator import is_on
+from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane, is_on
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, Slab
 from lightning_pipeoffload.runtime.memory.ledger import Held
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
@@ -44,7 +44,6 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
     SavedTensor,
     cast_parameter,
 )
-from lightning_pipeoffload.runtime.memory.streams import CopyLanes, Lane
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
 from lightning_pipeoffload.schedule.actions import Part

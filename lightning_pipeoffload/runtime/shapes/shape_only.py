@@ -37,14 +37,12 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     are_observed,
     describe_origins,
     imagine,
+    imagine_sizes,
     is_dropped,
     is_in_step,
-    tell_observers,
-)
-from lightning_pipeoffload.runtime.shapes.value_sizes import (
-    imagine_sizes,
     is_mask,
     make_result,
+    tell_observers,
     with_fitting_parts,
 )
 

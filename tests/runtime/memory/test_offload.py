@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime import timing
+from lightning_pipeoffload.runtime.accelerator import CopyError, CopyLanes, Lane
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import CopyError, CopyLanes, Lane
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.actions import Part

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.accelerator import is_on
+from lightning_pipeoffload.runtime.accelerator import is_on, make_lanes
 from lightning_pipeoffload.runtime.memory import host_memory
 from lightning_pipeoffload.runtime.memory.host_memory import (
     HostBudget,
@@ -17,7 +17,6 @@ from lightning_pipeoffload.runtime.memory.host_memory import (
 )
 from lightning_pipeoffload.runtime.memory.saved_tensor import Cast, Resident, WrittenInPlaceError
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.memory.streams import make_lanes
 from lightning_pipeoffload.schedule.actions import Part
 
 CPU = torch.device("cpu")

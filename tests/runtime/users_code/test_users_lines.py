@@ -16,9 +16,12 @@ from torchmetrics import MeanMetric
 
 import lightning_pipeoffload
 from lightning_pipeoffload.loop.hooks import users_hooks
-from lightning_pipeoffload.processes.wrapped_hook import WrappedHook
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, WriteWatch
-from lightning_pipeoffload.runtime.users_code.instance_class import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code.replaced_methods import (
+    WrappedHook,
+    own_class,
+    subclass_like,
+)
 from lightning_pipeoffload.runtime.users_code.snapshot import containers_in, unchanged
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.pending_parameters import PendingParameters, SettlingMode
+from lightning_pipeoffload.runtime.replicas import PendingParameters, SettlingMode
 
 COMING = nn.Parameter(torch.zeros(2, 3))
 OTHER = torch.zeros(3)

@@ -1,0 +1,75 @@
+"""Methods of one instance that are replaced: special ones by a subclass, hooks by an attribute.
+
+Python looks special methods up on the type, so an attribute of the instance does not replace them,
+and a wrapper would show in the user's code and in the names of checkpoints. So the subclass has the
+name of the instance's class; attributes that code sets on ``type(instance)`` go to the original
+class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, update_wrapper
+from typing import Any
+
+
+def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any]) -> type[Any]:
+    """Make a subclass of ``plain`` with its name, for ``instance.__class__``."""
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    metaclass: Any = type(plain)
+    made: type[Any] = _forwarding(metaclass)(plain.__name__, (plain, *marks), {**methods, **names})
+    return made
+
+
+@cache
+def _forwarding(plain: Any) -> Any:
+    def assign(cls: type[Any], name: str, value: Any) -> None:
+        owner = cls if _is_pythons(name) else cls.__mro__[1]
+        plain.__setattr__(owner, name, value)
+
+    def delete(cls: type[Any], name: str) -> None:
+        owner = cls if _is_pythons(name) else cls.__mro__[1]
+        plain.__delattr__(owner, name)
+
+    methods = {"__setattr__": assign, "__delattr__": delete}
+    return type(plain)(plain.__name__, (plain,), methods)
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(("__", "_abc_"))
+
+
+def own_class(instance: object) -> type[Any]:
+    """Return the original class of an instance that has one of :func:`subclass_like`."""
+    return type(instance).__mro__[1]
+
+
+class WrappedHook:
+    """Replaces a hook among its owner's attributes; copies and pickles have the plain one.
+
+    Args:
+        owner: A module or callback.
+        hook: The name of the hook.
+        run: A function that is called with the plain hook and the arguments.
+    """
+
+    def __init__(self, owner: Any, hook: str, run: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._hook = hook
+        self._run = run
+        self._plain = getattr(owner, hook)
+        self._own = {hook: owner.__dict__[hook]} if hook in owner.__dict__ else {}
+        update_wrapper(self, self._plain, updated=())
+        owner.__dict__[hook] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._plain, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the hook of the owner's class."""
+        return getattr, (self._owner, self._hook)
+
+    def remove(self) -> None:
+        """Give the owner its hook back."""
+        del self._owner.__dict__[self._hook]
+        self._owner.__dict__.update(self._own)
