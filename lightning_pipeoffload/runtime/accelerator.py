@@ -1,7 +1,7 @@
 """The accelerator that this process uses, if it uses one, and lanes for copies beside compute.
 
 A lane runs its copies in order. Its ``mark()`` is an event that another lane, or the compute lane,
-can wait for without the host waiting. On an accelerator a lane is a stream; on CPU a copy is done
+can wait for without blocking the host. On an accelerator a lane is a stream; on CPU a copy is done
 when the call returns.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 @cache
 def accelerator_module() -> Any:
-    """Return torch's module of the kind of accelerator that torch was built for, or None."""
+    """Return the module of the accelerator that torch was built for (``torch.cuda``), or None."""
     kind = torch.accelerator.current_accelerator()
     return None if kind is None else torch.get_device_module(kind)
 
 
 def accelerator_in_use() -> Any:
-    """Return torch's module of the accelerator that this process has initialized, or None.
+    """Return the module of the accelerator that this process has initialized, or None.
 
     A run on the CPU of a machine that has an accelerator must not initialize it, which takes its
     memory and time, and fails in a forked process.
@@ -35,7 +35,7 @@ def accelerator_in_use() -> Any:
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device; one without an index stands for any of its type."""
+    """Whether a tensor is on ``device``; a device without an index matches any index."""
     return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
@@ -50,13 +50,13 @@ class Lane:
     """
 
     def wait_for_compute(self) -> None:
-        """Make later copies wait for all work that the compute lane has been given."""
+        """Make later copies wait for all work queued on the compute lane."""
 
     def wait_for(self, event: Any) -> None:
         """Make later copies wait for an event of any lane."""
 
     def copy(self, target: Tensor, source: Tensor, description: str) -> None:
-        """Start a copy; the caller keeps both tensors until the lane has passed it.
+        """Start a copy; the caller holds both tensors until the copy is done.
 
         Raises:
             CopyError: The copy cannot be started; the message contains ``description``.
@@ -109,7 +109,7 @@ class StreamLane(Lane):
 
 @dataclass(frozen=True)
 class CopyLanes:
-    """Lanes to the host and back; one lane where the machine copies one way at a time."""
+    """Lanes to the host and back; the same lane if simultaneous copies slow each other down."""
 
     d2h: Lane
     h2d: Lane

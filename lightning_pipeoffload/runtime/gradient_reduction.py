@@ -1,15 +1,15 @@
-"""The gradients' mean over replicas: REDUCE, which runs while the last weight gradients do.
+"""REDUCE: the mean of gradients over replicas, which overlaps with the last weight gradients.
 
-In a stage's last W's the gradients of one parameter after another become final. As soon as those
-of a **bucket** are, their sum over the replicas starts, bucket by bucket in the same order on all
-of them::
+During a stage's last W's, gradients become final one parameter after another. As soon as all
+gradients of a **bucket** are final, its sum over the replicas starts; all replicas sum the buckets
+in the same order::
 
     W of the last microbatches   [ layer 9 ][ layer 8 ][ layer 7 ]
     sums over the replicas                  [ layer 9 ][ layer 8 ][ layer 7 ]  the optimizer's step
 
-The order is that in which they became final on replica 0 the first time. Weights that several
-stages of a rank use come last, with a gradient for each stage: so their bits are those of stages on
-several ranks.
+The order is that in which gradients became final on replica 0 in the first step. Weights that
+several stages of a rank use come last, with a gradient for each stage, so that the result has the
+same bits as if these stages were on several ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _Holder = Tensor | StageGradient  # of a gradient, in ``grad``
 
 
 class GradientReduction:
-    """Gives each parameter of a rank the mean of its gradients over the replicas.
+    """Averages the gradients of a rank's parameters over the replicas.
 
     Args:
         parameters: The rank's parameters by name, each with the rank's stages that use it.
-        apart: Gradients of single stages that are kept apart from those parameters, by name.
+        apart: Gradients of single stages that are not in ``parameter.grad``, by name.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class GradientReduction:
         self._wait_for_union: Callable[[], None] = _nothing
 
     def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
-        """Note that a stage's last B has run: its gradients are final but for ``coming``.
+        """Record that a stage's last B has run: its gradients are final except ``coming``.
 
-        Those parameters' gradients become final in W's that are yet to run.
+        The gradients of parameters in ``coming`` become final in later W's.
         """
         if not self._done:
             self._note_trained()
@@ -64,13 +64,13 @@ class GradientReduction:
         self._add_final(name for name in self._trained if name not in later)
 
     def finish(self, parameter: Tensor) -> None:
-        """Note that the last W of a parameter has run."""
+        """Record that the last W of a parameter has run."""
         name = self._names[id(parameter)]
         if name in self._trained:
             self._add_final([name])
 
     def wait(self) -> None:
-        """Wait until all gradients are means; all replicas call it after the plan's last W."""
+        """Wait until all gradients are averaged; all replicas call it after the plan's last W."""
         self._note_trained()
         self._final.update(dict.fromkeys(self._trained))
         buckets = self._buckets = self._buckets or self._make_buckets()
@@ -101,7 +101,7 @@ class GradientReduction:
         return [_Bucket(names, tensors, self._holders) for names in in_buckets(tensors)]
 
     def abandon(self) -> None:
-        """Forget pending sums, after an error."""
+        """Discard pending sums after an error."""
         self._buckets = None
         self._wait_for_union = _nothing
         self._begin()
@@ -128,7 +128,7 @@ class GradientReduction:
 
 
 class _Bucket:
-    """Gradients that are summed together; ``absent`` names those that this rank has not."""
+    """Gradients that are summed together; ``absent`` lists those that this rank does not have."""
 
     def __init__(
         self, names: Sequence[str], tensors: Mapping[str, Tensor], holders: Mapping[str, _Holder]
@@ -161,7 +161,7 @@ class _Bucket:
             yield gradient
 
     def end(self) -> None:
-        """Wait for the sum, and give the gradients their values."""
+        """Wait for the sum and copy it into the gradients."""
         self._wait()
         self._bundle.unpack()
         del self._bundle, self._wait

@@ -1,7 +1,7 @@
-"""The ranks of one pipeline as processes, and their collectives.
+"""The processes of one pipeline and their collectives.
 
-In the steady path are the sum of shared gradients, the norm if gradients are clipped, and the
-batch's comparison, for which no rank waits.
+A steady step uses three: the sum of shared gradients, the norm if gradients are clipped, and the
+comparison of the batch, for which no rank waits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lightning_pipeoffload.schedule import Schedule
 
 
 class _Shared(NamedTuple):
-    """A parameter that all of ``ranks`` have; ``is_first``: this rank is ``ranks[0]``.
+    """A parameter that all ``ranks`` share; ``is_first`` is True on ``ranks[0]``.
 
-    ``always_trains()``: whether every training step gives it a gradient on at least one rank.
+    ``always_trains()`` returns whether every training step gives it a gradient on some rank.
     """
 
     parameter: Tensor
@@ -38,17 +38,17 @@ class _Shared(NamedTuple):
 
 
 class PipelineGroup(RankMesh, HostGroup):
-    """The processes of this process's pipeline.
+    """The processes of the pipeline that this process is in.
 
     Args:
-        schedule: Says which rank holds which stage.
+        schedule: Defines which rank holds which stage.
         device: The device on which this rank computes.
-        timeout: How long a rank waits for another; None: as torch does, whatever the default
-            group's is.
-        rank_order: Whose global ranks are neighbours; see :class:`RankMesh`.
+        timeout: How long a rank waits for another; None: torch's default, not that of the
+            default group.
+        rank_order: How global ranks are assigned; see :class:`RankMesh`.
 
     Attributes:
-        world: All processes, those of other replicas too.
+        world: All processes of all replicas.
         replicas: The counterparts of this process in the other replicas.
     """
 
@@ -87,9 +87,9 @@ class PipelineGroup(RankMesh, HostGroup):
         self.transport.connect()
 
     def place(self, schedule: Schedule) -> None:
-        """Hold the stages of another schedule, for as many ranks; all processes call it.
+        """Assign stages to ranks as another schedule does; all processes call it between steps.
 
-        Between steps only. The processes of a pipeline and their counterparts stay the same.
+        The schedule has as many ranks. Pipelines and counterparts stay the same.
         """
         if schedule.placement == self.stage_ranks:
             return
@@ -112,8 +112,8 @@ class PipelineGroup(RankMesh, HostGroup):
     def bring_to_all(self, tensor: Tensor, source: int) -> Tensor:
         """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 
-        The other ranks pass a tensor of the same shape and dtype. A packed 4-bit weight's has its
-        ``quant_state``.
+        The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight
+        has its ``quant_state``.
         """
         return with_state(tensor, partial(self._bring_to_all, source))
 
@@ -126,10 +126,10 @@ class PipelineGroup(RankMesh, HostGroup):
         return found
 
     def send_to_all(self, tensor: Tensor, rank: int | None) -> Tensor:
-        """Return, on this rank's device, the tensor of a pipeline rank; None: of the root.
+        """Return, on this rank's device, a copy of the tensor of ``rank``; None: of the root.
 
-        The other ranks pass a tensor of the same shape and dtype. A packed 4-bit weight's has its
-        ``quant_state``.
+        The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight
+        has its ``quant_state``.
         """
         if self.num_ranks == 1:
             return tensor.to(self.device)
@@ -148,7 +148,7 @@ class PipelineGroup(RankMesh, HostGroup):
     # Parameters that several ranks have
 
     def share(self, pipeline: Pipeline) -> None:
-        """Copy the first owner's value of shared parameters, and the root's of common buffers."""
+        """Copy shared parameters from their first owner, and common buffers from the root."""
         sharing = pipeline.tensors.ranks_sharing()
         self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
         self._shared = []
@@ -178,7 +178,7 @@ class PipelineGroup(RankMesh, HostGroup):
                 dist.all_reduce(parameter.grad, group=group)
 
     def _has_gradient(self, shared: _Shared, group: Any) -> bool:
-        """Whether any rank has a gradient of the parameter; asks only where that is not known."""
+        """Whether any rank has a gradient; an all-reduce, unless the parameter always trains."""
         if shared.always_trains():
             return True
         found = torch.tensor(int(shared.parameter.grad is not None), device=self.device)
@@ -186,13 +186,13 @@ class PipelineGroup(RankMesh, HostGroup):
         return bool(found)
 
     def part_shared_gradients(self) -> None:
-        """Keep each sum on the first of its owners, so that later sums over ranks count it once."""
+        """Drop each sum on all ranks but its first owner: later sums over ranks count it once."""
         for shared in self._shared:
             if not shared.is_first:
                 shared.parameter.grad = None
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts a parameter in sums over ranks."""
+        """Whether this rank includes a parameter in sums over ranks."""
         return all(shared.is_first for shared in self._shared if shared.parameter is parameter)
 
     # Norms
@@ -202,7 +202,7 @@ class PipelineGroup(RankMesh, HostGroup):
         self._boundary_group = self.make_group(backend="gloo")
 
     def start_adding(self, numbers: Tensor) -> Callable[[], Tensor]:
-        """Start to add float64 numbers on the hosts of all ranks, in place.
+        """Start to sum float64 numbers over all ranks, on their hosts and in place.
 
         Returns:
             A function that waits for the sums.

@@ -1,4 +1,4 @@
-"""Processes that exchange values of their hosts over gloo: those of a pipeline or of a run."""
+"""Collectives over gloo for Python objects and host tensors, within a pipeline or a whole run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NO_LIMIT = timedelta(days=7)
 
 
 class HostGroup:
-    """Processes with a group over gloo.
+    """Collectives over a gloo process group.
 
     Attributes:
-        host_group: That group; another one when the processes connect anew.
-        side_group: Another group, whose collectives run beside those of a step.
+        host_group: The gloo group; replaced when the processes reconnect.
+        side_group: A second gloo group, whose collectives overlap with those of a step.
     """
 
     def __init__(self, group: Any, side_group: Any = None) -> None:
@@ -40,19 +40,19 @@ class HostGroup:
         return box[0]
 
     def gather(self, obj: Any) -> list[Any]:
-        """Return the objects of all of them, in the order of their global ranks."""
+        """Return the objects of all processes, in the order of their global ranks."""
         found: list[Any] = [None] * dist.get_world_size(self.host_group)
         with blaming_peers("lost a rank while gathering"):
             dist.all_gather_object(found, obj, group=self.host_group)
         return found
 
     def agree(self, decision: bool, unanimous: bool) -> bool:
-        """Return whether all, or else any, of them decide so."""
+        """Return whether all processes pass True if ``unanimous``, else whether any does."""
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
 
     def start_sharing(self, number: int, src: int) -> Callable[[], int]:
-        """Return a function that waits for the number of global rank ``src``."""
+        """Start a broadcast from global rank ``src``; return a function that waits for it."""
         box = torch.tensor([int(number)])
         # The group's own method: that of torch.distributed takes twice as long.
         work = self.side_group.broadcast(box, dist.get_group_rank(self.side_group, src))
@@ -66,7 +66,7 @@ class HostGroup:
 
 
 class World(HostGroup):
-    """All processes of a run, those of every replica."""
+    """All processes of a run, of every replica."""
 
     def __init__(self, mesh: RankMesh) -> None:
         groups = [mesh.make_world_group(backend="gloo") for _ in range(2)]
@@ -76,7 +76,7 @@ class World(HostGroup):
 
     @contextmanager
     def waiting_as_long_as_it_takes(self) -> Iterator[None]:
-        """Wait at the end for all processes, some of which may take longer than the timeout."""
+        """Wait for all processes on leaving the context, without the timeout of the run."""
         if self.size == 1:
             yield
             return

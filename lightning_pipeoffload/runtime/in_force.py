@@ -1,7 +1,7 @@
-"""Settings of the running step for code that torch calls, to which nothing can be passed.
+"""Settings of the running step for callbacks of torch, to which no argument can be passed.
 
-torch calls kernels of the dispatcher, operations on tensors without a value and checkpoints with
-its own arguments. What they need of the step they find here::
+torch calls dispatcher kernels, operations on tensors without a value and checkpoints with its own
+arguments. They read the settings of the step here::
 
     set by                    read by                              type
     F, B of a stage           kernels.py, node.py, the user's      WeightGradQueue: where weight
@@ -10,9 +10,9 @@ its own arguments. What they need of the step they find here::
                                                                    up and dropped
     F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointWatch: compares both
 
-It holds for the process, not for a thread or a context: on an accelerator autograd runs a backward
-that the user's step starts in a thread of its own, which has to find the same. A process runs one
-part of one step at a time.
+The settings are global to the process, not to a thread or a context: on an accelerator autograd
+runs a backward that the user's step starts in another thread, which has to read the same settings.
+A process runs one action of one step at a time.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _Said = TypeVar("_Said")
 
 
 class InForce:
-    """The settings that hold now, the latest of each type."""
+    """A stack of settings for each type of setting."""
 
     def __init__(self) -> None:
         self._said: defaultdict[type, list[Any]] = defaultdict(list)
 
     def latest(self, kind: type[_Said]) -> _Said | None:
-        """Return what holds of a type; None if nothing was set."""
+        """Return the current setting of a type; None if there is none."""
         said = self._said[kind]
         return said[-1] if said else None
 
     def begin(self, said: object) -> None:
-        """Let ``said`` hold until its :meth:`end`."""
+        """Make ``said`` the current setting of its type until :meth:`end`."""
         self._said[type(said)].append(said)
 
     def end(self, said: object) -> None:
-        """Let hold what held before ``said``, the latest of its type."""
+        """Restore the setting before ``said``, which is the current one of its type."""
         self._said[type(said)].pop()
 
     @contextmanager
     def during(self, said: object) -> Iterator[None]:
-        """Let ``said`` hold inside."""
+        """Make ``said`` the current setting within the context."""
         self.begin(said)
         try:
             yield
@@ -55,4 +55,4 @@ class InForce:
 
 
 IN_FORCE = InForce()
-"""The only one of the process."""
+"""The settings of this process."""

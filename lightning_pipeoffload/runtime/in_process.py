@@ -1,7 +1,7 @@
 """All ranks of a pipeline in one process, taking turns.
 
-For tests, for one GPU (NCCL refuses two ranks on one), and to rehearse a pipeline that is larger
-than the machine. Each rank has a copy of the module.
+Used by tests, on a single GPU (NCCL refuses two ranks on one), and to rehearse a pipeline that is
+larger than the machine. Each rank has a copy of the module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class InProcessPipeline:
         schedule: The schedule of compute actions.
         step: Calls the user's step: ``step(module, microbatch)`` returns the loss.
         memory: Makes the activation memory of a rank on a device.
-        device: The device of all ranks; None: that of the module.
+        device: The device of all ranks; None: the module's device.
         options: ``blocks``, ``split`` and ``recompute`` of :class:`.pipeline.CutSettings`.
     """
 
@@ -65,9 +65,9 @@ class InProcessPipeline:
         ]
 
     def run(self, batch: Any, size: int, seed: int = 0) -> list[Any]:
-        """Run one step; adds gradients to the ranks' parameters, those of shared ones summed.
+        """Run one step, accumulate gradients, and sum those of shared parameters over the ranks.
 
-        Each microbatch weighs as much as its share of the samples.
+        The loss of each microbatch is weighted by its share of the samples.
 
         Args:
             batch: Any pytree.
@@ -143,14 +143,14 @@ def _actions(
 
 
 def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTransport) -> None:
-    """Run the ranks in turns, each until a receive whose message has not arrived.
+    """Run the ranks in turns, each until it has to wait for a message.
 
     Args:
         ranks: The actions of each rank.
         transport: The transport of all of them.
 
     Raises:
-        RuntimeError: No rank can go on, which a valid plan excludes.
+        RuntimeError: All ranks wait for messages, which a valid plan excludes.
     """
     waiting = [next(actions, None) for actions in ranks]
     while any(waiting):
@@ -164,7 +164,7 @@ def _run_in_turns(ranks: Sequence[Iterator[Action]], transport: InProcessTranspo
 def _advance(
     transport: InProcessTransport, actions: Iterator[Action], action: Action | None
 ) -> Action | None:
-    """Run from ``action`` on; return the one that has to wait, None at the end."""
+    """Run from ``action`` on; return the action that has to wait, None at the end."""
     while action is not None:
         if action.kind in RECVS and not transport.has_arrived(action):
             break

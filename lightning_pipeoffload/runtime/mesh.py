@@ -1,6 +1,6 @@
-"""The processes of a run: replicas of a pipeline, its ranks, and the process groups of them.
+"""The processes of a run, as replicas of a pipeline and its ranks, and their process groups.
 
-Three numbers are defined here only: a process's *global rank* (Lightning's), its *rank* in its
+Three terms are defined here only: a process's *global rank* (Lightning's), its *rank* in its
 pipeline, and the *root*, the process of a pipeline that holds the last stage and computes the loss.
 """
 
@@ -20,20 +20,20 @@ from lightning_pipeoffload.schedule import Schedule
 
 
 class RankMesh:
-    """One process's view of all processes: torch's mesh of replicas times the ranks of a pipeline.
+    """The mesh of all processes: replicas times ranks, as one process sees it.
 
-    Two replicas of four ranks whose last stage is on the last of them, with neighbours of one
-    pipeline, or ``data_inner``, of one stage::
+    Two replicas of four ranks, the last of which holds the last stage. Neighbouring global ranks
+    are in one pipeline (left), or hold the same stage (``data_inner``, right)::
 
                    rank  0  1  2  3              rank  0  1  2  3
         replica 0        3  2  1  0                    6  4  2  0     <- global ranks; that of a
         replica 1        7  6  5  4                    7  5  3  1        root is its lowest
 
     Args:
-        schedule: Says which rank holds which stage.
-        timeout: How long members of a group wait for each other; None: as torch does.
-        rank_order: Whose global ranks are neighbours: those of a pipeline ("pipeline_inner"), or of
-            a stage's replicas ("data_inner").
+        schedule: Defines which rank holds which stage.
+        timeout: How long members of a group wait for each other; None: torch's default.
+        rank_order: Neighbouring global ranks are in one pipeline ("pipeline_inner"), or hold the
+            same stage in different replicas ("data_inner").
 
     Attributes:
         mesh: Torch's DeviceMesh, with the dimensions ``data`` and ``pipeline``.
@@ -134,7 +134,7 @@ class RankMesh:
     # Groups: all processes make them, in the same order, also those that they are not in
 
     def make_group(self, ranks: Iterable[int] | None = None, **options: Any) -> Any:
-        """Make a process group in each replica, of some ranks of the pipeline or of all.
+        """Make a process group in each replica, of ``ranks`` of the pipeline; None: of all.
 
         Args:
             **options: Arguments of ``torch.distributed.new_group``.
@@ -157,19 +157,19 @@ class RankMesh:
         return self._device_group("edge", self._rows(edge), options)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:
-        """Return the group of some ranks of each replica, or of all, over the device's backend.
+        """Return a group over the device's backend of ``ranks`` of this replica; None: of all.
 
-        It is made once, and its members meet in it: NCCL connects where a group is first used, in a
-        step perhaps, and connecting waits for all work that the device was given.
+        It is made once, and runs a collective then: NCCL connects at the first use of a group, and
+        waits for all work queued on the device.
         """
         return self._device_group("", self._rows(ranks))
 
     def device_data_group(self, use: str) -> Any:
-        """Return the group of each rank's counterparts on the device, one for each use."""
+        """Return the device group of this rank's counterparts; each ``use`` has its own."""
         return self._device_group(use, self._columns)
 
     def abort_device_groups(self) -> None:
-        """Abort groups on the device, whose pending collectives wait for each other for ever."""
+        """Abort the device groups: their pending collectives would wait for each other for ever."""
         for group in self._device_groups.values():
             if group is not None:
                 # Private: the public way to end a group waits for pending collectives.

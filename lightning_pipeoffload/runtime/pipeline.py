@@ -1,8 +1,8 @@
-"""One rank's stages of the user's module, and how it cuts batches for them.
+"""One rank's stages of the user's module, and the cutting of batches into microbatches.
 
-The chain of blocks is cut at the first batch, by the record of its step. Until
-:meth:`Pipeline.commit` the module stays whole on the host, so that a second kind of step (a
-validation may come before the first training step) can still need a parameter on another stage.
+The chain of blocks is cut at the first batch, based on the record of its step. Until
+:meth:`Pipeline.commit` the module stays whole on the host, so that a second kind of step (after a
+sanity check, the training step) can still add a parameter to a stage.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Pipeline:
     Attributes:
         tensors: The names and owners of parameters and buffers.
         records: The records of the steps.
-        gradient_age: Of the gradients of parameters that other ranks own.
+        gradient_age: The age of the gradients of remote parameters.
         trained: For each parameter of the module, 1 if it trains, else 0.
         mixed: Names of weights that a stage uses both where W can wait and where it cannot.
-        stage_gradients: Gradients of weights that several stages of this rank use, by name, of all
-            but the first of these stages.
-        flops_of_one: Operations that 1 in ``costs`` stands for.
+        stage_gradients: For weights that several stages of this rank use, the gradients of all
+            these stages but the first, by name.
+        flops_of_one: Operations per unit of ``costs``.
         batch_records: The records of the microbatches of the last batch that was cut.
         is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
         before_trace: Called before a step is traced.
@@ -134,7 +134,7 @@ class Pipeline:
         self.stages.clear()
         self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)
         self._shared_weights: list[SharedWeight] = []
-        # A split that cannot be is refused here, before anything runs.
+        # An impossible split is refused here, before anything runs.
         split = "even" if self.settings.split == "auto" else self.settings.split
         cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
         self.trained = b""
@@ -142,10 +142,10 @@ class Pipeline:
         self.stage_gradients: dict[str, StageGradient] = {}
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
-        """Cut at the next batch anew, with other settings but for the blocks.
+        """Cut the module again at the next batch, with other settings but the same blocks.
 
         Args:
-            rank: This rank in the pipeline, maybe another one than before.
+            rank: This rank in the pipeline, which may differ from before.
             settings: How to cut.
         """
         assert not self.is_split  # every rank still has the whole module
@@ -161,7 +161,7 @@ class Pipeline:
 
     @property
     def is_split(self) -> bool:
-        """Whether the module has shapes for what other ranks own."""
+        """Whether remote tensors of the module are shapes."""
         return self.committed or self.parts is not None
 
     @property
@@ -171,7 +171,7 @@ class Pipeline:
 
     @property
     def ownership(self) -> Ownership:
-        """What this rank owns, once the module is cut."""
+        """The parameters and buffers that this rank owns, once the module is cut."""
         return self.tensors.ownership
 
     @property
@@ -194,9 +194,9 @@ class Pipeline:
             batch: Any pytree.
             size: Samples of a microbatch.
             step: The user's step.
-            kind: The kind of the step; "train", say.
+            kind: The kind of the step, such as "train".
             seed: The seed of the batch.
-            total: The number of its samples; None: it is counted.
+            total: The number of samples in the batch; None: they are counted.
 
         Raises:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
@@ -232,12 +232,12 @@ class Pipeline:
 
     @property
     def batch_flops(self) -> int:
-        """Operations that training takes for the last batch that was cut, on all stages."""
+        """Floating-point operations of training on the last batch that was cut, on all stages."""
         return sum(record.training_flops for record in self.batch_records)
 
     @property
     def leaves_trace(self) -> bool:
-        """Whether the steps of the last batch that was cut cannot run again."""
+        """Whether steps on the last batch have side effects, so that they cannot run again."""
         return any(record.leaves_trace for record in self.batch_records)
 
     def lending(
@@ -249,9 +249,9 @@ class Pipeline:
         """Prepare one run of a step as a whole, on every rank.
 
         Args:
-            send: Returns to all ranks a tensor of a pipeline rank; None: of the root.
-            seed: Of the step's random numbers; None: the generators are not seeded.
-            part: The submodule that is called; None: all of the module.
+            send: Sends a tensor of a pipeline rank (None: the root) to all ranks; returns it.
+            seed: The seed of the step's random numbers; None: the generators are not seeded.
+            part: The submodule that is called; None: the whole module.
         """
 
         def fetch(slot: Slot) -> Tensor:
@@ -264,7 +264,7 @@ class Pipeline:
         return Lending(self.module, self.chain, fetch, seed, part)
 
     def commit(self) -> None:
-        """Replace what other ranks own by shapes; the cut stays as it is from now on."""
+        """Replace remote tensors with shapes; the cut is fixed from now on."""
         self.committed = True
         self._unsaved = {
             slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
@@ -276,12 +276,12 @@ class Pipeline:
         self._parameters = list(self.module.parameters())
 
     def _is_lost(self, slot: Slot) -> bool:
-        # Private: the buffers that no state dict has, so that loading one does not restore them.
+        # Private: the non-persistent buffers, which loading a state dict does not restore.
         is_unsaved = slot.attribute in slot.module._non_persistent_buffers_set
         return is_unsaved and not self.ownership.is_local(slot.name)
 
     def _notice_frozen(self) -> None:
-        """Trace the steps anew if a hook has frozen or unfrozen parameters, of any stage."""
+        """Trace the steps again if a hook has frozen or unfrozen parameters of any stage."""
         trained = bytes([parameter.requires_grad for parameter in self._parameters])
         if trained != self.trained:
             self.trained = trained
@@ -291,7 +291,7 @@ class Pipeline:
 
     @property
     def weight_flops(self) -> int:
-        """Operations of this rank's weight gradients, for the first training microbatch."""
+        """Floating-point operations of this rank's W for the first training microbatch."""
         segments = {s for i in self.local_stages for s in self.partition[i].segments}
         return self.records.weight_flops(segments)
 
@@ -309,7 +309,7 @@ class Pipeline:
         install_draws()
 
     def detach(self) -> None:
-        """Leave the module as it was, but for what other ranks own."""
+        """Restore the module, except for its remote tensors."""
         self.chain.release()
         self.compiler.leave()
         if self.is_split and self._absent is None:
@@ -319,7 +319,7 @@ class Pipeline:
         remove_draws()
 
     def _take_in(self, record: StepRecord) -> None:
-        """Give stages what a new record shows that they need, and refuse what cannot be cut."""
+        """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""
         if not self.committed:
             self._learn(record)
         self._writes.expect(record, self.partition)
@@ -330,9 +330,10 @@ class Pipeline:
             check_step(record, self.chain, self.partition, self.tensors.owners_of)
 
     def _leave_to_b(self, record: StepRecord) -> None:
-        """Compute a weight's gradient in B if W is short, or if a part is: it has one order.
+        """Mark weights whose gradient B computes: W is short, or some uses cannot wait for W.
 
-        What waits for W keeps inputs and output gradients: for adapters, those of the frozen base.
+        A deferred gradient keeps inputs and output gradients in memory: for adapters, those of the
+        frozen base. Mixed uses would change the order of the sum.
         """
         for name, segments in record.segments.items():
             if all(map(record.has_short_weight, segments)):
@@ -348,7 +349,7 @@ class Pipeline:
 
     @torch.inference_mode(False)  # a validation may run before training
     def _learn(self, record: StepRecord) -> None:
-        """Cut by the first record; let stages own what a later one shows that they use."""
+        """Cut by the first record; add to stages the tensors that a later record uses there."""
         self.tensors.refuse_added(self.module)
         if not self._uses.segments:
             self._cut(record)
@@ -404,7 +405,7 @@ class Pipeline:
             gradient.add()
 
     def shared_segments(self) -> list[frozenset[int]]:
-        """List, for each parameter that several segments use, these segments."""
+        """List the segments of each parameter that several segments use."""
         found: dict[int, frozenset[int]] = {}
         for name, segments in self._uses.segments.items():
             if name in self.tensors.trainable:

@@ -1,8 +1,8 @@
-"""The saved activations of one rank: a store for each microbatch that needs one, and the ledger.
+"""The saved activations of one rank: stores of saved tensors, and a ledger of their bytes.
 
-A store is opened where the plan offloads, and once for each stage to measure it; elsewhere autograd
-keeps its tensors without hooks, and the ledger counts the measured bytes by the schedule's table of
-effects.
+F opens a store for a microbatch that the plan offloads, and for one microbatch of each stage to
+measure it. Other microbatches run without saved-tensors hooks; for these the ledger adds and
+removes the measured bytes as the schedule's table of actions defines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Key = tuple[int, int]  # stage and microbatch
 
 
 class ActivationMemory:
-    """The stores of one rank.
+    """The stores of one rank's saved tensors, by stage and microbatch.
 
     Attributes:
         measures_all: Whether every microbatch is measured, not only the first of each stage.
@@ -67,16 +67,16 @@ class ActivationMemory:
 
     @classmethod
     def on(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
-        """Make one for a device; copies both ways share a lane until they have been measured."""
+        """Make the memory of a device; both copy directions share a lane until measured."""
         host = HostMemory(pinned=device.type != "cpu", budget=budget)
         return cls(OffloadSettings(device, make_lanes(device, count=1), host))
 
     def use_lanes(self, lanes: CopyLanes) -> None:
-        """Copy on other lanes from the next step on."""
+        """Use other lanes for copies from the next step on."""
         self.settings = replace(self.settings, lanes=lanes)
 
     def forget_peaks(self) -> None:
-        """Begin a new account of the bytes."""
+        """Reset the ledger."""
         self._there: dict[_Key, Part] = {}
         self.ledger = Ledger(self._measured_after)
 
@@ -93,7 +93,7 @@ class ActivationMemory:
         self._reserve(actions)
 
     def _reserve(self, actions: Sequence[Action]) -> None:
-        """Allocate the plan's host memory, as far as sizes are known, so that no action has to."""
+        """Allocate the plan's host memory before the step, for sizes that are known."""
         planned, host_bytes = self._reserved
         if self._offloaded and (actions is not planned or host_bytes != self._host_bytes):
             self.settings.host.reserve(_slabs(actions, self._host_bytes))
@@ -123,7 +123,7 @@ class ActivationMemory:
             return None
         if not self._owned:
             self._owned = {address_of(tensor) for tensor in stage.owned_tensors()}
-        # Parameters, and the microbatch itself, stay on the device whatever is offloaded.
+        # Parameters and the microbatch itself are never offloaded.
         leaves = (leaf for leaf in batch_leaves(microbatch.part) if isinstance(leaf, Tensor))
         resident = self._owned.union(map(address_of, leaves))
         name = f"stage {action.stage}, microbatch {action.microbatch}"
@@ -134,13 +134,13 @@ class ActivationMemory:
         return self._stores[key]
 
     def arrive(self, action: Action) -> None:
-        """Make a B, BW or W wait for the copies back of the tensors that it needs."""
+        """Make a B, BW or W wait until the offloaded tensors that it needs are back."""
         store = self._stores.get((action.stage, action.microbatch))
         if store is not None:
             store.arrive(KINDS[action.kind].needs)
 
     def move(self, action: Action) -> None:
-        """Run an action that copies, or frees copied memory."""
+        """Run an OFFLOAD, FREE or RELOAD."""
         store = self._stores[action.stage, action.microbatch]
         if action.kind in _OFFLOADS:
             store.offload()
@@ -150,7 +150,7 @@ class ActivationMemory:
             store.free()
 
     def record(self, action: Action) -> None:
-        """Count the saved bytes after an action."""
+        """Record the saved bytes after an action in the ledger."""
         key = action.stage, action.microbatch
         store = self._stores.get(key)
         if store is not None and key in self._measured:

@@ -1,8 +1,8 @@
 """One rank of a longer pipeline, which runs its own actions of a plan without the other ranks.
 
-Stages, offload and copies are real. The other ranks' messages arrive when the plan says, counted
-from the message of this rank that they follow from; so a rank that its copies delay is late to the
-end.
+Stages, offload and copies are real. A message of another rank arrives after the delay that the plan
+predicts, counted from the message of this rank that it depends on; so a delay of this rank's copies
+stays visible until the end of the step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ the start of the step."""
 
 
 class Rehearsal:
-    """Steps of one rank, whose pipeline may have shapes in place of the other ranks' parameters."""
+    """Runs steps of one rank; other ranks' parameters may be shapes."""
 
     def __init__(self, pipeline: Pipeline, memory: ActivationMemory, cut_batch: CutBatch) -> None:
         self.pipeline = pipeline
@@ -62,8 +62,8 @@ class Rehearsal:
         """Run ``num_steps`` steps of a lowered plan after one to warm up.
 
         Args:
-            costs: Costs of all ranks' stages, from which the other ranks' times follow; None: their
-                messages are always there already.
+            costs: Costs of all ranks' stages, from which messages' delays are computed; None:
+                messages have no delay.
 
         Returns:
             The median of the steps' seconds.
@@ -93,7 +93,7 @@ class Rehearsal:
 
 
 class AbsentNeighbours(Transport):
-    """A transport whose peers' messages arrive after the delays of a plan, with made-up values."""
+    """A transport that receives made-up values after the delays of a plan."""
 
     def __init__(self, delays: Delays, device: torch.device) -> None:
         self._device = device
@@ -117,7 +117,7 @@ class AbsentNeighbours(Transport):
 
 
 class _HostArrivals:
-    """Messages for whose arrival the host sleeps: the CPU has computed all it was given."""
+    """Delays messages by sleeping on the host; on CPU no computation is pending then."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -134,9 +134,9 @@ class _HostArrivals:
 
 
 class _DeviceArrivals:
-    """Messages that a kernel on a stream of their own delays.
+    """Delays messages by a kernel on a separate stream.
 
-    If the host waited for the device at each message instead, the device would run dry.
+    If the host waited for the device at each message instead, the device would become idle.
     """
 
     def __init__(self, delays: Delays, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class _DeviceArrivals:
         self.note(None)
 
     def note(self, send: Action | None) -> None:
-        """Start the delay of the messages that follow from ``send``, or from the step's start."""
+        """Start the delay of the messages that depend on ``send``; None: on the step's start."""
         sent = torch.accelerator.current_stream().record_event()
         for receive, delay in self._caused[send]:
             stream = next(self._streams)
@@ -170,7 +170,7 @@ class _DeviceArrivals:
 
 
 def _sleep(num_cycles: int) -> None:
-    # Private: the only kernel that takes a time and nothing else of the device.
+    # Private: the only kernel that takes time and no other resource of the device.
     accelerator_module()._sleep(num_cycles)
 
 
@@ -181,7 +181,7 @@ def _made_up(spec: TensorSpec, device: torch.device) -> Tensor:
 
 
 def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
-    """Return when each message for a rank arrives in a lowered plan."""
+    """Return each message that ``rank`` receives, with its cause and its delay in seconds."""
     ends = {e.action: e.end for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
     sends = [action for action in plan[rank] if action.kind in SENDS]
     delays: Delays = {}
@@ -193,7 +193,7 @@ def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
 
 
 def _cause(receive: Action, sends: Sequence[Action]) -> Action | None:
-    """Return the last message of this microbatch that the rank has sent before."""
+    """Return the last message of this microbatch that the rank sends before ``receive``."""
     _, stage, microbatch = receive
     ours = [send for send in sends if send.microbatch == microbatch]
     down = [send for send in ours if send.kind is Kind.SEND_F]
@@ -204,6 +204,6 @@ def _cause(receive: Action, sends: Sequence[Action]) -> Action | None:
 
 
 def _computed(send: Action, ends: dict[Action, float]) -> Action:
-    """Return the action whose result a message is."""
+    """Return the action that computes the content of a message."""
     kinds = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.BW)
     return next(action for k in kinds if (action := send._replace(kind=k)) in ends)

@@ -1,6 +1,6 @@
-"""One rank's counterparts in all replicas of its pipeline: the same stages, on other data.
+"""Collectives between one rank's counterparts: the ranks of all replicas with the same stages.
 
-Their tensors travel in buckets: small ones in one message, large ones from their own memory.
+Tensors are sent in buckets: small tensors share a message, large ones are sent without a copy.
 Parameters are sent after a step, while the next one begins. The first use waits for them: the first
 F of a rank, once its message has arrived, and between batches any torch function that gets one of
 them as an argument::
@@ -36,7 +36,7 @@ _NO_MEMORY = 0
 
 
 class PendingParameters:
-    """The broadcasts of parameters that this rank has started and not waited for.
+    """The broadcasts of parameters that this rank has started and not yet waited for.
 
     Attributes:
         may_wait: Whether waiting may be deferred: nothing between steps reads parameters, or a
@@ -65,13 +65,13 @@ class PendingParameters:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for all of them."""
+        """Wait for all broadcasts."""
         while self._ends:
             self._ends.pop(0)()
         self._memory.clear()
 
     def forget(self) -> None:
-        """Discard them without waiting, after an error."""
+        """Discard all broadcasts without waiting, after an error."""
         self._ends.clear()
         self._memory.clear()
         self.may_wait = False
@@ -84,8 +84,8 @@ class PendingParameters:
 class SettlingMode(TorchFunctionMode):
     """Waits for pending parameters before a torch function gets one of them as an argument.
 
-    It may start and stop inside contexts of the user's, which may be modes as well; so it is put
-    below all modes that are active.
+    It may start and stop inside the user's contexts, which may be modes too, so it is inserted
+    below all active modes.
     """
 
     def __init__(self, *pending: PendingParameters) -> None:
@@ -111,7 +111,7 @@ class SettlingMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # An attribute's tensor shares the memory, so that its own use is noticed.
+        # The tensor of an attribute (.data) shares the memory, so that its use is noticed later.
         is_attribute = getattr(func, "__name__", "") == "__get__"
         for pending in self._pending if not is_attribute else ():
             if pending and pending.are_in((args, kwargs)):
@@ -142,16 +142,16 @@ _Value = TypeVar("_Value")
 
 
 class Replicas:
-    """The collectives of counterparts; without effect where there is one replica.
+    """Collectives over the replicas, between counterparts of one rank; no-ops with one replica.
 
     Attributes:
         num: The number of replicas.
         own: The replica of this process.
-        group: Their process group, for hooks and steps; None where there is one replica.
-        counterparts: Their global ranks, in the order of the replicas.
-        host: The same processes, over gloo; only where there is more than one replica.
-        in_trace: Returns whether this rank traces a step, which the other replicas may not run.
-        pending: The parameters that they are sending each other.
+        group: The counterparts' process group, for hooks and steps; None with one replica.
+        counterparts: The counterparts' global ranks, in the order of the replicas.
+        host: The same processes over gloo; only with more than one replica.
+        in_trace: Returns whether this rank traces a step; other replicas may not trace it too.
+        pending: The parameters that replicas are sending each other.
     """
 
     group: Any = None
@@ -168,13 +168,13 @@ class Replicas:
         """Make the groups, on all ranks."""
         if self.num > 1:
             self.group = self._mesh.device_data_group("hooks")
-            # Sums of gradients run beside a step, so their order is their own.
+            # A separate group: sums of gradients overlap with a step's collectives.
             self._sums = self._mesh.device_data_group("sums")
-            # So do copies: one rank may know earlier than another that a step is repeated.
+            # Another one for copies: one rank may repeat a step earlier than another.
             self._copies = self._mesh.device_data_group("copies")
             self.host = HostGroup(self._mesh.make_data_group(backend="gloo"))
 
-    # Each start_ function returns one that waits; on an accelerator its stream waits, not the host
+    # Each start_ method returns a function that waits; on an accelerator the stream waits
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Start to sum a tensor over the replicas, in place."""
@@ -188,7 +188,7 @@ class Replicas:
         return _waiting(work, "weights were sent")
 
     def start_union(self, flags: Tensor) -> Callable[[], None]:
-        """Start to set, in place, the flags on the host that any replica has set."""
+        """Start to compute the logical or of ``flags`` over the replicas, in place on the host."""
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host.host_group, async_op=True)
         return _waiting(work, "summing gradients")
 
@@ -204,10 +204,11 @@ class Replicas:
         return found
 
     def gather_tensor(self, tensor: Tensor, differentiable: bool) -> Tensor:
-        """Stack the tensors of all replicas, which have one shape, in their order.
+        """Stack the tensors of all replicas, which have the same shape.
 
-        A tensor without a value, or of a trace, stands for those of the other replicas, which may
-        not run the same code now. Gradients go back to each part's replica if ``differentiable``.
+        In a trace, and for a tensor without a value, the result repeats ``tensor``: the other
+        replicas may not run this code. With ``differentiable``, each replica gets the gradient of
+        its tensor.
         """
         tensor = tensor if differentiable else tensor.detach()
         if self.is_alone_with(tensor):
@@ -216,12 +217,12 @@ class Replicas:
         return gathered
 
     def is_alone_with(self, tensor: Tensor) -> bool:
-        """Whether the other replicas may not run the code that has this tensor."""
+        """Whether other replicas may not run the code that passes this tensor."""
         return isinstance(tensor, ShapeOnly) or self.in_trace()
 
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Copy replica 0's values of tensors to all replicas."""
+        """Copy tensors from replica 0 to all replicas."""
         numbered = dict(enumerate(tensor.detach() for tensor in tensors))
         for numbers in in_buckets(numbered) if self.num > 1 else ():
             bundle = Bundle([numbered[number] for number in numbers])
@@ -230,7 +231,7 @@ class Replicas:
 
     @torch.no_grad()
     def copy_first_together(self, tensors: Iterable[Tensor]) -> None:
-        """Copy replica 0's values of small tensors, of any dtypes, in one message."""
+        """Copy small tensors of any dtypes from replica 0 to all replicas, in one message."""
         aligned = sorted(tensors, key=lambda tensor: -tensor.itemsize)
         data = torch.cat([as_bytes(tensor.contiguous()) for tensor in aligned])
         with blaming_peers("lost a replica while buffers were sent"):
@@ -241,7 +242,7 @@ class Replicas:
 
 
 class _GatheredTensor(torch.autograd.Function):
-    """Tensors of all replicas; torch's own function takes the ranks of a group for global ones."""
+    """All-gather with gradients; torch's own function confuses group ranks with global ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any, own: int) -> Tensor:
@@ -269,7 +270,7 @@ def _waiting(work: Any, what: str) -> Callable[[], None]:
 
 
 class Bundle:
-    """Tensors of one dtype that travel as ``flat``, a copy; a contiguous one alone is no copy."""
+    """Tensors of one dtype, copied into ``flat``; a single contiguous tensor is not copied."""
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -288,7 +289,7 @@ class Bundle:
 
 
 def in_buckets(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:
-    """Group tensors, in their order, into buckets of one dtype; a large one has its own."""
+    """Group tensors, in order, into buckets of one dtype; a large tensor has its own bucket."""
     bucket: list[_Key] = []
     num_bytes = 0
     for key, tensor in tensors.items():
@@ -311,7 +312,7 @@ def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
 
     Args:
         sizes: Bytes, in an order that is the same on all processes.
-        loads: The bytes that each owner has already; is added to.
+        loads: The bytes that each owner has already; updated in place.
 
     Returns:
         The owner of each size.
@@ -332,7 +333,7 @@ class SavedBuffers:
 
     def __init__(self, replicas: Replicas, ownership: Ownership) -> None:
         self._replicas = replicas
-        # Private: the buffers that no state dict has.
+        # Private: the names of the non-persistent buffers.
         self._slots = [
             slot
             for slot in ownership.slots
@@ -342,6 +343,6 @@ class SavedBuffers:
         ]
 
     def copy_first(self) -> None:
-        """Give them replica 0's values; all replicas call it after a step."""
+        """Copy the buffers from replica 0; all replicas call it after a step."""
         if self._slots:
             self._replicas.copy_first_together([slot.tensor for slot in self._slots])

@@ -1,8 +1,8 @@
 """Tensors whose values are read from a file when they are used.
 
 A rank reads few of a checkpoint's entries, but the user's code (``on_load_checkpoint``) may use
-any. A file of ``torch.load(mmap=True)`` would do without these; a folder of shards and weights that
-are converted while they are read have nothing to map.
+any. ``torch.load(mmap=True)`` would suffice for a file; it cannot map a folder of shards, or
+weights that are converted while they are read.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lightning_pipeoffload.runtime.leaves import map_operands
 
 
 class StoredTensor(Tensor):
-    """A tensor on the host that calls ``read`` for each operation, and keeps no value.
+    """A host tensor without memory, which calls ``read`` for its value at each operation.
 
-    Once an operation writes to it, or makes a view that may be written, it keeps its value.
+    An operation that writes to it, or makes a view that may be written, makes it hold its value.
     ``meta`` has its shape and dtype.
     """
 
@@ -35,11 +35,11 @@ class StoredTensor(Tensor):
         return made
 
     def value(self) -> Tensor:
-        """Return the value, not to be written."""
+        """Return the value, which must not be written."""
         return self._read() if self._kept is None else self._kept
 
     def kept(self) -> Tensor:
-        """Return the value, and keep it."""
+        """Return the value, and hold it from now on."""
         self._kept = self.value()
         return self._kept
 
@@ -50,7 +50,7 @@ class StoredTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take another value."""
+        """Replace the value."""
         self.kept().data = value
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -104,7 +104,7 @@ class StoredTensor(Tensor):
 
 
 def value_of(leaf: Any) -> Any:
-    """Return the value of a stored tensor; anything else as it is."""
+    """Return the value of a stored tensor; return anything else unchanged."""
     return leaf.value() if isinstance(leaf, StoredTensor) else leaf
 
 
@@ -113,5 +113,5 @@ def _kept_of(leaf: Any) -> Any:
 
 
 def read_stored(tree: Any) -> Any:
-    """Return a tree of dicts, lists and tuples with the values of stored tensors."""
+    """Replace the stored tensors in a tree of dicts, lists and tuples with their values."""
     return map_operands(value_of, tree)

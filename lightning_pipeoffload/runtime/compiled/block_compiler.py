@@ -1,7 +1,7 @@
 """Compilation of blocks, and a hook between torch.compile and its backend that splits regions.
 
-The graph of every region passes here on the way to the backend, whether it is compiled by
-``block.compile()``, ``torch.compile(block)`` or a decorator on a function, by the user or by us.
+The hook gets the graph of every region, whether it is compiled by ``block.compile()``,
+``torch.compile(block)`` or a decorator on a function, by the user or by this package.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import fx, nn
 from torch._dynamo import trace_rules  # private: the code that is not compiled
 from torch._dynamo.eval_frame import OptimizedModule  # private: the type of torch.compile(module)
 
-# Private: with the first two a compiler begins anew, or leaves a frame alone; only the last one is
-# a failure.
+# Private: the first two restart the compiler or skip a frame; only the last is a failure.
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
 
 from lightning_pipeoffload.runtime.compiled.split_graph import split_graph
@@ -47,7 +46,7 @@ _replaced: dict[type[Any], Backend] = {}
 
 
 def install_split() -> None:
-    """Split regions of steps from now on; a second call has no effect."""
+    """Split compiled regions of steps from now on; a second call has no effect."""
     _leave_uncompiled("lightning_pipeoffload.runtime")
     for kind in _KINDS:
         if kind not in _replaced:
@@ -137,7 +136,7 @@ class BlockCompiler:
     """Compiles the blocks that the user has not compiled, and splits all compiled regions.
 
     Raises:
-        ValueError: The user has compiled a part with CUDA graphs.
+        ValueError: The user has compiled a submodule with CUDA graphs.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], compile: Compile) -> None:
@@ -159,7 +158,7 @@ class BlockCompiler:
         return any(map(is_compiled, self._all))
 
     def compile_ahead(self, block: nn.Module, run: Callable[[], Any]) -> None:
-        """Compile a block now; it runs uncompiled if that fails."""
+        """Compile a block now; if that fails, the block runs uncompiled."""
         try:
             with forked_randomness(), unchanged(block), compiling_ahead():
                 run()
@@ -177,18 +176,18 @@ class BlockCompiler:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return the compiled form of a module's call; None: it is not compiled as a whole."""
+    """Return the compiled call of a module; None if it is not compiled as a whole."""
     # Private: set by module.compile().
     return module if isinstance(module, OptimizedModule) else module._compiled_call_impl
 
 
 def is_compiled(block: nn.Module) -> bool:
-    """Whether a block, or a part of it, is compiled."""
+    """Return whether a block or one of its submodules is compiled."""
     return any(compiled_call(part) is not None for part in block.modules())
 
 
 def check_compile(compile: Any) -> None:
-    """Refuse arguments with which torch does not compile, or compiles with CUDA graphs."""
+    """Refuse invalid arguments of ``torch.compile``, and those that enable CUDA graphs."""
     if isinstance(compile, bool):
         return
     if not isinstance(compile, Mapping):
@@ -221,6 +220,6 @@ def _has_cuda_graphs(compiled: Any) -> bool:
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled modules eagerly: a compiler would trace each of our operations."""
+    """Run compiled modules eagerly: a compiler would trace this package's operations too."""
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

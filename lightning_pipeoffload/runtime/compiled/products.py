@@ -1,8 +1,7 @@
-"""Products with a weight in the graph of a compiled region, and the parameters of their weights.
+"""Finds products with a weight in the graph of a compiled region, and their parameters.
 
-The graph is dynamo's: calls of torch's functions and methods as the model has them, parameters
-among its inputs. Weights of products that are not found here get their gradient in B, as the region
-computes it.
+The graph is dynamo's: it contains the model's calls of torch's functions and methods, and has
+parameters among its inputs. The region's backward computes the gradients of other weights, in B.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class SharedCasts:
 
 @contextmanager
 def sharing_compiled_casts() -> Iterator[None]:
-    """Share the casts of weights between the microbatches inside."""
+    """Share the casts of weights between the microbatches within the context."""
     with IN_FORCE.during(SharedCasts()):
         yield
 
@@ -58,7 +57,7 @@ def sharing_compiled_casts() -> Iterator[None]:
 class WeightSource:
     """A weight that the region makes of its input ``index``, a parameter, by a cast and views.
 
-    It is made outside of the region instead. ``dtype`` is autocast's; None: there is no cast.
+    It is computed outside of the region instead. ``dtype`` is autocast's; None: there is no cast.
     """
 
     index: int
@@ -66,7 +65,7 @@ class WeightSource:
     dtype: torch.dtype | None = None
 
     def of(self, inputs: Sequence[Any]) -> Tensor:
-        """Make it of the region's inputs, as a part of autograd's graph."""
+        """Compute the weight from the region's inputs, in autograd's graph."""
         found: Tensor = inputs[self.index]
         if self.dtype is not None:
             casts = IN_FORCE.latest(SharedCasts)
@@ -77,7 +76,7 @@ class WeightSource:
 
 
 class WeightFinder:
-    """Finds the sources of weights in one graph, of which ``placeholders`` are the inputs."""
+    """Finds the sources of weights in a graph; ``placeholders`` are the nodes of its inputs."""
 
     def __init__(self, placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
         self._inputs = inputs
@@ -109,7 +108,7 @@ class WeightFinder:
 
 
 def _view_of(node: fx.Node) -> partial[Any] | None:
-    """Return the function by which a node makes a view or cast of its first argument."""
+    """Return the view or cast that a node applies to its first argument, as a function."""
     rest = node.args[1:]
     others: list[fx.Node] = []
     fx.map_arg((rest, node.kwargs), others.append)
@@ -142,10 +141,10 @@ class Signature:
     """The arguments of an operation.
 
     Attributes:
-        order: Their names in order: "x", "weight" and "bias", others as in torch.
+        order: The arguments' names in order: "x", "weight" and "bias", others as in torch.
         names: Torch's names of x, weight and bias.
-        kind: Returns the class, and options, that compute the gradients of a call, from the graph's
-            example values of its arguments; None if there is none.
+        kind: Returns the class and options that compute the gradients of a call, from the example
+            values of its arguments; None if none can.
     """
 
     order: tuple[str, ...]
@@ -166,7 +165,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class FoundProduct:
-    """A call whose weight gradient may wait for W; ``bias`` is None if it has none that trains."""
+    """A call whose weight gradient may wait for W; ``bias`` is None without a trained bias."""
 
     node: fx.Node
     signature: Signature
@@ -176,13 +175,13 @@ class FoundProduct:
 
     @property
     def example(self) -> Tensor:
-        """The made-up result by which dynamo knows shape, dtype and device."""
+        """Dynamo's fake result, which has the shape, dtype and device."""
         found: Tensor = self.node.meta["example_value"]
         return found
 
 
 def find_product(node: fx.Node, finder: WeightFinder) -> FoundProduct | None:
-    """Return a node as a call whose weight gradient may wait for W; None if it is none."""
+    """Return the node's call if its weight gradient may wait for W, else None."""
     signature = None
     if node.op == "call_function":
         signature = _FUNCTIONS.get(node.target)
@@ -274,7 +273,7 @@ _METHODS: Mapping[str, Signature] = {
     "addmm": _ADDMM,
 }
 _FUNCTIONS: Mapping[Any, Signature] = {
-    # Private: where torch has the function of a linear layer.
+    # Private: torch's function of a linear layer.
     torch._C._nn.linear: _LINEAR,
     **dict.fromkeys((torch.matmul, operator.matmul), _MATMUL),
     **dict.fromkeys((torch.mm, torch.bmm), _MM),

@@ -1,14 +1,15 @@
 """The graph of a compiled region, rewritten so that its backward computes no weight gradients.
 
-The gradient of a product's result is that of a zero added to it. So each product whose weight
-gradient may wait for W gets its weight detached and a zero, one of the graph's inputs, added to it;
-its own input becomes one of the graph's outputs. The backward of the region then returns the
-input's gradient and, as the gradients of the zeros, those of the products' results::
+If a zero is added to a product's result, both have the same gradient. So the rewrite detaches the
+weight of each product whose weight gradient may wait for W, and adds a zero, a new input of the
+graph, to its result; the product's input becomes an output of the graph. The backward of the region
+then returns the input's gradient and, as the gradients of the zeros, those of the products'
+results::
 
     before   y = linear(x, weight, bias)                        return y
     after    y = linear(x, detached weight, detached bias) + 0  return y, x
 
-Both are ordinary inputs and outputs, whose memory no compiler reuses while they are referenced.
+All are ordinary inputs and outputs, whose memory no compiler reuses while they are referenced.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _IN_PLACE = {
 
 
 def writes_in_place(graph: fx.Graph) -> bool:
-    """Whether any call in a graph may write one of its arguments."""
+    """Return whether any call in a graph may write one of its arguments."""
     return any(_writes(node) for node in graph.nodes)
 
 
@@ -76,7 +77,7 @@ Shape = Callable[[Sequence[Any]], tuple[int, ...]]
 
 
 def _size_readers(placeholders: Sequence[fx.Node]) -> dict[Any, Callable[[Sequence[Any]], int]]:
-    """Return, for each symbol of a size, how to read it from a region's inputs."""
+    """Return, for each symbolic size, a function that reads it from a region's inputs."""
     found: dict[Any, Callable[[Sequence[Any]], int]] = {}
     for index, node in enumerate(placeholders):
         example = node.meta.get("example_value")
@@ -100,10 +101,7 @@ def _expression(size: int | torch.SymInt) -> Any:
 def _shape_of(
     example: Tensor, readers: Mapping[Any, Callable[[Sequence[Any]], int]]
 ) -> Shape | None:
-    """Return the function that computes the shape of a result.
-
-    None: it does not follow from the inputs' shapes.
-    """
+    """Return a function that computes a result's shape from a region's inputs; None if none can."""
     sizes = [_expression(size) for size in example.shape]
     symbols = [*{s for size in sizes if not isinstance(size, int) for s in size.free_symbols}]
     if not readers.keys() >= {*symbols}:
@@ -120,7 +118,7 @@ def _shape_of(
 
 @dataclass(frozen=True)
 class Tap:
-    """A product's input is the "input" or "output" ``index`` of the region."""
+    """The place of a product's input: the region's "input" or "output" number ``index``."""
 
     place: str
     index: int
@@ -128,7 +126,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class SplitProduct:
-    """A product in the rewritten graph; ``found`` is the original, ``shape`` the result's."""
+    """A product in the rewritten graph, its original, and the shape of its result."""
 
     found: FoundProduct
     tap: Tap
@@ -141,10 +139,10 @@ class SplitGraph:
 
     Attributes:
         examples: Example inputs, for a compiler.
-        kept: The indices of the region's inputs that are its own; the weights follow, and the
-            zeros.
+        kept: The indices of the region's inputs that the graph still takes; the weights and then
+            the zeros follow them.
         num_outputs: The number of the region's outputs; the products' inputs follow them.
-        sources: Of the weights.
+        sources: The sources of the weights.
     """
 
     module: fx.GraphModule
@@ -166,7 +164,7 @@ class _Splitting:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._module = module
         self._inputs = inputs
-        # A compiler makes new symbols for the sizes of a tensor that dynamo does not know.
+        # A compiler makes new symbols for the sizes of tensors outside of dynamo's fake mode.
         self._mode = detect_fake_mode(inputs)
         self._graph = fx.Graph()
         outputs: Any = self._graph.graph_copy(module.graph, {})

@@ -29,7 +29,7 @@ Region = Callable[..., Any]
 
 
 class _Ahead:
-    """In force while regions are compiled and not run."""
+    """The setting while regions are compiled but not run."""
 
 
 class _RegionReached(BaseException):
@@ -42,7 +42,7 @@ def leave_if_ahead() -> None:
 
 
 def leaving_if_ahead(region: Region) -> Region:
-    """Return a region that does not run where regions are compiled only."""
+    """Return a region that ends the block's run instead of running, if compiled ahead."""
     if IN_FORCE.latest(_Ahead) is None:
         return region
 
@@ -56,7 +56,7 @@ def leaving_if_ahead(region: Region) -> Region:
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Compile the first region that is called inside, as training would, and skip the rest."""
+    """Compile the first region that is called inside, as in training, and skip the rest."""
     try:
         with IN_FORCE.during(_Ahead()), deferring(WeightGradQueue()), torch.enable_grad():
             yield
@@ -96,7 +96,7 @@ class _Run:
 
 
 class SplitRegion:
-    """A region that runs a compiled split graph; ``whole`` is the region as it was, compiled."""
+    """A region that runs a compiled split graph; ``whole`` is the compiled original."""
 
     def __init__(self, graph: SplitGraph, compiled: Region, whole: Region) -> None:
         self._graph = graph
@@ -145,7 +145,7 @@ class SplitRegion:
 
 
 class _Zeros(torch.autograd.Function):
-    """The zeros that are added to a region's products; their gradients are those of the results."""
+    """The zeros that are added to a region's products, to get the gradients of the results."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: _Run, zeros: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ class _Zeros(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         if is_for_weights():
             ctx.run.leave_for_w(gradients)
-        # Private: nothing public tells. Inputs that W has used are not to stay until B's end.
+        # Private: no public API shows it. Inputs that W has used must not stay until B's end.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.run.kept.clear()
         return None, None, None

@@ -1,1 +1,1 @@
-"""How a user's step can be cut into stages: the trace, the partition, the refusals."""
+"""Cutting a user's step into stages: the trace, the partition, the refusals."""

@@ -19,10 +19,10 @@ from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 
 def loss_in(result: Any) -> Tensor:
-    """Find the loss in what a training step returned, as Lightning does.
+    """Return the loss from the result of a training step, as Lightning does.
 
     Raises:
-        ValueError: There is no loss in it.
+        ValueError: The result has no loss.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
@@ -39,7 +39,7 @@ def loss_in(result: Any) -> Tensor:
 
 
 class CallChecks:
-    """Refuses calls of blocks that a stage cannot make, or not alike in B."""
+    """Refuses calls of blocks that a stage cannot make, or cannot repeat in B."""
 
     def __init__(self, chain: BlockChain) -> None:
         self._chain = chain
@@ -48,7 +48,7 @@ class CallChecks:
         self._num_hooks: list[int] = []
 
     def check(self, index: int, expected: int) -> None:
-        """Raise ``ValueError`` if a stage could not make the call that is about to be made."""
+        """Raise ``ValueError`` if a stage could not call block ``index`` now."""
         self._check_order(index, expected)
         self._check_gradients(index)
         self._check_checkpoint(index)
@@ -84,7 +84,7 @@ class CallChecks:
             )
 
     def check_complete(self, expected: int) -> None:
-        """Raise ``ValueError`` if the step has ended before a block, ``expected``."""
+        """Raise ``ValueError`` if the step has ended without calling block ``expected``."""
         if expected < len(self._chain):
             raise ValueError(
                 f"the step does not call {self._chain.block_name(expected)}; a pipeline needs "
@@ -92,7 +92,7 @@ class CallChecks:
             )
 
     def find_briefly_hooked(self) -> Iterator[int]:
-        """Yield the blocks that have fewer hooks now than when they were called."""
+        """Yield the blocks that have fewer hooks now than at their call."""
         for index, before in enumerate(self._num_hooks):
             if _count_hooks(self._chain.blocks[index]) < before:
                 yield index
@@ -104,8 +104,8 @@ def _count_hooks(block: nn.Module) -> int:
 
 
 def _checkpoint_around() -> Any:
-    """Return an object that identifies the checkpoint that runs; None: none does."""
-    # Private: nothing public tells that a checkpoint runs, whose blocks are called again in B.
+    """Return an object that identifies the running checkpoint; None if none runs."""
+    # Private: no public API shows that a checkpoint runs, whose blocks are called again in B.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
         return None
@@ -124,7 +124,7 @@ def check_step(
     """Refuse a step that cannot be cut between these stages.
 
     Raises:
-        ValueError: It cannot; the message has the user's line, and what to write instead.
+        ValueError: With the user's line, and code to write instead.
     """
     for message in _StepChecks(record, chain, stages).refusals(owners_of):
         raise ValueError(message)
@@ -137,7 +137,7 @@ class _StepChecks:
         self._last_start = stages[-1].blocks.start
 
     def refusals(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
-        """Yield why the step cannot be cut."""
+        """Yield the reasons why the step cannot be cut."""
         yield from self._weight_writes(owners_of)
         yield from self._unrepeatable()
         yield from self._brief_hooks()
@@ -197,11 +197,11 @@ class _StepChecks:
     def _own_backwards(self) -> Iterator[str]:
         """Refuse backwards that would end at a cut, where the graph of another stage begins.
 
-        Such as::
+        For example::
 
         stage 0   embedding, block 0 |
         stage 1                      | block 1, loss, torch.autograd.grad(loss, x)
-                                     ^ ends here, and says nothing
+                                     ^ ends here without an error
         """
         crossed = any(
             self._stage_of[block] != self._stage_of[block + 1]
@@ -247,7 +247,7 @@ class _StepChecks:
                 )
 
     def _obstacle(self, crossing: Crossing) -> str:
-        """Say why a value cannot be sent, and what would help; "" if it can."""
+        """Return why a value cannot be sent, and a remedy; "" if it can be sent."""
         blocks = [self._chain.index_of(origin) for origin in crossing.origins]
         if any(block is not None and block > crossing.made_in for block in blocks):
             return (
@@ -287,7 +287,7 @@ def _origins(origins: frozenset[str]) -> str:
 
 
 def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
-    """Refuse hooks on weights of which each stage has only a part of the gradient.
+    """Refuse hooks on shared weights: each stage has only part of their gradient.
 
     Raises:
         ValueError: A hook is registered on such a weight.

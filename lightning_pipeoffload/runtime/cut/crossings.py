@@ -1,7 +1,7 @@
-"""Which values go from segment to segment of a step beside its blocks, and where each is made.
+"""Values that later segments of a step use, besides the outputs passed from block to block.
 
-A value has a **port**, the place where the step makes it. The trace and the stages count the calls
-that make values alike, so that a stage knows what to send and what to expect.
+A **port** identifies the call that makes a value. The trace and the stages count calls in the same
+way, so the ports of the trace are valid on every stage, as those of values to send and receive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
 
 class Port(NamedTuple):
-    """Where a step makes a value."""
+    """Identifies the call of a step that makes a value."""
 
     segment: int  # the output of block k belongs to segment k + 1
     call: int  # the number of a call of a torch function in it, from 1 on; 0: the block before
@@ -35,7 +35,7 @@ class Port(NamedTuple):
 
 @dataclass
 class Crossing:
-    """A value that goes from one segment to later ones beside the payload."""
+    """A value that later segments use, besides the output passed to the next block."""
 
     port: Port | None  # None: no call of a torch function has returned it
     made_in: int
@@ -50,11 +50,11 @@ class Crossing:
     """Pairs of segments between which the loss leads back to it; None: all."""
 
     def crosses(self, block: int) -> bool:
-        """Whether it crosses the cut before ``block``."""
+        """Return whether the value crosses the cut before ``block``."""
         return self.made_in < block <= self.used_in
 
     def spec_before(self, block: int) -> TensorSpec:
-        """Describe it as it crosses the cut before ``block``."""
+        """Return the spec of the value at the cut before ``block``."""
         trains = self.trains_from is not None and self.trains_from < block
         pairs = self.led_back
         leads_back = pairs is None or any(made < block <= used for made, used in pairs)
@@ -62,12 +62,12 @@ class Crossing:
 
 
 def mark_as_the_models(tensor: Tensor) -> None:
-    """Mark a weight, or what is computed from one: on another stage it may be shape-only."""
+    """Mark a weight or a tensor computed from one: on another stage it may be shape-only."""
     tensor.is_the_models = True  # type: ignore[attr-defined]
 
 
 def mark_slots(slots: Iterable[Slot], chain: BlockChain) -> None:
-    """Mark the weights, and the buffers that go with weights or are in a block."""
+    """Mark the weights, and the buffers of blocks and of modules with weights."""
     found = list(slots)
     with_weights = {id(slot.module) for slot in found if slot.kind == "_parameters"}
     for slot in found:
@@ -76,14 +76,14 @@ def mark_slots(slots: Iterable[Slot], chain: BlockChain) -> None:
 
 
 class CallCounter(TorchFunctionMode):
-    """Counts, in each segment of a step, the calls that make tensors from the model's.
+    """Counts, in each segment of a step, the calls that compute tensors from marked ones.
 
-    Calls that make constants are not counted: a step may keep a mask or a table of positions from
-    one call to the next.
+    Calls that make constants are not counted: a step may cache a mask or a table of positions
+    between calls.
 
     Attributes:
         segment: The segment of the step that runs.
-        digest: Of the names of the functions that were called in it.
+        digest: A hash of the names of the functions called in it.
     """
 
     def __init__(self) -> None:
@@ -112,14 +112,14 @@ class CallCounter(TorchFunctionMode):
         return self.see(self._call, result, args)
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
-        """Return the result of a counted call, or what takes its place."""
+        """Return the result of a counted call, or a replacement."""
         return result
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count inside."""
-        # Leaves the stack of modes where no mode of the user's is above: some code is slower under
-        # a mode.
+        """Stop counting within the context."""
+        # Removes itself from the stack of modes unless a mode of the user's is above it: some
+        # code is slower under a mode.
         was_paused, self._is_paused = self._is_paused, True
         is_on_top = _get_current_function_mode() is self
         if is_on_top:
@@ -133,7 +133,7 @@ class CallCounter(TorchFunctionMode):
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Count inside, within what is paused."""
+        """Count again within the context, which is inside of :meth:`paused`."""
         self._is_paused = False
         try:
             with self:

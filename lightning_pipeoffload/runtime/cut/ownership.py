@@ -1,9 +1,9 @@
-"""Which parameters and buffers a rank owns, and which of them each of its stages has.
+"""The parameters and buffers that a rank and each of its stages own.
 
-Names never change. What no stage of this rank owns is a shape under its name, so that the module is
-whole. While a stage runs, what only other stages of the rank own is a shape too: the dicts of the
-few modules outside of the blocks are exchanged. A tied weight is one parameter with several names,
-maybe of several stages; it goes by its first name.
+Names never change. A tensor that no stage of this rank owns is a shape under its name, so that the
+module is whole. While a stage runs, tensors that only other stages of the rank own are shapes too:
+the dicts of the few modules outside of the blocks are exchanged. A tied weight is one parameter
+with several names, possibly on several stages; its first name identifies it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 
 
 class _Hidden(Awaited, RemoteTensor):
-    """A weight before a stage's first block, from which on the stage has it, or never."""
+    """A weight outside of the blocks, hidden until the stage's first block or all the step."""
 
 
 class Ownership:
@@ -61,26 +61,26 @@ class Ownership:
         self._views = {stage: self._view_of(stage) for stage in self.local_stages}
 
     def show(self, stage: int) -> None:
-        """Give the modules outside of the blocks the tensors that ``stage`` owns."""
+        """Put the tensors that ``stage`` owns into the modules outside of the blocks."""
         _exchange(self._views[stage])
-        # A weight that the step has fetched before the stage's first block has its value now.
+        # A weight that the step has read before the stage's first block gets its value now.
         self._shown = self._fetched[stage]
         for placeholder, slot in self._shown:
             placeholder.value = slot.tensor
 
     def hide(self) -> None:
-        """Give the modules outside of the blocks shapes."""
+        """Put shapes into the modules outside of the blocks."""
         _exchange(self._hidden)
         for placeholder, _ in self._shown:
             placeholder.value = None
 
     def restore(self) -> None:
-        """Give every module all that this rank owns."""
+        """Put all tensors that this rank owns into their modules."""
         _exchange(self._home)
 
     @contextmanager
     def hiding(self, block: str) -> Iterator[None]:
-        """Give a block that another stage runs shapes, even for what this rank owns."""
+        """Put shapes into a block of another stage, for tensors of this rank too."""
         if block not in self._blocks:
             slots = [slot for slot in self.slots if slot.name.startswith(f"{block}.")]
             home = self._make_view(slots, lambda slot: True)
@@ -101,13 +101,13 @@ class Ownership:
         return {slot.name: slot.tensor for slot in self.slots if self.is_local(slot.name)}
 
     def move(self) -> None:
-        """Move what this rank owns to its device, and the shapes' device with it."""
+        """Move the tensors of this rank to its device; shapes report that device from now on."""
         for slot in self.slots:
             if self.is_local(slot.name) or isinstance(slot.tensor, RemoteTensor):
                 move_weight(slot, self._device)
 
     def drop_remote(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
-        """Replace what other ranks own by shapes; a tied weight under all its names."""
+        """Replace remote tensors with shapes; a tied weight under all its names."""
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
@@ -121,7 +121,7 @@ class Ownership:
         self._blocks.clear()
 
     def follow_requires_grad(self) -> None:
-        """Make each shape require a gradient where the rank's own tensor does."""
+        """Copy ``requires_grad`` from this rank's tensors to the shapes that hide them."""
         for placeholder, slot in self._stand_ins:
             placeholder.requires_grad_(slot.tensor.requires_grad)
 
@@ -148,7 +148,7 @@ class Ownership:
         if stage_ranks:
             ranks = sorted({stage_ranks[stage] for stage in stages})
             place += ", on global rank " + " and ".join(map(str, ranks))
-        # The rank's device, also while the module is on the host: steps make masks, say, there.
+        # The rank's device even while the module is on the host: steps make masks there.
         kind = RemoteTensor if stage_ranks else _Hidden
         return kind.standing_for(slot, f"{slot.name} ({place})", self._device)
 
@@ -183,11 +183,11 @@ class SharedWeight(NamedTuple):
 
 
 class NamedTensors:
-    """The names of the whole module's parameters and buffers, and which ranks own them.
+    """The names of all parameters and buffers of the module, and the ranks that own them.
 
     Attributes:
-        names: Of the entries of the module's state dict.
-        identity: A number for each parameter and buffer, by name; tied weights have the same.
+        names: The keys of the module's state dict.
+        identity: A number for each parameter and buffer, by name; the same for tied weights.
         trainable: Names of the parameters.
     """
 
@@ -244,9 +244,9 @@ class NamedTensors:
         ]
 
     def owner_of(self, key: str) -> int | None:
-        """Return the rank that saves an entry of the state dict: the one with its last stage.
+        """Return the rank that saves an entry of the state dict: the rank of its last stage.
 
-        None for what is no parameter or buffer but added by ``get_extra_state`` or a hook.
+        None for an entry of ``get_extra_state`` or a hook, which is no parameter or buffer.
         """
         slot = self._slot_of.get(key)
         return None if slot is None else self.owner_of_slot(slot)
@@ -258,11 +258,11 @@ class NamedTensors:
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
     def own(self) -> list[Tensor]:
-        """List this rank's parameters and buffers, each once; in one order on all replicas."""
+        """List this rank's parameters and buffers, each once; in the same order on all replicas."""
         return list({id(t): t for t in self.ownership.local_tensors().values()}.values())
 
     def with_local_stages(self) -> dict[str, tuple[Tensor, frozenset[int]]]:
-        """Return this rank's parameters by name, each with those of its stages that use it."""
+        """Return this rank's parameters by name, each with the local stages that use it."""
         return {
             name: (tensor, self.owners_of(name) & self.ownership.local_stages)
             for name, tensor in self.canonical_parameters().items()
@@ -273,7 +273,7 @@ class NamedTensors:
         return [names for names in self._names_of.values() if names[0] in self.trainable]
 
     def owner_of_slot(self, name: str) -> int:
-        """Return the rank whose value of a parameter or buffer is used, that of its last stage."""
+        """Return the rank with the authoritative value of a tensor: that of its last stage."""
         return self._stage_ranks[max(self.ownership.owners[name])]
 
     def is_everywhere(self, name: str) -> bool:
@@ -281,7 +281,7 @@ class NamedTensors:
         return len(self.ownership.owners[name]) == len(self._stage_ranks)
 
     def owners_of(self, name: str) -> frozenset[int]:
-        """Return the stages that own a parameter or buffer, under any of its names."""
+        """Return the stages that own a parameter or buffer, by any of its names."""
         return frozenset().union(*(self.ownership.owners[alias] for alias in self.aliases(name)))
 
     def on_several_stages(self) -> list[SharedWeight]:
@@ -293,7 +293,7 @@ class NamedTensors:
         return [weight for weight in found if len(weight.stages) > 1]
 
     def aliases(self, name: str) -> list[str]:
-        """List all names of a tensor, the first one in the module first."""
+        """List all names of a tensor in the order of the module."""
         return self._names_of[self.identity[name]]
 
     def _ranks_of(self, name: str) -> tuple[int, ...]:

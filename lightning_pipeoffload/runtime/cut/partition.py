@@ -1,4 +1,4 @@
-"""Cuts the chain of blocks into stages: what each runs, costs and owns."""
+"""Cuts the chain of blocks into stages; estimates their costs; assigns tensors to them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class CutSettings:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The ranks of stages that messages name."""
+        """The rank of each stage, for messages."""
         return self.global_ranks or self.stage_ranks
 
 
-# The weight of a parameter against time: enough to decide where times are equal, or unknown.
+# The weight of parameters relative to time: decides where times are equal or unknown.
 _PARAMETER_SHARE = 1e-3
 
 
@@ -51,7 +51,7 @@ class Stage:
     segments: frozenset[int]  # of the step, that it runs; see :mod:`.trace`
 
     def comes_to(self, point: StepPoint, record: StepRecord) -> bool:
-        """Whether the stage runs a point of the step, if only without values."""
+        """Return whether the stage runs a point of the step, with or without values."""
         if not point.is_in_block:
             return point.segment <= max(self.segments)
         is_before = point.segment < self.blocks.start
@@ -61,7 +61,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """What each segment costs: the work of F, B and W in units of an average block's F."""
+    """The work of F, B and W of each segment, in units of an average block's F."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -73,8 +73,8 @@ class SegmentCosts:
 def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
 
-    A product has one gradient for each operand; the weight's is W's work, the others are B's. A
-    frozen weight has none, and B computes what is short.
+    W computes the weight's gradient of a product, B the gradients of other operands and short W's.
+    A frozen weight has no gradient.
     """
     unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
     weight = record.weight_flops
@@ -89,10 +89,10 @@ def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> 
 def costs_by_size(
     module: nn.Module, chain: BlockChain, segments: Mapping[str, set[int]]
 ) -> SegmentCosts:
-    """Estimate each segment's work before any step has run, by the sizes of its weights.
+    """Estimate each segment's work before any step has run, from the sizes of its weights.
 
-    An embedding's rows are looked up, which is no work; tied to a head, they are the head's. A
-    frozen weight has no W.
+    An embedding's lookup costs nothing; a tied embedding counts for the head. A frozen weight has
+    no W.
     """
     slots = find_slots(module)
     parameters = _sum_sizes(slots, segments, chain)
@@ -109,7 +109,7 @@ def costs_by_size(
 def _sum_sizes(
     slots: Iterable[Slot], segments: Mapping[str, set[int]], chain: BlockChain
 ) -> list[int]:
-    """Return the number of values of the parameters of each segment."""
+    """Return the number of parameters (elements) of each segment."""
     sizes = [0] * (len(chain) + 1)
     for slot in slots:
         if slot.kind == "_parameters":
@@ -118,13 +118,13 @@ def _sum_sizes(
 
 
 def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> dict[str, set[int]]:
-    """Return by name the segments that have to have each parameter and buffer.
+    """Return, by name, the segments that need each parameter and buffer.
 
-    Those that use it; a block's are always its segment's too. A parameter that nothing uses goes to
-    the first segment if it was registered before the blocks, else to the last. Buffers are where
-    they are written, or with the parameters of their module. Every segment has the buffers of
-    modules without parameters, such as a table of positions, those of the modules around the
-    blocks, and those that the step writes from values that every stage has.
+    A segment needs the parameters that it uses, and all of its block. A parameter that nothing uses
+    belongs to the first segment if it was registered before the blocks, else to the last. A buffer
+    belongs to the segments that write it, or that need the parameters of its module. Every segment
+    needs the buffers of modules without parameters, such as a table of positions, and of modules
+    around the blocks, and buffers that the step writes from values that every stage has.
     """
     found: dict[str, set[int]] = {}
     default = 0
@@ -166,12 +166,12 @@ def cut(
         chain: The blocks.
         costs: The costs of each segment, for ``split="auto"``.
         stage_ranks: The rank of each stage.
-        split: "auto" makes the most expensive stage as cheap as possible, embedding and head
-            counted, and where ranks have several stages, the busiest rank; "even" gives each stage
-            as many blocks; or the number of blocks of each stage.
+        split: "auto" minimizes the cost of the most expensive stage, embedding and head included,
+            or of the busiest rank where ranks have several stages; "even" gives each stage the
+            same number of blocks; or the number of blocks of each stage.
 
     Raises:
-        ValueError: Fewer blocks than stages, or a ``split`` that does not add up.
+        ValueError: There are fewer blocks than stages, or the sum of ``split`` is wrong.
     """
     num_blocks, num_stages = len(chain), len(stage_ranks)
     if num_blocks < num_stages:
@@ -220,7 +220,7 @@ def _weights(costs: SegmentCosts) -> list[float]:
 
 
 def _balance(weights: list[float], num_stages: int) -> list[int]:
-    """Make the heaviest stage as light as possible, then all alike; O(stages * blocks^2)."""
+    """Minimize the heaviest stage, then the differences; O(stages * blocks^2)."""
     total = [0.0, *accumulate(weights)]
 
     @cache
@@ -265,7 +265,7 @@ def _rank_loads(
 
 
 def _single_moves(counts: list[int]) -> Iterator[list[int]]:
-    """Yield ``counts``, and every one with one block moved from a stage to another."""
+    """Yield ``counts``, and each variant with one block moved to another stage."""
     yield counts
     for giver, taker in permutations(range(len(counts)), 2):
         if counts[giver] > 1:
@@ -276,7 +276,7 @@ def _single_moves(counts: list[int]) -> Iterator[list[int]]:
 
 
 def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
-    """Sum the segments' costs over each stage; activation, like times, in blocks."""
+    """Sum the segments' costs over each stage; times and activations in units of a block."""
 
     def total(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[segment] for segment in stage.segments) for stage in stages)
@@ -290,7 +290,7 @@ def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
 
 
 class SegmentUses:
-    """The segments that use each parameter and buffer, in all the records so far."""
+    """The segments that use each parameter and buffer, over all records so far."""
 
     def __init__(self, module: nn.Module, chain: BlockChain, trainable: Collection[str]) -> None:
         self._module = module
@@ -300,7 +300,7 @@ class SegmentUses:
         self.segments: dict[str, set[int]] = {}  # by name
 
     def learn(self, record: StepRecord) -> bool:
-        """Add one more record; return whether anything is used where it was not before."""
+        """Add a record; return whether a segment uses a tensor that it did not use before."""
         found = find_segments(self._module, self._chain, record)
         computed = {n for n in found if n not in self._trainable and record.segments[n]}
         for name in computed - self._computed:  # now only the stages that compute it have it

@@ -1,9 +1,9 @@
-"""What the trace of a step records: everything that later code asks about a step.
+"""The record of a traced step, from which later code reads all properties of the step.
 
 One run without values, for each kind of step and each shape of a microbatch, fills one
 :class:`StepRecord`. The checks, the cut, the estimates of work, the stages and the compiler read
-it; nothing else runs the step to learn about it, but for the bytes that autograd saves, which
-depend on the cut (:mod:`lightning_pipeoffload.runtime.measure.shape_memory`).
+it. Only the bytes that autograd saves need another run, since they depend on the cut
+(:mod:`lightning_pipeoffload.runtime.measure.shape_memory`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 
 
 class WeightWrite(NamedTuple):
-    """A write into a parameter, with the segment and the line of the user's code that write."""
+    """A write into a parameter, with its segment and its line of the user's code."""
 
     name: str
     segment: int
@@ -35,7 +35,7 @@ class WeightWrite(NamedTuple):
 
 
 class Alias(NamedTuple):
-    """Two names of one piece of memory, of which one is read after the other was written."""
+    """Two tensors with shared memory, one of which is read after the other was written."""
 
     made_in: int  # the segment from which on both names exist
     written_in: int
@@ -68,34 +68,34 @@ class LoggedValue(NamedTuple):
     segment: int
     name: str
     given: list[float]  # the numbers among its arguments
-    made: list[float]  # numbers that tell its results apart
+    made: list[float]  # a few numbers of its results, for comparison
     line: str
 
 
 @dataclass
 class StepRecord:
-    """What the trace has recorded of a step for microbatches of these shapes."""
+    """The properties of a step, traced on a microbatch of these shapes."""
 
     num_segments: InitVar[int]
 
-    # What goes from block to block.
+    # Values that cross from block to block.
     outputs: list[BlockOutput] = field(default_factory=list)  # of each block
     crossings: list[Crossing] = field(default_factory=list)  # values beside them
     opened: set[int] = field(default_factory=set)
-    """Blocks that let out, by a hook or an attribute, a value that is used behind them.
+    """Blocks with a value that escapes by a hook or an attribute and is used behind them.
 
     Such a block runs without values on the later stages too.
     """
     is_certain: bool = True
-    """Whether no value was made up behind the blocks, which might decide to call them again."""
+    """Whether no value was made up behind the blocks; one could decide to call them again."""
 
     # Parameters and buffers, by name.
     segments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     """The segments that use each parameter, and each buffer that the step writes."""
     trained: set[str] | None = None
-    """Parameters that the loss leads back to, but for those of blocks that ask for values."""
+    """Parameters that get a gradient from the loss, except those of blocks that read values."""
     weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
-    """The segments that use each of them, and whether its gradient could wait for W."""
+    """The segments that use each parameter, and whether its gradient could wait for W."""
 
     # Work: floating-point operations for one microbatch.
     forward_flops: list[int] = field(init=False)  # of each segment
@@ -108,7 +108,7 @@ class StepRecord:
     draws_beside_torch: bool = False
     """Whether it draws from numpy's or Python's global generator."""
 
-    # What the step writes.
+    # Writes of the step.
     writes: list[Write] = field(default_factory=list)  # to attributes of modules
     written: set[str] = field(default_factory=set)  # buffers, from values that every stage has
     written_in_place: set[Attribute] = field(default_factory=set)  # these, and tensor attributes
@@ -117,7 +117,7 @@ class StepRecord:
     aliases: list[Alias] = field(default_factory=list)
     changes_batch: bool = False
 
-    # What makes cuts impossible.
+    # Properties that make cuts impossible.
     unrepeatable: LoggedValue | None = None
     """The first value that a second run from the same state did not have."""
     imagined: dict[int, str] = field(default_factory=dict)
@@ -132,8 +132,8 @@ class StepRecord:
     hook_line: str = ""  # a line that registers a hook on a tensor
 
     # Sizes between the blocks that depend on the batch's values.
-    sized_in: int | None = None  # the last segment with one
-    sizes: tuple[Any, ...] = ()  # these, and the shapes of the next block's arguments
+    sized_in: int | None = None  # the last segment with such a size
+    sizes: tuple[Any, ...] = ()  # these sizes and the shapes of the next block's arguments
 
     is_known: bool = False  # the pipeline has been cut for it
     has_run: bool = False  # a batch with such a microbatch was cut to run
@@ -146,26 +146,26 @@ class StepRecord:
 
     @property
     def leaves_trace(self) -> bool:
-        """Whether the step changes what no snapshot restores: it cannot run again."""
+        """Whether the step changes state that no snapshot restores, so that it cannot run again."""
         return bool(self.weight_writes or self.changes_batch)
 
     def has_short_weight(self, segment: int) -> bool:
-        """Whether a segment's W would take so little that nothing is worth keeping for it."""
+        """Return whether W of a segment is too short to be worth the memory of deferring it."""
         return 0 < self.weight_flops[segment] < _SHORT * self.forward_flops[segment]
 
     def shapes_suffice(self, block: int) -> bool:
-        """Whether the stages behind a block need nothing of it but the shapes of its output."""
+        """Return whether later stages need only the shapes of a block's output."""
         return self.outputs[block].is_template and block not in self.opened
 
     def carried_over(self, block: int) -> list[Crossing]:
-        """List the carried values that cross the cut before ``block``, in the order they travel."""
+        """List the carried values that cross the cut before ``block``, in the order of sending."""
         if block not in self._carried:
             found = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
             self._carried[block] = [crossing for _, crossing in sorted(found, key=itemgetter(0))]
         return self._carried[block]
 
     def payload_over(self, block: int) -> list[TensorSpec]:
-        """Describe all tensors that cross the cut before ``block``."""
+        """Return the specs of all tensors that cross the cut before ``block``."""
         if block not in self._payloads:
             carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
             self._payloads[block] = [*self.outputs[block - 1].payload, *carried]
@@ -174,7 +174,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a block as training makes it, without the values of its arguments."""
+    """One call of a block in training, without the values of its arguments."""
 
     arguments: Any
     autocast: torch.dtype | None  # None: autocast is off
@@ -182,14 +182,14 @@ class BlockCall:
 
     @classmethod
     def of(cls, arguments: Any, device_type: str) -> BlockCall:
-        """Describe the call that is being made."""
+        """Record the current call with its modes, such as autocast."""
         is_on = torch.is_autocast_enabled(device_type)
         autocast = torch.get_autocast_dtype(device_type) if is_on else None
         return cls(tree_map(_describe, arguments), autocast, device_type)
 
     @contextmanager
     def with_zeros(self) -> Iterator[Any]:
-        """Return the arguments with zeros for values; inside, autocast is as it was."""
+        """Yield the arguments with zeros for values, under the autocast of the call."""
         with torch.autocast(self.device_type, self.autocast, enabled=self.autocast is not None):
             yield tree_map(_make_zeros, self.arguments)
 

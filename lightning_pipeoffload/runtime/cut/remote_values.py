@@ -1,14 +1,14 @@
-"""Values of other ranks: lent to a step run as a whole, absent after a pipeline and in copies.
+"""Remote values: lent to a step that runs uncut, absent after the pipeline and in copies.
 
-An evaluation step that cannot be cut, such as one that generates or needs no block, runs on every
-rank with the same code on the same values, caches and branches included. A block's weights are sent
-to all ranks for the time of its call, those outside of the blocks for the time of the step.
+An evaluation step that cannot be cut, such as one that generates or calls no block, runs whole on
+every rank, with the same values, caches and branches. The weights of a block are sent to all ranks
+for the duration of its call, those outside of the blocks for the duration of the step.
 
-After its pipeline a module has shapes for the tensors of other ranks. Loading a state dict replaces
-them by real tensors, so that any trainer can go on with it; a forward without them is refused.
+After its pipeline has ended, a module has shapes for remote tensors. Loading a state dict replaces
+them with real tensors, so that any trainer can use the module; a forward before that is refused.
 
-Deep copies of the module, as callbacks make that average weights, are whole until the module is
-split: then each copy keeps the tensors that this rank owns, and has shapes for the rest.
+Deep copies of the module, as made by callbacks that average weights, are whole until the module is
+split: then each copy holds the tensors that this rank owns, and shapes for the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 
 
 class AbsentValues:
-    """The shapes in a module after its pipeline."""
+    """The shapes in a module whose pipeline has ended."""
 
     def __init__(self, module: nn.Module, unsaved: Mapping[str, Tensor]) -> None:
         self._module = module
@@ -51,7 +51,7 @@ class AbsentValues:
             self._hooks.append(holder.register_forward_pre_hook(self._refuse))
 
     def leave(self) -> None:
-        """Put the shapes back, for another pipeline."""
+        """Remove the hooks and restore the shapes, for another pipeline."""
         self._remove_hooks()
         for slot, shape in self._shapes:
             slot.put(shape)
@@ -77,7 +77,7 @@ class AbsentValues:
         self.settle()
 
     def settle(self) -> None:
-        """Remove the hooks if nothing is absent any more."""
+        """Remove the hooks once all tensors have values."""
         if not absent_in(self._module):
             self._remove_hooks()
 
@@ -100,11 +100,11 @@ def settle(module: nn.Module) -> None:
 
 
 def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
-    """Replace a shape by a real tensor that is still to be filled.
+    """Replace a shape with an uninitialized real tensor.
 
     Args:
-        slot: Where the shape is.
-        made: The tensors so far by the id of their shape, which tied weights share.
+        slot: The slot of the shape.
+        made: The tensors made so far, by the id of their shape, which tied weights share.
     """
     shape = slot.tensor
     if id(shape) not in made:
@@ -134,7 +134,7 @@ def _real_options(shape: Tensor) -> dict[str, Any]:
 
 
 def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: bool) -> list[str]:
-    """Load 4-bit weights of a state dict, with the states that bitsandbytes saves beside them.
+    """Load the 4-bit weights of a state dict with their quantization states.
 
     ``Module.load_state_dict`` does not know these entries, and Lightning's 4-bit layers leave
     packed weights out.
@@ -142,7 +142,7 @@ def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: boo
     Args:
         module: The module, which loads the rest of the state dict afterwards.
         state: The state dict.
-        is_split: Whether the module has shapes for what other ranks own, which stay.
+        is_split: Whether remote tensors of the module are shapes, which are not loaded.
 
     Returns:
         The keys of the entries.
@@ -160,7 +160,7 @@ def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: boo
 
 
 def explain_absent(module: nn.Module) -> str:
-    """Return a message with the names of absent tensors, and what to do."""
+    """Return an error message with the names of absent tensors and a remedy."""
     names = [slot.name for slot in absent_in(module)]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
@@ -176,7 +176,7 @@ _MARK = "_pipeoffload_copies"  # in the __dict__ of each submodule, which a deep
 class ModuleCopies:
     """Finds the deep copies of a module and of its submodules, until :meth:`remove`."""
 
-    # Slots, as the attributes of objects in a module are compared before and after a step.
+    # Slots: attributes in __dict__ would be compared before and after a step.
     __slots__ = ("_memos", "_module")
 
     def __init__(self, module: nn.Module) -> None:
@@ -190,22 +190,22 @@ class ModuleCopies:
             part.__dict__.pop(_MARK, None)
 
     def resume(self) -> None:
-        """Find copies of all submodules that there are by now."""
+        """Track deep copies again, of all current submodules."""
         for part in self._module.modules():
             part.__dict__[_MARK] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:
-        """Keep the memo, which has the copy of each submodule; the copy is marked too."""
+        """Store the memo, which has the copy of each submodule; the copy is tracked too."""
         if not any(known is memo for known in self._memos):
             self._memos.append(memo)
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as None, with a module that is pickled."""
+        """Pickle as None, since pickles of the module need no tracking."""
         return type(None), ()
 
     def follow(self) -> None:
-        """Give the copies shapes and tensors where the module has them now."""
+        """Put shapes and tensors into the copies where the module has them now."""
         made: dict[int, Tensor] = {}
         for original, copied in self._pairs():
             shape, found = original.tensor, copied.tensor
@@ -215,7 +215,7 @@ class ModuleCopies:
                 _put(copied, made.setdefault(id(found), _value_like(shape, found)))
 
     def remove(self) -> None:
-        """Find no copies any more."""
+        """Stop tracking copies for good."""
         copied = [found for memo in self._memos for found in memo.values()]
         for part in [*self._module.modules(), *copied]:
             if isinstance(part, nn.Module):
@@ -232,7 +232,7 @@ class ModuleCopies:
 
 
 def _copy_of(slot: Slot, memo: dict[int, Any]) -> Slot | None:
-    """Return the slot that a slot was copied to; None where there is none, or none any more."""
+    """Return the copy of a slot; None if there is none or it no longer exists."""
     module = memo.get(id(slot.module))
     if not isinstance(module, nn.Module):
         return None
@@ -271,14 +271,14 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
 
 
 class Lending:
-    """One run of a step as a whole, on every rank.
+    """One run of an uncut step on every rank.
 
     Args:
         module: The user's module.
         chain: Its blocks.
-        fetch: Returns the value of a parameter or buffer; all ranks call it for the same ones.
+        fetch: Returns the value of a tensor; all ranks call it for the same tensors.
         seed: The seed of the step's random numbers; None: the generators are not seeded.
-        part: The submodule that is called; None: all of the module.
+        part: The submodule that is called; None: the whole module.
     """
 
     def __init__(
@@ -344,6 +344,6 @@ class Lending:
             yield
         finally:
             for slot, tensor, value in lent:
-                # A buffer that the step has assigned stays, if it is this rank's own.
+                # A buffer that the step has assigned stays if this rank owns it.
                 if slot.tensor is value or value is not tensor:
                     slot.put(tensor)

@@ -1,7 +1,7 @@
-"""The records of a module's steps: traced once for each kind of step and shape of microbatch.
+"""The records of a module's steps, traced once for each kind of step and shape of microbatch.
 
-The first step of each kind runs twice from one state. A value between the blocks that differs, or a
-Python module or class that the second run writes, would differ from stage to stage.
+The first step of each kind is traced twice from the same state. It is refused if a value between
+the blocks differs, or if the second run writes to a Python module or class: stages would disagree.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _Log = list[LoggedValue]
 
 
 class StepRecords:
-    """The records of one module's steps, of which the latest are held.
+    """The latest records of one module's steps.
 
     Attributes:
         known: Records by kind of step, mode of the module and shapes, and by sizes that depend on
             the values of the microbatch.
-        generators: The generators that the modules hold.
-        always_trained: Names of the parameters that get a gradient in every training step so far.
+        generators: The random generators that modules hold.
+        always_trained: Names of the parameters with a gradient in all training steps so far.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StepRecords:
         """Return the record of a step for a microbatch; trace the step if there is none.
 
         Raises:
-            ValueError: The step cannot be cut at its blocks; says what it does and where.
+            ValueError: The step cannot be cut at its blocks, with the reason and the line.
         """
         key = kind, self._module.training, shape_signature(part)
         if key in self._sized_in or (key, ()) not in self.known:
@@ -109,7 +109,7 @@ class StepRecords:
             return ()
         until = self._sized_in[key]
         beginning = StepTrace(*self._traced, until=until)
-        # What goes wrong goes wrong in the whole run with these sizes too, which explains it.
+        # An error here occurs again in the whole trace, which explains it.
         with beginning.running(), suppress(StageExit, ValueNeededError, Exception):
             call()
         return beginning.sizes_before(until)
@@ -123,11 +123,11 @@ class StepRecords:
             self.always_trained &= trained
 
     def always_train(self, names: Set[str]) -> bool:
-        """Whether every training step gives a parameter of these names a gradient."""
+        """Return whether the parameter with these names gets a gradient in every training step."""
         return not self.always_trained.isdisjoint(names)
 
     def _trace(self, call: Callable[[], Any], is_first: bool) -> StepRecord:
-        """Trace as if every flag were set; where that fails, as an alarm does, as if none were."""
+        """Trace with made-up flags True; if that fails, as an alarm would, with flags False."""
         error: ImaginedError | None = None
         for imagined in (EVERYTHING, NO_ALARM):
             log: _Log | None = [] if is_first else None
@@ -147,7 +147,7 @@ class StepRecords:
         again = repeat()
         refuse_written_globals(beside, record_globals(self._module))
         if _first_difference(log, again):
-            # What only the first run makes is a cache.
+            # A call that only the first run makes fills a cache.
             record.unrepeatable = _first_difference(again, repeat())
 
     def _repeat(self, call: Callable[[], Any], imagined: Imagined) -> _Log:
@@ -175,18 +175,18 @@ class StepRecords:
         )
 
     def forget(self) -> None:
-        """Trace anew from now on: what blocks hand on may need a gradient now, or none."""
+        """Drop all records: blocks' outputs may have changed their ``requires_grad``."""
         self.known.clear()
         self._first_of_training = None
 
     def weight_flops(self, segments: Iterable[int]) -> int:
-        """Return the operations of the weight gradients of the first training microbatch."""
+        """Return the operations of W of some segments for the first training microbatch."""
         first = self._first_of_training
         return sum(first.weight_flops[segment] for segment in segments) if first is not None else 0
 
 
 def _first_difference(before: Sequence[LoggedValue], after: _Log) -> LoggedValue | None:
-    """Return the first call of two runs that was not the same; None if all were."""
+    """Return the first call that differs between two runs; None if all are the same."""
     for old, new in zip(before, after, strict=False):
         is_same = old.name == new.name and old.given == new.given
         if not (is_same and _are_close(old.made, new.made)):
@@ -202,9 +202,9 @@ def _are_close(old: Sequence[float], new: Sequence[float]) -> bool:
 
 
 class _Trial:
-    """Calls a step on a copy of a microbatch, with the random numbers that it will draw.
+    """Calls a step on a copy of a microbatch, with the seed of the real call.
 
-    Sizes may depend on these.
+    Sizes may depend on random numbers.
     """
 
     def __init__(self, step: UsersStep, part: Any, seed: int, generators: Generators) -> None:

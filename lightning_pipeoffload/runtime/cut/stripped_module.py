@@ -1,4 +1,4 @@
-"""The user's module while it is traced: shapes for parameters, copies for buffers."""
+"""The user's module during a trace: parameters are shapes, buffers are copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 
 class StrippedModule:
-    """The shapes and copies, what the step writes into them, and which of them autograd saves."""
+    """Replaces a module's tensors; records which the step writes and which autograd saves."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, values: ValueTrace, record: StepRecord
@@ -44,7 +44,7 @@ class StrippedModule:
         self.saved_attributes: set[Attribute] = set()
 
     def strip(self) -> None:
-        """Replace the parameters and buffers; whoever calls it puts them back."""
+        """Replace the parameters and buffers; the caller restores them."""
         for slot in find_slots(self._module):
             if slot.kind == "_buffers" and not isinstance(slot.tensor, ShapeOnly):
                 self._copy_buffer(slot, slot.tensor)
@@ -66,15 +66,15 @@ class StrippedModule:
         self._buffer_names[memory_of(copied)] = slot.name
 
     def buffer_name(self, tensor: Tensor) -> str | None:
-        """Return the name of the buffer whose memory a tensor has; None: of none."""
+        """Return the name of the buffer that shares memory with a tensor; None if none does."""
         return self._buffer_names.get(memory_of(tensor))
 
     def weight_name(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter that a tensor stands for; None: for none."""
+        """Return the name of the parameter that a tensor replaces; None if there is none."""
         return self._weights.get(id(tensor))
 
     def note_weight_writes(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-        """Record what an operation writes into parameters."""
+        """Record an operation's writes into parameters."""
         for written in shape_only_leaves(list(written_arguments(func, args))):
             if memory_of(written) in self._weight_names:
                 self._note_write(self._weight_names[memory_of(written)])
@@ -85,7 +85,7 @@ class StrippedModule:
 
     @contextmanager
     def noting_new_weights(self) -> Iterator[None]:
-        """Record where the step replaces a parameter by another one."""
+        """Record each parameter that the step replaces with another one."""
         names = {(id(slot.module), slot.attribute): slot.name for slot in find_slots(self._module)}
         plain = nn.Module.register_parameter
 
@@ -102,10 +102,10 @@ class StrippedModule:
             nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
     def noting_saved(self) -> AbstractContextManager[None]:
-        """Note what autograd saves inside.
+        """Record the tensors that autograd saves inside.
 
-        Autograd holds the hooks and what they return for as long as it holds a graph, where Python
-        finds no cycle: so they have the addresses alone, and nothing that refers to a graph.
+        The hooks hold only addresses. A graph holds its hooks and what they return, and Python's
+        collector cannot find a cycle through a graph.
         """
         saved = self._saved
 
@@ -126,7 +126,7 @@ class StrippedModule:
                     self.saved_attributes.add(Attribute(part, name))
 
     def find_written(self) -> None:
-        """Record which buffers the step has written, and from what."""
+        """Record the buffers that the step has written, and the origins of the values."""
         record = self._record
         written = [
             slot

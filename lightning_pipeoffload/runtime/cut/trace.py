@@ -1,14 +1,14 @@
 """The trace: one run of the user's step without values for each kind of step and shape.
 
-It takes no memory and no arithmetic, and fills a :class:`.record.StepRecord`.
+It needs no memory and no arithmetic, and fills a :class:`.record.StepRecord`.
 
-The step is cut at its blocks into **segments**: segment k is what runs after block k-1 up to and
-including block k; the last segment is what follows the last block. Segment 0 so holds the
-embedding, the last one the head and the loss. With three blocks on two stages::
+The step is divided at its blocks into **segments**: segment k is the code after block k-1 up to
+and including block k; the last segment is the code after the last block. So segment 0 includes the
+embedding, and the last one is the head and the loss. With three blocks on two stages::
 
     step      embedding, block 0 | mask, block 1 | mask, block 2 | head, loss
     segment           0          |       1       |       2       |     3
-    stage     [ 0: its rank leaves the step here ] [ 1: comes to the end      ]
+    stage     [ 0: the step is left here         ] [ 1: runs to the end       ]
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class StepTrace:
     """One run of a step without values.
 
     Args:
-        module: The user's module; it is left as it was.
+        module: The user's module; it is restored afterwards.
         chain: Its blocks.
-        device: The device that the module seems to be on, wherever it is.
-        log: Takes the calls between the blocks that have values; None: nothing does.
-        imagined: How to make up the values that blocks ask for.
-        observes: Whether to record what the step does; else only its values and sizes.
-        until: The block at which to leave the step; None: it runs to its end.
+        device: The device that tensors report, wherever the module is.
+        log: A list to which calls with values between the blocks are appended; None: no log.
+        imagined: How to make up the values that blocks read.
+        observes: Whether to record all of the step; else only its values and sizes.
+        until: The block at which to leave the step; None: run to the end.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class StepTrace:
 
     @property
     def segment(self) -> int:
-        """The segment that the step is in."""
+        """The segment that is running."""
         return self._values.segment
 
     @property
     def point(self) -> StepPoint:
-        """Where the step is."""
+        """The point of the step that is running."""
         return StepPoint(self.segment, self._is_in_block)
 
     def sizes_before(self, block: int) -> tuple[Any, ...]:
-        """Return the sizes that depend on values up to a block, and its arguments' shapes."""
+        """Return the value-dependent sizes before a block and the shapes of its arguments."""
         found = self._sizes.found
         if block >= len(self._before_block):
             return *found, None
@@ -128,8 +128,8 @@ class StepTrace:
         """Record the step that ``run`` calls on one microbatch.
 
         Raises:
-            ValueError: The step cannot be cut at its blocks; says what it does and where.
-            ImaginedError: Something went wrong after a value was made up.
+            ValueError: The step cannot be cut at its blocks, with the reason and the line.
+            ImaginedError: The step failed after a value was made up.
         """
         try:
             with self.running():
@@ -152,7 +152,7 @@ class StepTrace:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the step inside; the module, its buffers and all generators are put back."""
+        """Run the step inside; restore the module, its buffers and all generators."""
         module = self._module
         with ExitStack() as stack:
             stack.enter_context(forked_randomness())
@@ -176,7 +176,7 @@ class StepTrace:
                 stack.enter_context(self._writes.watching())
             stack.enter_context(self._sizes)
             yield
-        # Not the registries, in which shapes were put and taken out again.
+        # Without the registries of modules, into which the trace itself put shapes.
         written = {place for place in written if place[1] not in REGISTRIES}
         self.record.written_in_place |= written
         self.record.saved_and_written |= written & self._stripped.saved_attributes
@@ -185,7 +185,7 @@ class StepTrace:
         """Run a block on shapes.
 
         Raises:
-            StageExit: It is the one at which the step is left.
+            StageExit: The step is left at this block.
         """
         arguments: Any = args, kwargs
         self._before_block.append((len(self._sizes.found), shape_signature(arguments)))
@@ -228,7 +228,7 @@ class StepTrace:
         self._count(flops, trains, weights)
 
     def _count(self, flops: int, trains: bool, weights: list[bool]) -> None:
-        """Add a product and its gradients: one of each operand, none of a frozen weight."""
+        """Add the work of a product and of its gradients: one per operand that trains."""
         record, segment = self.record, self.segment
         for_weight = flops if trains and not all(weights) else 0
         num_gradients = 2 if trains or not any(weights) else 1
@@ -239,7 +239,7 @@ class StepTrace:
         record.training_flops += flops + torch.is_grad_enabled() * (for_input + for_weight)
 
     def _imagine(self) -> Imagined | None:
-        """Make up values inside a block and behind the blocks, where the stage will have them."""
+        """Make up values inside a block or behind the blocks, where stages have real values."""
         if self._is_in_block and self._num_in_block < _MOST_IMAGINED:
             self._num_in_block += 1
             self.record.imagined.setdefault(self.segment, calling_line())
@@ -247,7 +247,7 @@ class StepTrace:
         if self.segment < len(self.chain) or self.num_imagined >= _MOST_IMAGINED:
             return None
         self.num_imagined += 1
-        return NO_ALARM  # a flag there is mostly asked for to see whether something is wrong
+        return NO_ALARM  # most flags there ask whether something is wrong
 
     def _drop(self, written: Tensor) -> bool:
         name = self._stripped.buffer_name(written)
@@ -256,7 +256,7 @@ class StepTrace:
         return name is not None or self._is_in_block
 
     def _lead_back(self, result: Any) -> None:
-        """Record what gets a gradient from what the step returned."""
+        """Record the weights and values that get a gradient from the step's loss."""
         if not self._training:
             return
         loss = loss_in(result)
@@ -264,7 +264,7 @@ class StepTrace:
             reach = self._values.lead_back(loss)
             named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
             self.record.weight_uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
-            # An expert that no row is sent to gets none.
+            # An expert without rows gets no gradient.
             self.record.trained = {
                 name
                 for name in self.record.weight_uses
@@ -272,7 +272,7 @@ class StepTrace:
             }
 
     def _finish(self) -> None:
-        """Complete the record when the step is over, before all is put back."""
+        """Complete the record after the step, before the module is restored."""
         record, last = self.record, self._sizes.last
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
         self._stripped.find_saved_attributes()
@@ -284,10 +284,10 @@ class StepTrace:
 
     @contextmanager
     def _finding_hooked_spans(self) -> Iterator[None]:
-        """Record calls of modules with backward hooks that are given gradients, across segments.
+        """Record calls, over several segments, of modules with full backward hooks.
 
-        Such a hook gets the gradients of what the module returns and of what it is given, at once.
-        Where a cut goes through the module no stage has both, and torch would leave the hook out.
+        Such a hook gets the gradients of the module's inputs and outputs in one call. Where a cut
+        goes through the module no stage has both, and torch would not call the hook.
         """
         is_any = bool(torchs._global_backward_hooks)  # private, as is _backward_hooks
         parts = self._module.named_modules()
@@ -315,7 +315,7 @@ class StepTrace:
 
 
 class ImaginedError(Exception):
-    """A step whose blocks asked for values went wrong, maybe because these are made up."""
+    """A step failed whose blocks read made-up values, possibly because of these."""
 
     def __init__(self, cause: Exception, record: StepRecord, is_in_block: bool) -> None:
         self.cause = cause
@@ -340,7 +340,7 @@ def _same_grad_mode() -> Iterator[None]:
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
-    """Count the operations of matrix products, convolutions and attention; 0 for others."""
+    """Return the operations of a matrix product, convolution or attention; 0 for others."""
     packet = func.overloadpacket
     if packet.__name__.startswith("_scaled_dot_product"):  # torch has no formula for all of them
         query, key, value = args[:3]
@@ -355,11 +355,11 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
 
 
 class _SizesByValues(TorchDispatchMode):
-    """Notes sizes that depend on values.
+    """Records sizes that depend on values.
 
     Attributes:
-        found: Shapes between the blocks, and answers to questions.
-        last: The last segment with one; None: there is none.
+        found: Value-dependent shapes and booleans between the blocks.
+        last: The last segment with such a size; None if there is none.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -388,7 +388,7 @@ class _SizesByValues(TorchDispatchMode):
         elif func is aten._local_scalar_dense.default and not (
             args[0].is_floating_point() or args[0].is_complex()
         ):
-            # A number may be a length, where the shapes tell; most answers change no shape.
+            # A number may be a length, which the shapes show; most booleans change no shape.
             is_answer = isinstance(result, bool)
             self.found.append(result if is_answer else None)
             self.last = self.last if is_answer else segment

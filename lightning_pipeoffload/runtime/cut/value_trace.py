@@ -1,8 +1,8 @@
-"""Follows the values of a traced step: where each is made and used, and what leads back to it.
+"""Follows the values of a traced step: where each is made and used, and whether it trains.
 
-A value that is used behind a ``detach()`` requires a gradient and never gets one, so the weights
-that it is computed from keep None, by which an optimizer leaves them alone. So the graph of the
-loss is walked, and tells of each value that crosses a cut whether a gradient comes back.
+``requires_grad`` is not enough: a value that is used only behind a ``detach()`` never gets a
+gradient, and the ``grad`` of its weights stays None, so that an optimizer skips them. So the trace
+walks the graph of the loss to find which values that cross a cut get a gradient back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ELSEWHERE = -1  # the goal of a backward that leads to weights or the batch
 
 @dataclass(eq=False)
 class _Source:
-    """Where a tensor was made; the fields are those of :class:`.crossings.Crossing`."""
+    """The call that made a tensor; the fields are those of :class:`.crossings.Crossing`."""
 
     segment: int
     port: Port | None = None
@@ -57,16 +57,16 @@ class _Source:
 
 
 class ValueTrace(CallCounter):
-    """Notes where each shape-only tensor is made, and records what crosses from segment to segment.
+    """Records which shape-only tensors are used in another segment than the one that made them.
 
-    A block gets and returns other objects than the step has outside of it, for the same values. So
-    a value that a hook or an attribute keeps of a block is told from the step's own: where the
-    block does not run, it is not there.
+    A block gets and returns aliases, other objects than the step has outside of it. So a value that
+    escapes from a block by a hook or an attribute can be distinguished from the step's own values:
+    it does not exist where the block does not run.
 
     Args:
         chain: The blocks.
-        record: Takes what is found.
-        log: Takes the calls between the blocks and the numbers that they make; None: nothing does.
+        record: The record to fill.
+        log: A list for the calls between the blocks and numbers of their results; None: no log.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ValueTrace(CallCounter):
         return result
 
     def _note_backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Record a backward from the model's values that the step starts itself."""
+        """Record a backward through the model that the step itself starts."""
         outputs, *rest = args or (kwargs["outputs"],)
         if not any(isinstance(leaf, ShapeOnly) for leaf in tensors_in(outputs)):
             return
@@ -124,19 +124,19 @@ class ValueTrace(CallCounter):
             self._log.append(LoggedValue(self.segment, name, given, made, calling_line()))
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
-        """Give new tensors a port."""
+        """Assign a port to new tensors."""
         place = -1
         given = {id(leaf) for leaf in tree_iter(args)}
         for leaf in tree_iter(result):
             place += isinstance(leaf, Tensor)
-            # A weight that w.to(x.device) returns is a weight still.
+            # w.to(x.device) may return the weight itself.
             if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in given):
                 self._name(leaf, Port(self.segment, call, place))
         self._note_training((args, result))
         return result
 
     def observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        """Note what one operation uses, makes and writes."""
+        """Record the tensors that an operation uses, makes and writes."""
         tensors = list(_with_source(args))
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         for tensor in tensors:
@@ -155,7 +155,7 @@ class ValueTrace(CallCounter):
                 self._written[memory_of(value)].append((value, self.segment))
 
     def enter_block(self, index: int, arguments: Any) -> Any:
-        """Return the arguments as the block gets them."""
+        """Return aliases of the arguments, for the block."""
         self._block = index
 
         def alias(leaf: Any) -> Any:
@@ -171,7 +171,7 @@ class ValueTrace(CallCounter):
             return tree_map(alias, arguments)
 
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
-        """Return a block's output as the step gets it, and start the next segment."""
+        """Return aliases of a block's output, for the step, and start the next segment."""
         origin = f"the output of {self._chain.block_name(index)}"
         record = ref(self._record)
         place = -1
@@ -181,7 +181,7 @@ class ValueTrace(CallCounter):
             if not isinstance(leaf, Tensor):
                 return leaf
             place += 1
-            # A tensor with a value may be part of the graph: shapes were written into it.
+            # A tensor with a value is in the graph if shapes were written into it.
             has_no_graph = not isinstance(leaf, ShapeOnly) and leaf.grad_fn is None
             outer: Any = (
                 ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf, record, index)
@@ -204,7 +204,7 @@ class ValueTrace(CallCounter):
         return output
 
     def lead_back(self, loss: Tensor) -> BackwardReach:
-        """Record to which values gradients of the loss come back."""
+        """Record the values that get a gradient from the loss."""
         for leaf in _with_source(loss):
             self._use(leaf)
         if loss.grad_fn is not None:
@@ -259,7 +259,7 @@ class ValueTrace(CallCounter):
 
 
 class _Alias(torch.autograd.Function):
-    """Another object for the same value; no view, whose use autograd would count as its base's."""
+    """An alias of a value; a view would make uses of it count as uses of its base."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, record: Any, block: int | None) -> ShapeOnly:
@@ -280,14 +280,14 @@ class _Alias(torch.autograd.Function):
 def _set_source(
     tensor: Any, source: _Source, block: int | None, lineage: tuple[_Source, ...] = ()
 ) -> None:
-    """Note where a tensor was made, and the sources of what it is a view of, the nearest first."""
+    """Set the source of a tensor, and its lineage: the sources of its bases, nearest first."""
     tensor.source = source
     tensor.block = block
     tensor.lineage = (source, *lineage)
 
 
 def _apart_from(left: Any, right: Any) -> int | None:
-    """Return the first segment behind which a cut makes two memories of one; None: no cut does."""
+    """Return the first segment behind which a cut separates shared memory; None: no cut does."""
     common = next((source for source in left.lineage if source in right.lineage), None)
     lefts, rights = (_up_to(common, tensor.lineage) for tensor in (left, right))
     pairs = ((a, b) for a in lefts for b in rights if a is not b)
@@ -309,7 +309,7 @@ _MOST_ELEMENTS = 4096
 
 @torch.no_grad()
 def _numbers_of(leaf: Any) -> Iterable[float]:
-    """Return a few numbers that tell a value from others; shape-only tensors have none."""
+    """Return a few numbers of a value for comparison; shape-only tensors have none."""
     if isinstance(leaf, (int, float)):
         return [float(leaf)]
     if not isinstance(leaf, Tensor) or isinstance(leaf, ShapeOnly) or leaf.is_meta:
@@ -323,7 +323,7 @@ def _numbers_of(leaf: Any) -> Iterable[float]:
     return sample.sum().item(), (sample @ places).item()
 
 
-# What the loss leads back to
+# The backward graph of the loss
 
 
 class BackwardReach:
@@ -331,8 +331,7 @@ class BackwardReach:
 
     Attributes:
         leaves: Its leaves, which get a gradient.
-        uses: By the id of each leaf the segments that use it, and whether its gradient could wait
-            for W.
+        uses: The segments that use each leaf, by its id, and whether its gradient could wait for W.
     """
 
     def __init__(self) -> None:
@@ -342,8 +341,8 @@ class BackwardReach:
         self._last_use: dict[_Edge, int] = {}
 
     def start_segment(self) -> None:
-        """Count the nodes that are made from now on to the next segment."""
-        # Private: nothing else tells in which order nodes were made.
+        """Assign the nodes that are made from now on to the next segment."""
+        # Private: the only record of the order in which nodes were made.
         self._starts.append(torch._C._autograd._get_sequence_nr())
 
     def walk(self, loss: Tensor) -> None:
@@ -359,7 +358,7 @@ class BackwardReach:
                 self._last_use[edge] = max(segment, self._last_use.get(edge, 0))
 
     def spans(self, edges: Iterable[_Edge]) -> list[tuple[int, int]]:
-        """Return where each is made and the last segment with a use that the loss leads back to."""
+        """Return, for each edge in the graph, the segments of its creation and of its last use."""
         return [
             (self._segment_of(edge[0]), self._last_use[edge])
             for edge in edges

@@ -1,1 +1,1 @@
-"""A module made in parts: each rank has the values of what it owns, and never all."""
+"""Constructs a module in parts: each rank allocates only the values that it owns."""

@@ -1,9 +1,9 @@
-"""Makes a module in two runs, so that each rank has values only for what its stages need.
+"""Constructs a module in two runs, so that a rank allocates only values that its stages need.
 
-The first run, the blueprint, makes shapes. It finds the chain of blocks and its cut, and which
-stages need each parameter, by the order in which parameters appear. Then all is as it was before.
-The second run makes values for what the rank needs. Random numbers for all else are drawn as well,
-and dropped.
+The first run, the blueprint, makes shapes. It finds the chain of blocks, its cut, and the stages
+that need each parameter, by the order in which parameters appear. Then all state is restored. The
+second run makes the values that the rank needs. It draws the random numbers of all other values
+too, and discards them.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ Stages = frozenset[int]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """How a module is made in parts.
+    """The assignment of a module's parameters to stages, found before any has a value.
 
     Attributes:
         appeared: The parameters in the order in which they appear.
-        needed: The stages that need each of these while the module is made.
+        needed: The stages that need each of these during construction.
         counts: The number of blocks of each stage.
         first_names: The first name of each parameter, by each of its names.
-        owners: The stages that have each parameter and buffer afterwards, by name.
+        owners: The stages that own each parameter and buffer afterwards, by name.
     """
 
     appeared: Sequence[Appearance]
@@ -84,7 +84,7 @@ def make_blueprint(
     blocks: str | Sequence[str] | None = None,
     split: str | Sequence[int] = "auto",
 ) -> Blueprint | None:
-    """Run what makes a module, and leave everything as it was.
+    """Run ``configure`` on shapes, and restore all state.
 
     Args:
         module: The user's module.
@@ -94,8 +94,7 @@ def make_blueprint(
         split: See :func:`.partition.cut`.
 
     Returns:
-        None if it makes no parameters, or reads the value of one, so that each rank has to make
-        all.
+        None if it makes no parameters, or reads the value of one: then each rank has to make all.
 
     Raises:
         ValueError: The module cannot be cut, or reads a whole model from files.
@@ -120,7 +119,7 @@ def make_blueprint(
 
 
 class _Draft(RegisteredParameters):
-    """The run that makes shapes; the parameters of ``module`` are shapes from now on."""
+    """The first run, which makes shapes; parameters of ``module`` become shapes too."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -137,7 +136,7 @@ class _Draft(RegisteredParameters):
     @override
     def is_real(self, index: int, parameter: Tensor) -> bool:
         _refuse_pretrained()
-        # What a run before has left on other ranks stays as it is.
+        # Remote tensors of an earlier run stay.
         return index < self.num_found and isinstance(parameter, RemoteTensor)
 
     @override
@@ -149,7 +148,7 @@ class _Draft(RegisteredParameters):
         self._sources[index] = origins
 
     def _observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:
-        """Note what an operation reads beside what it writes; detach() reads nothing."""
+        """Record the parameters that an operation reads but does not write; detach() reads none."""
         _refuse_unknown_draws(func, args)
         if func is not aten.detach.default:
             written = [*shape_only_leaves([*written_arguments(func, args)])]
@@ -158,7 +157,7 @@ class _Draft(RegisteredParameters):
                 self._read |= leaf.origins - own
 
     def indices(self, origins: Set[str]) -> set[int]:
-        """Return the indices of the parameters that origins name."""
+        """Return the indices of the parameters with these origins."""
         return {index for index, shape in self._shapes.items() if shape.origins & origins}
 
     def _index_in(self, slot: Slot) -> int | None:
@@ -173,7 +172,7 @@ class _Draft(RegisteredParameters):
         blocks: str | Sequence[str] | None,
         split: str | Sequence[int],
     ) -> Blueprint | None:
-        """Return what the run has shown; None if it has made no parameters."""
+        """Return the blueprint of the run; None if it has made no parameters."""
         indices = {slot.name: self._index_in(slot) for slot in parameters_in(self._module)}
         known = {name: index for name, index in indices.items() if index is not None}
         if all(index < self.num_found for index in known.values()):
@@ -205,10 +204,10 @@ class _Draft(RegisteredParameters):
     def _find_needed(
         self, indices: Mapping[str, int], owners: Mapping[str, Stages], num_stages: int
     ) -> list[Stages]:
-        """Return the stages that need each parameter: those of what is made from it, too.
+        """Return the stages that need each parameter, including stages of tensors computed from it.
 
-        All need what is read and dropped again, for others may be computed from it, and what
-        buffers are computed from.
+        All stages need a parameter that is read and then dropped, since others may be computed from
+        it, and a parameter that buffers are computed from.
         """
         everywhere = frozenset(range(num_stages))
         of_all = self.indices(self._read) - {*indices.values()}
@@ -225,14 +224,14 @@ class _Draft(RegisteredParameters):
 
 
 def _refuse_unknown_draws(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Raise where the number of random numbers that an operation draws depends on values."""
+    """Raise an error if the number of random numbers that an operation draws depends on values."""
     if not draws_by_shape(func):
         origins = (leaf.origins for leaf in shape_only_leaves(args))
         raise ValueNeededError(f"{func.overloadpacket.__name__}()", frozenset().union(*origins))
 
 
 def _refuse_pretrained() -> None:
-    """Raise ``ValueError`` inside of a function that reads a whole model on every rank."""
+    """Raise ``ValueError`` if a running function reads a whole model on every rank."""
     if any(frame.f_code.co_name == "from_pretrained" for frame in running_frames()):
         raise ValueError(
             f"from_pretrained in configure_model reads the whole model on every rank"
@@ -249,17 +248,17 @@ def _refuse_pretrained() -> None:
 def constructing(
     module: nn.Module, blueprint: Blueprint, local_stages: Collection[int], places: Sequence[str]
 ) -> Iterator[None]:
-    """Make a module's layers inside, with the values that this rank needs.
+    """Construct a module's layers inside, with only the values that this rank needs.
 
     Args:
-        module: The user's module, as it was when the blueprint was drawn.
-        blueprint: The blueprint of what runs inside.
+        module: The user's module, in the state in which the blueprint was made.
+        blueprint: The blueprint of the code that runs inside.
         local_stages: The stages of this rank.
         places: Stage and rank of each stage, for messages.
 
     Raises:
-        ValueError: It makes something else than in the first run, or a value from a parameter of
-            another rank.
+        ValueError: The code differs from the first run, or computes a value from a remote
+            parameter.
     """
     parameters = _PartedParameters(module, blueprint, frozenset(local_stages))
     try:
@@ -272,7 +271,7 @@ def constructing(
 
 
 class _PartedParameters(RegisteredParameters):
-    """The run that makes values for some stages only."""
+    """The second run, which makes values for some stages only."""
 
     rules = StepRules()
 
@@ -300,7 +299,7 @@ class _PartedParameters(RegisteredParameters):
 def _leave_remote(
     module: nn.Module, blueprint: Blueprint, local_stages: Stages, places: Sequence[str]
 ) -> None:
-    """Replace what other ranks own by remote tensors, a tied weight under all its names."""
+    """Replace tensors of other ranks with remote tensors; a tied weight under all its names."""
     _refuse_missing(module, blueprint, local_stages)
     slots = parameters_in(module)
     found: dict[int, Tensor] = {
@@ -317,7 +316,7 @@ def _leave_remote(
 
 
 def _refuse_missing(module: nn.Module, blueprint: Blueprint, local_stages: Stages) -> None:
-    """Raise ``ValueError`` for what is not as the blueprint says."""
+    """Raise ``ValueError`` for a tensor that differs from the blueprint."""
     untied = tied_names(module).items() ^ blueprint.first_names.items()
     if untied:
         raise ValueError(_explain_other(min(untied)[0]))

@@ -1,7 +1,7 @@
-"""A module that was made in parts, until the first batch has shown which stage uses what.
+"""A module that was constructed in parts, until the first batch shows which stages use a weight.
 
-A weight that the step uses on another stage than its layer's, as a head uses that of an embedding,
-is sent there then.
+A weight that the step uses on another stage than its layer's, as a tied head does, is sent to that
+stage then.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Fetch = Callable[[Tensor, int | None], Tensor]
 
 
 class PartedModule:
-    """A module of which each rank has made its stages' parameters.
+    """A module whose parameters each rank has constructed for its own stages only.
 
     Args:
         module: The user's module.
-        blueprint: The blueprint that it was made by.
+        blueprint: The blueprint of its construction.
         stage_ranks: The rank of each stage.
         rank: This rank.
-        fetch: Returns a tensor as a rank of the pipeline has it; all ranks call it.
+        fetch: Returns the tensor of a given rank of the pipeline; all ranks call it.
 
     Attributes:
         counts: The number of blocks of each stage.
-        owners: The stages that have each parameter and buffer, by name.
-        moved: The rank that sent each parameter which other ranks have got since, by name.
+        owners: The stages that own each parameter and buffer, by name.
+        moved: For each parameter that was sent to other ranks, the rank that sent it, by name.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PartedModule:
         self.moved: dict[str, int] = {}
 
     def check_filled(self) -> None:
-        """Raise ``RuntimeError``, in the first call, if a parameter of this rank has no values."""
+        """Raise ``RuntimeError`` if a parameter of this rank was never filled; checks only once."""
         if self._is_filled:
             return
         own = (slot for slot in find_slots(self._module) if slot.kind == "_parameters")
@@ -70,7 +70,7 @@ class PartedModule:
 
     @torch.no_grad()
     def bring(self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors) -> None:
-        """Send parameters to the ranks that need them for the stages in ``owners``, by name."""
+        """Send parameters to the ranks that need them; ``owners`` are their stages, by name."""
         slots = {slot.name: slot for slot in find_slots(self._module)}
         for names in tensors.parameter_names():
             have = self._ranks.setdefault(names[0], self._ranks_of(names, self.owners))
@@ -87,7 +87,7 @@ class PartedModule:
 
 
 def _is_unfilled(tensor: Tensor) -> bool:
-    """Whether a parameter of this rank, or what it was quantized from, is as it was in memory."""
+    """Return whether a parameter of this rank, or its quantized scales, is uninitialized."""
     own = () if isinstance(tensor, ShapeOnly) else (tensor, *scales_of(tensor))
     return any(begins_with_nan(each) for each in own)
 

@@ -1,8 +1,7 @@
-"""Follows the parameters of a module while it is made, in the order in which they appear.
+"""Tracks the parameters of a module during its construction, in the order of their appearance.
 
-The order is the same each time the module is made from the same state. So what a first run has
-shown of a parameter, its name and the stages that need it, is known in a second run when it
-appears.
+The order is the same whenever the module is constructed from the same state. So a second run can
+identify a parameter when it appears, and use its name and stages from the first run.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ aten = torch.ops.aten
 
 
 class ParameterShape(RemoteTensor):
-    """A parameter without a value in a module that is being made.
+    """A parameter without a value in a module under construction.
 
-    Its results are shape-only, but ``detach`` and ``empty_like`` return another of these:
-    ``nn.Parameter(parameter)`` requires that, and ``module.to_empty`` would make real memory.
+    Operations on it return shape-only tensors, but ``detach`` and ``empty_like`` return this class:
+    ``nn.Parameter(parameter)`` requires it, and ``module.to_empty`` would allocate real memory.
     """
 
     @classmethod
     def like_parameter(cls, parameter: Tensor, origin: str) -> Self:
-        """Return one of the same shape, with a memory of its own, that ``origin`` names."""
+        """Make a shape like ``parameter``, with its own memory and ``origin`` as its origin."""
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
@@ -73,9 +72,9 @@ class ParameterShape(RemoteTensor):
 
 
 class Appearance(NamedTuple):
-    """A parameter as it appeared: as the attribute ``name`` of a module of the class ``owner``.
+    """The first registration of a parameter, as attribute ``name`` of a module of class ``owner``.
 
-    A copy has the name of the original, and "copy" for the owner.
+    A copy has the name of the original, and the owner "copy".
     """
 
     name: str
@@ -85,18 +84,18 @@ class Appearance(NamedTuple):
 
 
 class RegisteredParameters:
-    """The parameters of a module while it is made; here all are replaced by shapes.
+    """The parameters of a module under construction; this base class makes all of them shapes.
 
     Args:
-        module: The module as it is before.
+        module: The module before its construction.
 
     Attributes:
-        appeared: The parameters in order, with those that are there before first.
-        num_found: How many are there before.
-        rules: Those for operations on shapes.
+        appeared: The parameters in order; the existing ones come first.
+        num_found: The number of parameters that exist before.
+        rules: The rules for operations on shapes.
     """
 
-    # What is observed draws no random numbers, and keeps no results.
+    # Observed operations draw no random numbers, and hold no results.
     rules = StepRules(observe=lambda func, args, result: None)
 
     def __init__(self, module: nn.Module) -> None:
@@ -110,26 +109,27 @@ class RegisteredParameters:
         self.num_found = len(self.appeared)
 
     def is_real(self, index: int, parameter: Tensor) -> bool:
-        """Whether a parameter that has appeared, or a copy of one, keeps its value."""
+        """Return whether a parameter that has appeared, or a copy of one, keeps its value."""
         return False
 
     def note_sources(self, index: int, origins: frozenset[str]) -> None:
-        """Note what the first value of a parameter that has appeared is made from."""
+        """Record the origins of a parameter's first value."""
 
     def label(self, index: int) -> str:
-        """Name a parameter, for messages."""
+        """Return the name of a parameter for messages."""
         return f"{self.appeared[index].name} of {self.appeared[index].owner}"
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow each parameter that is registered or copied inside."""
+        """Track each parameter that is registered or copied inside."""
         hook: Callable[..., Any] = self._register  # its result becomes the parameter
         handle = register_module_parameter_registration_hook(hook)
         plain = [(kind, kind.__deepcopy__) for kind in (nn.Parameter, ParameterShape)]
         for kind, copy in plain:
             kind.__deepcopy__ = self._copying(copy)  # type: ignore[method-assign]
         install_draws()
-        # Private: a class of parameters makes its instances by it, and asks no tensor subclass.
+        # Private: subclasses of Parameter make their instances with it, which no tensor subclass
+        # can intercept.
         make_subclass = Tensor._make_subclass
         Tensor._make_subclass = _making_subclass(make_subclass)  # type: ignore[method-assign]
         try:
@@ -144,12 +144,12 @@ class RegisteredParameters:
             handle.remove()
 
     def index_of(self, parameter: Tensor) -> int | None:
-        """Return the index at which a parameter, or the shape that replaces it, has appeared."""
+        """Return the index of a parameter, or of the shape that replaces it; None if it is new."""
         known, index = self._known.get(id(parameter), (None, None))
         return index if known is not None and known() is parameter else None
 
     def replace(self, index: int, parameter: Tensor) -> Tensor:
-        """Return a parameter, or the shape that replaces it."""
+        """Return the parameter if it is real, else a shape that replaces it."""
         found = parameter if self.is_real(index, parameter) else self._shape(index, parameter)
         if found is not parameter:
             self._freed.note(parameter.nbytes)
@@ -213,7 +213,7 @@ def _making_subclass(plain: Callable[..., Any]) -> Any:
 
 @contextmanager
 def making_shapes() -> Iterator[None]:
-    """Make modules whose parameters have no values; buffers have."""
+    """Make modules whose parameters have no values; buffers have values."""
     with forked_randomness(), RegisteredParameters(nn.Module()).following():
         yield
 
@@ -237,8 +237,8 @@ _MOST_FREED = 32 << 20  # bytes
 class FreedMemory:
     """Counts the bytes of dropped parameters, and returns freed memory to the system.
 
-    glibc keeps freed memory between blocks in use, and takes new memory for tensors that do not fit
-    these gaps: without this, most of the module would stay resident.
+    glibc keeps freed memory between blocks in use, and allocates new memory for tensors that do not
+    fit these gaps: without this, most of the module would stay resident.
     """
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ _MAKERS = {
 
 
 class _MarkingEmptyMemory(TorchFunctionMode):
-    """Makes the first element of what ``torch.empty`` returns NaN, to tell whether it is filled."""
+    """Sets the first element of ``torch.empty``'s results to NaN, to detect unfilled tensors."""
 
     def __torch_function__(
         self,
@@ -281,7 +281,7 @@ class _MarkingEmptyMemory(TorchFunctionMode):
 
 
 def begins_with_nan(tensor: Tensor) -> bool:
-    """Whether nothing has filled the memory of a tensor since ``torch.empty`` made it."""
+    """Return whether a tensor is still unfilled since ``torch.empty`` made it."""
     return _may_be_marked(tensor) and bool(_first_of(tensor).isnan().all())
 
 

@@ -1,9 +1,9 @@
-"""Costs of every block, measured before the first step on microbatches that leave no trace.
+"""Costs of every block, measured before the first step on microbatches without side effects.
 
-Every rank runs the blocks that it has in a first cut, each as a stage of its own, one microbatch
-after the other: the user's step itself, with real values and messages. Then it runs the stages of
-the first cut, which shows what an action takes beside its blocks. A stage of any other cut costs
-its blocks, and that once::
+Every rank runs the user's step on the blocks that it has in a first cut, each block as a stage,
+one microbatch at a time, with real values and messages. Then it runs the stages of the first cut.
+The comparison gives the overhead of an action beside its blocks. A stage of any other cut costs the
+sum of its blocks plus one overhead::
 
     each block a stage   [ F | block 0 ] [ F | block 1 ] [ F | block 2 ] [ F | block 3 ]
     of the first cut     [ F | block 0 | block 1 ]       [ F | block 2 | block 3 ]
@@ -64,11 +64,11 @@ class RankCosts:
     """One rank's measurements.
 
     Attributes:
-        stages: Of this rank, by index.
-        copy_lanes: Copies that its device makes at a time.
-        latencies: P2P latency in seconds, by index, of the stages whose next one is on another
+        stages: The costs of this rank's stages, by index.
+        copy_lanes: The number of copies that its device makes at a time.
+        latencies: P2P latency in seconds, by index of each stage whose next stage is on another
             rank.
-        step: Seconds of the optimizer's step on the host, of all stages.
+        step: Seconds of the optimizer's step on the host, for all stages.
     """
 
     stages: Mapping[int, StageCosts]
@@ -80,7 +80,7 @@ class RankCosts:
 def measure_costs(
     executor: Executor, speed: CopySpeed, latencies: Mapping[int, float] = MappingProxyType({})
 ) -> RankCosts:
-    """Return the medians of an executor's steps so far."""
+    """Return the median costs over an executor's steps so far."""
     seconds = executor.timer.action_seconds()
     stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}
     return RankCosts(stages, speed.num_lanes, latencies)
@@ -91,7 +91,7 @@ def _costs_of(
 ) -> StageCosts:
     memory = executor.stages[index].memory
     activation = memory.activation_bytes or 0
-    # A fused backward is one measurement; no plan depends on where B ends and W begins in it.
+    # A fused backward is one measurement; no plan depends on how it divides into B and W.
     half = seconds.get((Kind.BW, index), 0.0) / 2
     return StageCosts(
         forward=seconds.get((Kind.F, index), 0.0),
@@ -106,7 +106,7 @@ def _costs_of(
 
 
 def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
-    """Return the largest of each cost that one rank's counterparts have measured."""
+    """Return the maximum of each cost over one rank's counterparts."""
     first, stages = of_replicas[0], {}
     for index in first.stages:
         found = zip(*(replica.stages[index] for replica in of_replicas), strict=True)
@@ -134,7 +134,7 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
 
 
 class BlockMeasurement:
-    """Measures the blocks of this rank, as all ranks do at once, with the first cut in place.
+    """Measures the blocks that this rank has in the first cut; all ranks measure at once.
 
     Afterwards the pipeline has that cut again, and no records.
     """
@@ -150,7 +150,7 @@ class BlockMeasurement:
     def measure(
         self, cut_batch: Callable[[], Sequence[BatchSlice]], recompute: str, speed: CopySpeed
     ) -> tuple[RankCosts, RankCosts]:
-        """Return the costs of the blocks, each as a stage, and of the stages of the first cut.
+        """Return the costs of single blocks, and the costs of the first cut's stages.
 
         Raises:
             ScheduleError: The step cannot be cut between all of its blocks.
@@ -223,7 +223,7 @@ def cut_by_costs(
     """Cut the chain so that the measured times are balanced.
 
     Raises:
-        ScheduleError: There are too few blocks, or ``split`` is for another number of stages.
+        ScheduleError: There are too few blocks, or ``split`` has another number of stages.
     """
     num_blocks = len(pipeline.chain)
     times = [*blocks.compute(num_blocks).values()]
@@ -237,7 +237,7 @@ def cut_by_costs(
 
 
 def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int) -> BesideBlocks:
-    """Return what an F, B and W take beside their blocks.
+    """Return the overhead of F, B and W beside their blocks.
 
     Args:
         blocks: The costs of each block as a stage of its own.
@@ -260,9 +260,10 @@ def costs_of_stages(
     """Return the costs of the stages of a cut.
 
     Args:
-        blocks: The costs of each block; of messages, those between ranks of the first cut.
+        blocks: The costs of each block; P2P latencies are those between ranks of the first cut.
         stages: The stages.
-        beside: What of a block's costs counts once in a stage; see :func:`beside_blocks`.
+        beside: The overhead in a block's costs that counts once per stage; see
+            :func:`beside_blocks`.
     """
     num_blocks = sum(len(stage.blocks) for stage in stages)
     summed: dict[str, Any] = {}

@@ -1,13 +1,13 @@
 """Measured speeds of copies, latencies of messages and offsets of clocks.
 
-Copies: each direction alone, and both at once. Where both together take about as long as one after
-the other, the plan is better off with one lane that they share (PipeOffload, section 3).
+Copies: each direction alone, and both at once. If both at once take about as long as one after the
+other, a plan with one shared lane is better (PipeOffload, section 3).
 
 Messages: a stage's rank sends the stage's output, and the next rank sends it back; half of that
-time is the P2P latency. Edge after edge, so that messages do not share a link.
+time is the P2P latency. Edges are measured one by one, so that messages do not share a link.
 
-Clocks: the root sends a message to each rank, which answers with its time. That was read between
-the times at which the root sent and received::
+Clocks: the root sends a message to each rank, which answers with its time. The rank reads its clock
+between the times at which the root sends and receives::
 
     root    sends at s                  receives at r        offset = t - (s + r) / 2
     rank                 answers with t                      error  = (r - s) / 2
@@ -49,7 +49,7 @@ class CopySpeed:
     Attributes:
         to_host: Bytes per second, device to host.
         to_device: Bytes per second, host to device.
-        overlap: Time of a copy each way at once, over that of one after the other.
+        overlap: Time of simultaneous copies both ways, over the time of one after the other.
     """
 
     to_host: float
@@ -58,12 +58,12 @@ class CopySpeed:
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of a plan: 1 if copies both ways slow each other down, else 2."""
+        """Lanes of a plan: 1 if copies in both directions slow each other down, else 2."""
         return 2 if self.overlap < _WORTH_TWO_LANES else 1
 
     @property
     def slowed_by(self) -> float:
-        """Factor by which a copy takes longer in the plan than alone, as both lanes are in use."""
+        """Factor by which a copy takes longer in the plan, with both lanes in use, than alone."""
         return max(1.0, 2 * self.overlap) if self.num_lanes == 2 else 1.0
 
 
@@ -73,7 +73,7 @@ def measure_copy_speed(
     """Measure copies of ``num_bytes`` between a device and this host.
 
     Args:
-        meet: Waits for the other devices that are to copy at the same time.
+        meet: A barrier over the devices that copy at the same time.
     """
     pinned = device.type != "cpu"
     on_device = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -134,7 +134,7 @@ def measure_latency(transport: Transport, stage: int, peer: int, tensors: list[T
     seconds = []
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_B, stage, repetition)
-        # Before the post: NCCL receives in a kernel, which finished_at() would wait for, too.
+        # Before the post: finished_at() would wait for NCCL's receive kernel too.
         started = finished_at()
         transport.post(receive, peer, specs)
         transport.send(Action(Kind.SEND_F, stage, repetition), peer, tensors)
@@ -145,7 +145,7 @@ def measure_latency(transport: Transport, stage: int, peer: int, tensors: list[T
 
 
 def answer_latency(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
-    """Send back the messages of the stage before ``stage``, whose rank measures the latency."""
+    """Return the messages of the previous stage to its rank, which measures the latency."""
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_F, stage, repetition)
         transport.post(receive, peer, specs)
@@ -155,14 +155,14 @@ def answer_latency(transport: Transport, stage: int, peer: int, specs: list[Tens
 
 
 class ClockOffset(NamedTuple):
-    """Seconds by which a rank's ``time.perf_counter()`` is ahead of the root's; largest error."""
+    """Seconds by which a rank's ``time.perf_counter()`` leads the root's, and the error bound."""
 
     seconds: float = 0.0
     error: float = 0.0
 
 
 def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
-    """Return the offset of each rank's clock on the root, None elsewhere; all ranks call it."""
+    """Return the clock offsets of all ranks on the root, None elsewhere; all ranks call it."""
     with blaming_peers("lost a rank while comparing clocks"):
         if group.global_rank != group.root:
             _answer(group, group.root)
@@ -174,7 +174,7 @@ def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
 
 
 def _ask(group: PipelineGroup, rank: int) -> ClockOffset:
-    """Return the offset by the quickest answer."""
+    """Return the offset from the fastest of several round trips."""
     found = []
     box = torch.zeros(1, dtype=torch.float64)
     peer = dist.get_group_rank(group.host_group, rank)

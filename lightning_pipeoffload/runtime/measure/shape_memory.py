@@ -1,8 +1,8 @@
 """Bytes that each stage saves of a microbatch, measured by running F and B on shapes alone.
 
-The step runs as in the trace. The tensors that autograd saves go into a store for each stage,
-weight gradients wait for W, blocks are checkpointed as configured: so the bytes are those that the
-stages' own stores count later, on the device.
+The step runs as in the trace. Each stage has a store for the tensors that autograd saves, weight
+gradients wait for W, and blocks are checkpointed as configured. So the bytes are the same as those
+that the stages' stores count later on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, def
 
 
 class StageStores(WeightInputKeeper):
-    """The stores of all stages; the one of the stage that runs, ``turn``, gets the tensors."""
+    """The stores of all stages; tensors go to that of ``turn``, the running stage."""
 
     def __init__(self, stores: Sequence[ActivationStore]) -> None:
         self.stores = stores
@@ -85,7 +85,7 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
     measuring = _MeasuringPass(pipeline, part)
     try:
         with measuring.running():
-            # As F does: sizes may depend on random numbers of the step.
+            # As F does: sizes may depend on the step's random numbers.
             seed_all(mix_seed(part.seed, 0))
             pipeline.records.generators.seed(mix_seed(part.seed, 0))
             with measuring.keeping():
@@ -132,7 +132,7 @@ class _MeasuringPass(StepTrace):
                 yield
 
     def _note_resident(self) -> set[int]:
-        """Mark the stand-ins of parameters as parameters; return the storages that stay."""
+        """Mark the shapes of parameters as parameters; return the storages that stay resident."""
         found = [leaf for leaf in batch_leaves(self._part.part) if isinstance(leaf, Tensor)]
         for slot in find_slots(self._module):
             tensor: Any = slot.tensor
@@ -157,7 +157,7 @@ class _MeasuringPass(StepTrace):
 
     @override
     def _drop(self, written: Tensor) -> bool:
-        """Drop writes behind the blocks too, as metrics make them: nothing reads them here."""
+        """Drop writes behind the blocks too, as of metrics: nothing reads them here."""
         return super()._drop(written) or self.segment == len(self.chain)
 
     def _begin_stage(self, stage: int) -> None:
@@ -194,12 +194,12 @@ class _MeasuringPass(StepTrace):
         self._come_back_to(-1)
 
     def let_go(self) -> None:
-        """Remove the hooks: autograd holds them, so that Python finds no reference cycle."""
+        """Remove the hooks: Python cannot collect a cycle through autograd, which holds them."""
         for hook in self._hooks:
             hook.remove()
 
     def _come_back_to(self, stage: int, *gradient: Tensor) -> None:
-        """Measure the stages behind ``stage``, whose B autograd has finished."""
+        """Measure the stages after ``stage``, whose B is finished."""
         while self._is_backward and self._stores.turn > stage:  # else a backward of the step's own
             turn = self._stores.turn
             self.found[turn].measure_backward(self._queue, self._stores.stores[turn])

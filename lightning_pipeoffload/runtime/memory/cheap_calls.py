@@ -1,9 +1,9 @@
-"""Calls of cheap operations, recorded so that their results can be computed again.
+"""Records calls of cheap operations, whose results can be recomputed.
 
-A norm, an activation or a dropout mask costs far less time than its result costs memory
-(PipeOffload, section 4; "selective recomputation" of Korthikanti et al., 2022). A call is recorded
-with its inputs, each of which is a saved tensor or the result of another call. Recording happens
-below autograd, where a result is seen before autograd saves it; it keeps no result alive.
+A norm, an activation or a dropout mask is cheap to compute and large in memory (PipeOffload,
+section 4; "selective recomputation" of Korthikanti et al., 2022). A call is recorded with its
+inputs, each of which is a saved tensor or the result of another call. Recording happens below
+autograd, before autograd saves a result; it keeps no result alive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _IN_PLACE = {aten.div_.Scalar: aten.div.Tensor}
 
 
 class Store(Protocol):
-    """Keeps tensors from F to backward, as saved-tensors hooks do."""
+    """Saves tensors from F to the backward, as saved-tensors hooks do."""
 
     def pack(self, tensor: Tensor) -> Any: ...
 
@@ -75,20 +75,20 @@ class ValueSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the tensors that computing the value reads, without parameters."""
+        """Bytes of the tensors, without parameters, from which the value is computed."""
         return self._num_bytes if self.call is None else self.call.bytes_read
 
     @property
     def is_needed_in_b(self) -> bool:
-        """Whether B computes one of the calls that lead to the value."""
+        """Whether B recomputes one of the calls that compute the value."""
         return self.call is not None and self.call.is_needed_in_b
 
     def kept_as(self, handle: Any, num_bytes: int) -> None:
-        """Read the value, of so many bytes, from the store from now on."""
+        """Read the value from the store from now on, by ``handle``."""
         self.tensor, self.call, self._handle, self._num_bytes = None, None, handle, num_bytes
 
     def leaves(self) -> Iterator[Tensor]:
-        """Yield the tensors that would have to be saved for this value and are not yet."""
+        """Yield the unsaved tensors that have to be saved to recompute this value."""
         if self.call is not None:
             for source in self.call.inputs():
                 yield from source.leaves()
@@ -96,13 +96,13 @@ class ValueSource:
             yield self.tensor
 
     def is_intact(self) -> bool:
-        """Whether none of the tensors that the value comes from was written since."""
+        """Return whether no tensor that the value is computed from was written since."""
         if self.call is not None:
             return all(source.is_intact() for source in self.call.inputs())
         return self.tensor is None or self.tensor._version == self.version
 
     def claim(self, store: Store, for_w: bool) -> None:
-        """Register one future use of the value, in W if ``for_w``, else in B.
+        """Register a future use of the value, in W if ``for_w``, else in B.
 
         The tensors that it is computed from are saved in ``store``.
         """
@@ -119,7 +119,7 @@ class ValueSource:
 
 @dataclass
 class _Uses:
-    """Uses of a call's results in B, or in W, and the results from the first to the last."""
+    """The uses of a call's results in B or in W; holds the results between first and last use."""
 
     num_claims: int = 0
     num_done: int = 0
@@ -127,11 +127,11 @@ class _Uses:
 
 
 class CheapCall:
-    """One call of an operation, whose arguments have a :class:`ValueSource` for each tensor.
+    """One call of an operation, with a :class:`ValueSource` in place of each tensor argument.
 
-    The results are computed at their first use and freed after the last; separately for B and W, so
-    that none is alive between them. ``generator`` is the device and state of the generator that the
-    call draws from.
+    The results are computed at their first use and freed after the last, separately for B and W, so
+    that none is alive between them. ``generator`` is the device and state of the random generator
+    that the call uses.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class CheapCall:
 
 @dataclass
 class _Known:
-    """The source of a live storage's value, as long as the version of its tensor is this one.
+    """The source of a storage's value, valid while the tensor has this version.
 
-    ``storage`` expires with the result; ``geometry`` is size, stride, offset and dtype.
+    ``storage`` is a weak reference; ``geometry`` is size, stride, offset and dtype.
     """
 
     storage: StorageWeakRef
@@ -199,7 +199,7 @@ class _Known:
 
 
 class CallRecorder(TorchDispatchMode):
-    """Records the cheap calls inside of it, on tensors of some types."""
+    """Records the cheap calls within the context, on tensors of the given types."""
 
     def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
         super().__init__()
@@ -208,9 +208,9 @@ class CallRecorder(TorchDispatchMode):
         self._swept_at = 64
 
     def find(self, tensor: Tensor) -> tuple[ValueSource, tuple[Any, ...]] | None:
-        """Return source and geometry of the value that a tensor is, or is a view of.
+        """Return the source and geometry of the value in a tensor's storage.
 
-        None: it is unknown, or was written since.
+        None: the value is unknown, or was written since.
         """
         known = self._known.get(_key(tensor))
         if known is None or known.version != tensor._version or known.storage.expired():
@@ -218,7 +218,7 @@ class CallRecorder(TorchDispatchMode):
         return known.source, known.geometry
 
     def forget(self) -> None:
-        """Forget all calls that nothing has claimed."""
+        """Discard all calls that nothing has claimed."""
         self._known.clear()
 
     def __torch_dispatch__(
@@ -262,14 +262,14 @@ class CallRecorder(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._known.pop(_key(tensor), None)
         if call is not None and written is not None:
-            # The version counts up after this level has returned.
+            # The version is incremented after this dispatch level has returned.
             self._remember(written, ValueSource(call=call), written._version + 1)
         return result
 
     def _rewrite(
         self, func: Any, written: Tensor, rest: tuple[Any, ...], options: dict[str, Any]
     ) -> CheapCall | None:
-        """Return a call that computes the value that ``func`` is about to write, if possible."""
+        """Return a call that computes the value that ``func`` will write; None if none can."""
         is_whole = written.numel() * written.itemsize == storage_of(written).nbytes()
         if type(written) not in self._kinds or not is_whole or options:
             return None
@@ -296,7 +296,7 @@ class CallRecorder(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    # Private: an address of data can be another storage's later; a weak reference holds this one.
+    # Private: a data address may be reused; the weak reference holds this address.
     return storage_of(tensor)._cdata
 
 

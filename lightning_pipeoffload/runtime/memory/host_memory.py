@@ -1,10 +1,9 @@
 """Host memory for offloaded activations: pinned pieces that are allocated once and reused.
 
-A pinned allocation costs milliseconds and waits for all work that the device was given, including
-messages of ranks that wait likewise. So everything that a plan needs is reserved before its first
-step. torch rounds each pinned allocation up to a power of two, at most doubling it; a slab is
-therefore made of a few pieces whose sizes are powers of two already (PipeOffload, section 5, packs
-into three such bins).
+A pinned allocation takes milliseconds and waits for all work queued on the device, including
+messages of ranks that wait too. So all memory of a plan is reserved before its first step. torch
+rounds each pinned allocation up to a power of two, at most doubling it; so a slab consists of a few
+pieces whose sizes are powers of two (PipeOffload, section 5, packs into three such bins).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from lightning_pipeoffload.schedule.quantities import bytes_text
 
 _SMALLEST_PIECE = 1 << 12
 _MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab
-# A staging buffer's, through which parameters go to an optimizer on the host.
+# The size of a staging buffer, through which parameters are copied to an optimizer on the host.
 STAGING_BYTES = 64 << 20
 _LEFT_FREE = 0.05  # of the machine's memory, for other programs
-# For each version of Linux' control groups: folder, files of limit and usage, and the row of
-# memory.stat with the cached files, which count as used though the kernel frees them when needed.
+# For each version of Linux control groups: folder, files of limit and usage, and the row of
+# memory.stat with the page cache, which counts as used although the kernel can free it.
 _CONTROL_GROUPS = {
     1: (
         "sys/fs/cgroup/memory",
@@ -40,15 +39,15 @@ _CONTROL_GROUPS = {
 
 
 class HostMemoryError(RuntimeError):
-    """The host has no room for what is to be kept there."""
+    """The host has too little memory for offloaded tensors."""
 
 
 @dataclass(frozen=True)
 class HostBudget:
-    """The most bytes that one rank may take of its host's memory.
+    """The most bytes of host memory that one rank may use.
 
     Attributes:
-        origin: Where that number is from, for errors.
+        origin: The origin of that number, for error messages.
     """
 
     num_bytes: int
@@ -60,7 +59,7 @@ class HostBudget:
 
     @classmethod
     def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
-        """Divide the machine's available memory, less a reserve; None where it is not known.
+        """Divide the machine's available memory, less a reserve; None if it is not known.
 
         To be called before any of the machine's ``num_local_ranks`` ranks has allocated.
         """
@@ -75,7 +74,7 @@ class HostBudget:
         return cls(share, f"{origin} had left for {ranks}")
 
     def less(self, num_bytes: float) -> HostBudget:
-        """Return what the optimizer leaves of it."""
+        """Return the budget less ``num_bytes`` for the optimizer."""
         taken = f"{self.origin}, of which the optimizer takes {bytes_text(num_bytes)}"
         return replace(self, num_bytes=int(self.num_bytes - num_bytes), origin=taken)
 
@@ -84,12 +83,12 @@ class HostMemory:
     """The pool of host memory of one rank.
 
     Args:
-        pinned: Whether the device can copy from and to it while it computes.
+        pinned: Whether to pin the memory, so that copies overlap with computation.
         budget: The most to allocate; None: as much as the machine has.
 
     Attributes:
-        budget: What the optimizer leaves of that.
-        num_allocations: Does not grow in a step whose sizes were known before.
+        budget: The budget less the optimizer's memory.
+        num_allocations: The number of allocations so far; constant once all sizes are known.
     """
 
     def __init__(self, pinned: bool, budget: HostBudget | None = None) -> None:
@@ -100,15 +99,15 @@ class HostMemory:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def leave_for_optimizer(self, num_bytes: int, num_present: int, parts: str) -> None:
-        """Leave memory to the optimizer, which allocates it itself.
+        """Subtract the memory that the optimizer allocates from the budget.
 
         Args:
-            num_bytes: All that it takes.
-            num_present: What it has already.
-            parts: The parts of ``num_bytes``, for the error.
+            num_bytes: The optimizer's bytes in total.
+            num_present: The bytes of it that are already allocated.
+            parts: A description of ``num_bytes``, for the error.
 
         Raises:
-            HostMemoryError: There is no room for it.
+            HostMemoryError: The host has too little memory for the optimizer.
         """
         total, available = machine_memory()
         budget, reason = self._whole_budget, ""
@@ -125,15 +124,15 @@ class HostMemory:
         self.budget = None if budget is None else budget.less(num_bytes)
 
     def take(self, num_bytes: int) -> Slab:
-        """Return room for ``num_bytes``, or raise :class:`HostMemoryError`."""
+        """Allocate a slab of ``num_bytes``, or raise :class:`HostMemoryError`."""
         return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
 
     def reserve(self, slabs: Iterable[tuple[Hashable, int]]) -> None:
-        """Allocate the slabs that a plan takes and gives back, before it runs.
+        """Allocate all slabs that a plan needs, before it runs.
 
         Args:
-            slabs: In the plan's order, a name for each slab with its bytes, or with 0 where it is
-                given back.
+            slabs: In the plan's order, the name of a slab with its bytes, or with 0 where it is
+                returned.
         """
         held: dict[Hashable, Slab] = {}
         for name, num_bytes in slabs:
@@ -181,7 +180,7 @@ class HostMemory:
 
 
 class Slab:
-    """Room for several tensors of one stage and microbatch; see :meth:`HostMemory.take`."""
+    """Host memory for several tensors of one stage and microbatch; see :meth:`HostMemory.take`."""
 
     def __init__(self, memory: HostMemory, pieces: list[Tensor]) -> None:
         self._memory = memory
@@ -213,11 +212,11 @@ def piece_sizes(num_bytes: int) -> list[int]:
 
 
 def staging_bytes(sizes: Sequence[int], by_bucket: bool) -> int:
-    """Return the most bytes of the buffers through which an optimizer on the host steps.
+    """Return the largest total of the staging buffers of an optimizer on the host.
 
     Args:
         sizes: Bytes of each parameter with its gradient.
-        by_bucket: Whether it may step some of them at a time.
+        by_bucket: Whether the optimizer may step some parameters at a time.
     """
     if not by_bucket or sum(sizes) <= STAGING_BYTES:
         return sum(sizes)
@@ -225,7 +224,7 @@ def staging_bytes(sizes: Sequence[int], by_bucket: bool) -> int:
 
 
 def round_pinned(num_bytes: int) -> int:
-    """Return the bytes that torch allocates for so many pinned ones: a power of two."""
+    """Return the bytes that torch allocates for ``num_bytes`` pinned bytes: a power of two."""
     return 1 << (num_bytes - 1).bit_length()
 
 
@@ -235,7 +234,7 @@ def slab_bytes(num_bytes: float) -> int:
 
 
 class MachineMemory(NamedTuple):
-    """Bytes of a machine or container; ``total`` is 0 where the system does not say.
+    """Bytes of a machine or container; ``total`` is 0 if it is not known.
 
     Attributes:
         available: Bytes that can be allocated without swapping.
@@ -246,7 +245,7 @@ class MachineMemory(NamedTuple):
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """Return the least of the machine's memory and the limits of this process's control groups.
+    """Return the minimum of the machine's memory and this process's control group limits.
 
     Args:
         root: The root of the file system.
@@ -261,7 +260,7 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
 
 
 def _control_groups(root: Path) -> Iterator[MachineMemory]:
-    """Yield the limits of this process's control group and of its parents, where they have one."""
+    """Yield the limits of this process's control group and of its parents, if they have any."""
     own = root / "proc/self/cgroup"
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -281,6 +280,6 @@ def _control_groups(root: Path) -> Iterator[MachineMemory]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
+    """Read a file of lines, each a name and a number."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}

@@ -18,7 +18,7 @@ class Held(NamedTuple):
     Attributes:
         device: Bytes on the device, unfinished copies included.
         host: Bytes on the host, unfinished copies included.
-        moving: Bytes of copies that the compute lane has not waited for.
+        moving: Bytes of copies for which the compute lane has not waited yet.
     """
 
     device: int = 0
@@ -52,11 +52,11 @@ class Ledger:
         self.start_step()
 
     def start_step(self, sizes: Any = None) -> None:
-        """Begin a new account; nothing is left of earlier steps but their peaks.
+        """Clear the ledger for a new step; the peaks of earlier steps remain.
 
         Args:
-            sizes: All that ``measured`` went by in the last step. One with the actions and sizes of
-                the step before has its peaks, and is not counted. None: it is.
+            sizes: The inputs of ``measured`` in the last step. If its actions and sizes equal those
+                of the step before, so do its peaks, and it is not counted. None: count it.
         """
         found = [action for _, action, held in self._pending if held is None]
         if sizes is None or len(found) < len(self._pending) or self._counted != (found, sizes):
@@ -70,25 +70,25 @@ class Ledger:
         self._started = time.perf_counter()
 
     def record(self, action: Action, held: Held | None) -> None:
-        """Note the bytes of the action's stage and microbatch after it; None: as measured."""
-        # Counted later: between two actions each line of code runs with cold caches.
+        """Record the bytes of an action's stage and microbatch after it; None: as measured."""
+        # Summed later: between two actions code runs slowly, with cold caches.
         self._pending.append((time.perf_counter() - self._started, action, held))
 
     @property
     def entries(self) -> list[Entry]:
-        """The last step, one entry for each action that can change the sums."""
+        """The entries of the last step, one for each action that can change the sums."""
         self._count()
         return self._entries
 
     @property
     def peak_device_bytes(self) -> int:
-        """The most on the device, over all steps."""
+        """The peak on the device over all steps."""
         self._count()
         return self._peak.device
 
     @property
     def peak_host_bytes(self) -> int:
-        """The most on the host, over all steps."""
+        """The peak on the host over all steps."""
         self._count()
         return self._peak.host
 

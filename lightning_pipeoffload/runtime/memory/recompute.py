@@ -1,12 +1,12 @@
-"""Recomputation of cheap values: the backward computes them again instead of reading saved ones.
+"""Recomputation of cheap values: the backward recomputes them instead of reading saved ones.
 
-:class:`CheapRecompute` sees every tensor that autograd saves. It passes the tensor on to the
-surrounding hooks (those of an offload, say), or puts a recipe in its place where that takes less
-memory: for the output of a layer norm, whose input is saved anyway, but not for that of a ReLU,
-whose input nothing else needs.
+:class:`CheapRecompute` gets every tensor that autograd saves. It passes the tensor on to the
+surrounding hooks (such as those of an offload), or replaces it with a recipe if that saves memory:
+for the output of a layer norm, whose input is saved anyway, but not for the output of a ReLU, whose
+input nothing else needs.
 
-The input of a linear layer, which only W reads, is computed in W and not in B, since the next rank
-waits for B; unless B computes it anyway, or the tensors that it is computed from would take more
+The input of a linear layer, which only W reads, is recomputed in W, since the next rank waits for
+B. It is recomputed in B if B needs it anyway, or if the tensors that it is computed from take more
 memory until W than the value itself.
 """
 
@@ -44,7 +44,7 @@ _SMALLEST_SHARE = 1 / 8
 
 @dataclass
 class _Kept:
-    """A tensor in the surrounding hooks, and its version then."""
+    """A tensor saved by the surrounding hooks, and its version at that time."""
 
     handle: Any
     version: int
@@ -52,12 +52,12 @@ class _Kept:
 
 @dataclass
 class _Recipe:
-    """A tensor that is computed again: a view, of this layout, of the value of ``source``.
+    """A tensor to recompute: a view with this layout of the value of ``source``.
 
     Attributes:
-        value_offset: First element of the value in its storage, when F ran.
-        offset: First element of the tensor in that storage.
-        for_w: Whether W alone needs it.
+        value_offset: The storage offset of the value in F.
+        offset: The storage offset of the tensor in F.
+        for_w: Whether only W needs it.
     """
 
     source: ValueSource
@@ -71,10 +71,10 @@ class _Recipe:
 
 
 class CheapRecompute(WeightInputKeeper):
-    """The tensors that one stage's F of one microbatch saves.
+    """Saves or recomputes the tensors of one stage's F of one microbatch.
 
     Args:
-        kinds: The types of the tensors that may be computed again.
+        kinds: The types of the tensors that may be recomputed.
     """
 
     def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
@@ -88,7 +88,7 @@ class CheapRecompute(WeightInputKeeper):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Decide about the tensors that autograd saves inside."""
+        """Save or recompute the tensors that autograd saves inside."""
         try:
             with saved_tensors_hooks(self._pack, self.unpack), self._recorder:
                 yield
@@ -96,7 +96,7 @@ class CheapRecompute(WeightInputKeeper):
             self.end_stage()
 
     def end_stage(self) -> None:
-        """Forget the calls and tensors of this stage."""
+        """Discard the recorded calls of this stage."""
         self._recorder.forget()
         self._kept.clear()
 
@@ -141,7 +141,7 @@ class CheapRecompute(WeightInputKeeper):
             return self._make_recipe(source, offset, tensor, is_weight_input)
         kept = self._keep(tensor, is_weight_input)
         same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (size, stride, offset)
-        # A tensor that is kept for W alone may be on the host when B has to compute from it.
+        # A tensor that only W reads may be on the host when B has to compute from it.
         if same and not is_weight_input:
             source.kept_as(kept, tensor.nbytes)
         return kept
@@ -180,9 +180,9 @@ class CheapRecompute(WeightInputKeeper):
 
     def _pass_on(self, tensor: Tensor, is_weight_input: bool) -> _Kept:
         """Save a tensor with the enclosing saved-tensors hooks, detached from its graph."""
-        # A node that held its own output would never be freed.
+        # A node that holds its own output is never freed.
         is_in_graph = type(tensor) in _FOLLOWED and tensor.requires_grad
-        # The hooks tell by its node that a cast parameter need not be saved.
+        # The hooks recognize a cast parameter, which need not be saved, by its node.
         detaches = is_in_graph and cast_parameter(tensor) is None
         pack = self._pack_input_around if is_weight_input else self._pack_around
         return _Kept(pack(tensor.detach() if detaches else tensor), tensor._version)

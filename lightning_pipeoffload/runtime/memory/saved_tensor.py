@@ -1,8 +1,8 @@
-"""What autograd keeps in place of a saved tensor, whose bytes are on the device or on the host.
+"""Objects that replace saved tensors in autograd's graph, with bytes on the device or the host.
 
-Storages are kept, not tensors: several saved tensors may be views of one, and bytes do not depend
-on dtype and strides. Autograd holds the saved tensors, they hold their storages, and nothing else
-does; so a storage is freed as soon as the graph has used it.
+Bytes are counted and copied by storage: several saved tensors may be views of one. Autograd holds
+the saved tensors, they hold their storages, and nothing else does; so a storage is freed as soon as
+the graph has used it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _VIEWS = {
 
 
 class Saved(Protocol):
-    """Stands for a saved tensor."""
+    """Replaces a saved tensor in autograd's graph."""
 
     def unpack(self) -> Tensor:
         """Return the tensor on the device.
 
         Raises:
-            WrittenInPlaceError: It was written to since it was saved.
-            RuntimeError: It is on the host.
+            WrittenInPlaceError: The tensor was written in place since it was saved.
+            RuntimeError: The tensor is on the host.
         """
 
 
@@ -43,7 +43,7 @@ class Resident:
     """A tensor that is never copied: a parameter, an input of the step, a small one."""
 
     def __init__(self, tensor: Tensor) -> None:
-        # Detached: an output would hold the node that holds it.
+        # Detached: an output holds its node, which holds this object.
         self._tensor = tensor.detach()
         self._version = tensor._version
 
@@ -53,7 +53,7 @@ class Resident:
 
 
 class Cast:
-    """A parameter in another dtype, as autocast makes it: cast again instead of kept."""
+    """A parameter in another dtype, as under autocast: cast again instead of saved."""
 
     def __init__(self, parameter: Tensor, cast: Tensor) -> None:
         self._parameter = Resident(parameter)
@@ -65,7 +65,7 @@ class Cast:
 
 
 class SavedShape:
-    """A shape-only tensor, whose meta tensor is kept as that of a device would be."""
+    """A shape-only tensor, whose meta tensor is saved like a real tensor."""
 
     def __init__(self, saved: Saved, tensor: ShapeOnly) -> None:
         self._saved = saved
@@ -76,10 +76,10 @@ class SavedShape:
 
 
 class SavedStorage:
-    """A storage with the tensors that autograd saved of it.
+    """A storage, and the saved tensors that are views of it.
 
     Attributes:
-        part: FOR_B, or what only W needs: FOR_W if F saved it, GRADIENT if B did.
+        part: FOR_B if B needs it; if only W does, FOR_W if F saved it, GRADIENT if B did.
         device_bytes: The storage as bytes; None while it is on the host.
         start: The first byte in the slab that it is copied to.
     """
@@ -96,12 +96,12 @@ class SavedStorage:
         self._originals: list[tuple[Tensor, int]] = []
 
     def watch(self, tensor: Tensor) -> int:
-        """Note a tensor of this storage, and its version; return its index."""
+        """Add a tensor of this storage with its version; return its index."""
         self._originals.append((tensor.detach(), tensor._version))
         return len(self._originals) - 1
 
     def original(self, index: int) -> Tensor | None:
-        """Return a watched tensor, unchanged; None if the storage has been on the host."""
+        """Return an added tensor, or raise if it was written; None after an offload."""
         if not self._originals:
             return None
         tensor, version = self._originals[index]
@@ -109,14 +109,14 @@ class SavedStorage:
         return tensor
 
     def bytes_to_copy(self) -> Tensor:
-        """Return the storage as bytes, unchanged since it was saved."""
+        """Return the storage as bytes, or raise if it was written since it was saved."""
         self._check_unchanged()
         if self.device_bytes is None:
             raise RuntimeError(f"{self.description} is on the host already")
         return self.device_bytes
 
     def free(self) -> None:
-        """Free the device's memory, which is unchanged since it was saved."""
+        """Free the device memory, or raise if it was written since it was saved."""
         self._check_unchanged()
         self._originals.clear()
         self.device_bytes = None
@@ -165,7 +165,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def cast_parameter(tensor: Tensor) -> Tensor | None:
-    """Return the parameter that ``tensor`` is nothing but a cast of, or a view of such a cast."""
+    """Return the parameter of which ``tensor`` is a cast or a view of a cast; None if it is not."""
     node: Any = tensor.grad_fn
     for _ in range(3):
         if node is None or tensor._version:  # private: counts the writes
@@ -180,7 +180,7 @@ def cast_parameter(tensor: Tensor) -> Tensor | None:
 
 
 def _covers(tensor: Tensor, parameter: Tensor | None) -> bool:
-    """Whether casting all of ``parameter`` gives the storage of ``tensor``."""
+    """Return whether a cast of all of ``parameter`` fills the storage of ``tensor``."""
     return (
         isinstance(parameter, torch.nn.Parameter)
         and parameter.device == tensor.device

@@ -1,15 +1,15 @@
 """The saved tensors of one stage and microbatch: counted, and copied to the host and back.
 
 ``pack`` and ``unpack`` are autograd's saved-tensors hooks. Parameters, inputs of the step and small
-tensors are never copied; of all others each storage is kept once. A plan's OFFLOAD, FREE and RELOAD
-move the storages.
+tensors are never copied. Other tensors are saved by storage, each storage once; a plan's OFFLOAD,
+FREE and RELOAD move the storages.
 
 The input of a deferred linear layer is read by W alone: B gets a stand-in for it, and it may stay
 on the host until W.
 
-Copies run on lanes of their own. The compute lane allocates and frees every device buffer, after
+Copies run on separate lanes. The compute lane allocates and frees every device buffer, after
 waiting for the copy that used it; so the allocator needs no ``record_stream``. A copy back waits
-for the copy to the host by itself, whether or not the compute lane did::
+for the copy to the host, whether or not the compute lane has waited::
 
     compute  F  offload  . . .  free  . . .  reload  . . .  arrive  B
     d2h           [ to the host ]
@@ -62,7 +62,7 @@ class OffloadSettings:
 
     Attributes:
         device: The device of the rank; tensors elsewhere are never copied.
-        largest_to_stay: The most elements of a tensor that is not worth a copy; 1024, as in the
+        largest_to_stay: Tensors with at most this many elements are not copied; 1024, as in the
             implementation that came with PipeOffload.
     """
 
@@ -73,16 +73,16 @@ class OffloadSettings:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage."""
+    """Return a number that identifies a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr() or storage._cdata  # private: a shape's storage has no other address
 
 
 @dataclass(eq=False)
 class _Copied:
-    """Storages of one part that were copied to the host together, and come back together.
+    """Storages of one part that are copied to the host and back together.
 
-    ``copied`` and ``loaded`` are events of the lanes.
+    ``copied`` and ``loaded`` are the events at the end of these copies.
     """
 
     part: Part
@@ -96,10 +96,11 @@ class ActivationStore(WeightInputKeeper):
     """The saved tensors of one stage and microbatch.
 
     Args:
-        name: Stage and microbatch, for errors.
-        resident: Addresses of storages that stay on the device anyway.
-        host_bytes: Shared by the stage's stores, so that slabs of all microbatches have one size.
-        counts_shapes: Whether tensors without values count as if they were on the device.
+        name: Stage and microbatch, for error messages.
+        resident: Addresses of storages that are never offloaded.
+        host_bytes: Bytes of each part on the host; shared by the stage's stores, so that the slabs
+            of all microbatches have the same size.
+        counts_shapes: Whether shape-only tensors count as if they were on the device.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class ActivationStore(WeightInputKeeper):
         self._away: list[_Copied] = []
         self._returning: list[_Copied] = []
 
-    # What autograd saves
+    # Saved tensors
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep the tensors that autograd saves inside."""
+        """Store the tensors that autograd saves inside."""
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
 
@@ -138,7 +139,7 @@ class ActivationStore(WeightInputKeeper):
         return self._pack(x, Part.FOR_W)
 
     def keep_for_weight(self, tensor: Tensor) -> Fetch:
-        """Keep an output gradient until W; return the function by which W gets it."""
+        """Store an output gradient until W; return a function that returns it to W."""
         return partial(self.unpack, self._pack(tensor, Part.GRADIENT))
 
     @override
@@ -155,7 +156,7 @@ class ActivationStore(WeightInputKeeper):
         return self.unpack(packed), None
 
     def leave_for_weight(self) -> None:
-        """After B: its tensors that are still in use wait for W, as output gradients do."""
+        """After B, count the tensors that are still in use as needed for W."""
         for storage in self._storages.values():
             if storage.part == Part.FOR_B:
                 storage.part = Part.GRADIENT
@@ -176,7 +177,7 @@ class ActivationStore(WeightInputKeeper):
         return self._saved(tensor, tensor, part)
 
     def _saved(self, plain: Tensor, tensor: Tensor, part: Part) -> Saved:
-        """Save ``plain``, which is the tensor, or the meta tensor of one without a value."""
+        """Save ``plain``: the tensor itself, or the meta tensor of a shape-only one."""
         if self._stays(plain):
             return Resident(plain)
         parameter = None if part == Part.GRADIENT else cast_parameter(tensor)
@@ -187,7 +188,7 @@ class ActivationStore(WeightInputKeeper):
     def _stays(self, tensor: Tensor) -> bool:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True
-        # The host itself would copy a tensor of the host, and not behind the lane's other copies.
+        # A host tensor would be copied by the host, out of the lane's order.
         if not is_on(tensor, self._settings.device) and not (
             self._counts_shapes and tensor.is_meta
         ):
@@ -219,8 +220,8 @@ class ActivationStore(WeightInputKeeper):
         """Start to copy all storages to the host.
 
         Raises:
-            WrittenInPlaceError: One was written to since it was saved.
-            HostMemoryError: The host has no room.
+            WrittenInPlaceError: A storage was written in place since it was saved.
+            HostMemoryError: The host has too little memory.
         """
         with self._named():
             self.measure_host_bytes()
@@ -234,7 +235,7 @@ class ActivationStore(WeightInputKeeper):
                 self._leaving.append(_Copied(part, storages, slab, lane.mark()))
 
     def measure_host_bytes(self) -> None:
-        """Note how many bytes of the host each part on the device would take."""
+        """Record the host bytes that an offload of each part on the device would need."""
         for part, storages in self._by_part():
             size = 0
             for storage in storages:
@@ -246,7 +247,7 @@ class ActivationStore(WeightInputKeeper):
         """Make the compute lane wait for the copies to the host, and free the device's memory.
 
         Raises:
-            WrittenInPlaceError: A storage was written to while it was copied.
+            WrittenInPlaceError: A storage was written in place while it was copied.
             CopyError: A copy has failed.
         """
         with self._named():
@@ -259,7 +260,7 @@ class ActivationStore(WeightInputKeeper):
         self._by_address.clear()  # another storage may get a freed address
 
     def reload(self, parts: Part) -> None:
-        """Allocate the storages of some parts that are on the host, and start to copy them back."""
+        """Allocate device memory for offloaded storages of ``parts``; start to copy them back."""
         lane = self._settings.lanes.h2d
         with self._named():
             for group in [group for group in self._away if group.part in parts]:
@@ -274,7 +275,7 @@ class ActivationStore(WeightInputKeeper):
                 self._returning.append(group)
 
     def arrive(self, parts: Part) -> None:
-        """Make the compute lane wait for copies back, and return the host's memory to the pool."""
+        """Make the compute lane wait for copies back, and return the host memory to the pool."""
         with self._named():
             for group in [group for group in self._returning if group.part in parts]:
                 self._returning.remove(group)
@@ -282,7 +283,7 @@ class ActivationStore(WeightInputKeeper):
                 group.slab.give_back()
 
     def drop(self) -> None:
-        """Return the host's memory once the compute lane has waited; no backward will come."""
+        """Return the host memory once the compute lane has waited; no backward follows."""
         lanes = self._settings.lanes
         with self._named():
             for group in self._returning:
@@ -299,7 +300,7 @@ class ActivationStore(WeightInputKeeper):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Put stage and microbatch before an error's message."""
+        """Prefix an error's message with stage and microbatch."""
         try:
             yield
         except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""Tensors without values, which stand for what another stage or rank has."""
+"""Tensors without values, which replace tensors of other stages and ranks."""

@@ -1,4 +1,4 @@
-"""Operations run on the meta device, with their results kept by shape."""
+"""Runs operations on the meta device, and caches results by the shapes of the arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def run_on_meta(
     device: torch.device,
     in_new_memory: bool,
 ) -> Any:
-    """Run ``func`` on meta tensors, or return what it gave for the same shapes before.
+    """Run ``func`` on meta tensors, or return the cached result for the same shapes.
 
     Args:
         func: The operation.
         args: Its arguments, on the meta device.
         kwargs: Its keyword arguments.
-        device: The device that the tensors stand for. A custom operator without a meta kernel runs
-            there, on zeros.
+        device: The device of the real tensors. A custom operator without a meta kernel runs there,
+            on zeros.
         in_new_memory: Whether each result needs memory of its own.
     """
     key = _key_of(func, args, kwargs)
@@ -47,7 +47,7 @@ def run_on_meta(
 
 
 def find_result(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of :func:`run_on_meta` for these shapes; None if it has not run."""
+    """Return the cached result of :func:`run_on_meta` for these shapes; None if there is none."""
     return _results.get(_key_of(func, args, kwargs))
 
 
@@ -77,7 +77,7 @@ def _to_real(leaf: Any, device: torch.device) -> Any:
 def _key_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Return all that the result depends on; None if it is a view, or that cannot be hashed."""
+    """Return a cache key for a call; None if its result is a view, or has no hashable key."""
     if not gives_new_tensors(func):
         return None
     found: list[Any] = [func, torch.get_default_dtype()]
@@ -95,7 +95,7 @@ def _key_of(
 
 @cache
 def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
-    """Whether, by its schema, an operation makes no views and writes nothing in place."""
+    """Return whether, by its schema, an operation makes no views and writes nothing in place."""
     schema = func._schema
     aliases = [part.alias_info for part in (*schema.arguments, *schema.returns)]
     types = {str(part.type) for part in schema.returns}
@@ -103,7 +103,7 @@ def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
 
 
 def _has_own_memory(found: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a result shares no memory with arguments, as that of ``_unsafe_view`` does."""
+    """Return whether a result shares no memory with the arguments; ``_unsafe_view``'s does."""
     made = found if isinstance(found, tuple) else (found,)
     if not all(isinstance(tensor, Tensor) and _is_plain(tensor) for tensor in made):
         return False

@@ -1,4 +1,4 @@
-"""What is known of single operations: what they write, make and draw; lists member by member."""
+"""Properties of operations: writes, results, random numbers; foreach operations by member."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipeoffload.runtime.shapes.meta_kernels import gives_new_tensors
 
 aten = torch.ops.aten
 
-# Their values are known from their arguments, or drawn: they are real on every stage.
+# Their results depend on their arguments or on random numbers only: real on every stage.
 FACTORIES = {
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like,
     aten.randn_like, aten.randint_like, aten.new_zeros, aten.new_ones, aten.new_full,
@@ -27,7 +27,7 @@ _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 @cache
 def is_ordinary(func: torch._ops.OpOverload) -> bool:
-    """Whether an operation only makes new tensors, whose shapes depend on shapes alone."""
+    """Return whether an operation only makes new tensors, with shapes that depend on shapes."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
     special = {*FACTORIES, aten._local_scalar_dense, aten.index}
     return (
@@ -41,7 +41,7 @@ def is_ordinary(func: torch._ops.OpOverload) -> bool:
 def written_arguments(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_OPTIONS
 ) -> Iterator[Any]:
-    """Yield the arguments that an operation writes in place; ``out=`` is one."""
+    """Yield the arguments that an operation writes in place, including ``out=``."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -51,7 +51,7 @@ def written_arguments(
 def call_factory(
     func: torch._ops.OpOverload, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Run one of :data:`FACTORIES` for a shape-only tensor; the result is real."""
+    """Run one of :data:`FACTORIES` with real values, though an argument is shape-only."""
     source = args[0]
     real = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
     made: Tensor = func(real, *args[1:], **{**kwargs, "device": device})
@@ -59,7 +59,7 @@ def call_factory(
 
 
 def as_stored(meta: Tensor) -> Tensor:
-    """Return the same memory without conjugate and negative bits, which operations resolve."""
+    """Return a view of the same memory without conjugate and negative bits."""
     meta = meta.conj() if meta.is_conj() else meta
     # Private: the only way to clear the bit without a copy.
     return meta._neg_view() if meta.is_neg() else meta
@@ -71,7 +71,7 @@ _NORM = aten._foreach_norm  # private: torch clips by it, and a gradient may kno
 
 @cache
 def is_foreach(func: torch._ops.OpOverload) -> bool:
-    """Whether an operation takes lists of tensors, and does the same to each member."""
+    """Return whether an operation does the same to each member of lists of tensors."""
     return func.overloadpacket.__name__.startswith("_foreach_")
 
 
@@ -90,9 +90,9 @@ def run_members(
     kwargs: dict[str, Any],
     is_shape: Callable[[Any], bool],
 ) -> Any:
-    """Run ``func`` once on all members that are real, and on each of the others alone.
+    """Run ``func`` once on all real members, and separately on each shape-only member.
 
-    ``is_shape`` tells whether a pytree has a shape-only tensor.
+    ``is_shape`` returns whether a pytree has a shape-only tensor.
     """
     count = _num_members(args)
     members = [_take((args, kwargs), [index]) for index in range(count)]
@@ -130,12 +130,12 @@ def _take(tree: Any, indices: list[int]) -> Any:
 
 aten = torch.ops.aten
 
-# They draw a number of random numbers that depends on the shape alone.
+# The number of random numbers that they draw depends on the shape alone.
 _BY_SHAPE = {
     aten.bernoulli_, aten.cauchy_, aten.exponential_, aten.geometric_, aten.log_normal_,
     aten.normal_, aten.random_, aten.uniform_, aten.bernoulli, aten.normal,
 }  # fmt: skip
-# On the CPU they draw the same in pieces. torch draws normal numbers in groups of 16.
+# On the CPU they draw the same numbers in pieces. torch draws normal numbers in groups of 16.
 _IN_PIECES = {aten.normal_, aten.uniform_}
 _PIECE = 1 << 20  # elements
 
@@ -152,7 +152,7 @@ def advance_generator(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> None:
-    """Draw and drop what the owner draws, so that the next draw is the same on every stage."""
+    """Draw and discard the owner's random numbers: the next ones are the same on all stages."""
     if func.overloadpacket is aten.native_dropout:
         torch.empty(args[0].shape, dtype=args[0].dtype, device=device).bernoulli_(0.5)
     elif func.overloadpacket in _IN_PIECES and _is_drawn_in_pieces(args[0], device):
@@ -163,7 +163,7 @@ def advance_generator(
 
 
 def _is_drawn_in_pieces(written: Any, device: torch.device) -> bool:
-    # For a tensor with gaps torch draws each number by itself.
+    # For a non-contiguous tensor torch draws each number separately.
     return device.type == "cpu" and bool(written.is_contiguous())
 
 
@@ -181,7 +181,7 @@ def _draw_in_pieces(
 
 
 def _in_place_of(leaf: Any, device: torch.device) -> Any:
-    """Return a real tensor like a shape-only one; 0.5 is a valid probability."""
+    """Return a real tensor like a shape-only one, filled with 0.5, a valid probability."""
     if not isinstance(leaf, Tensor):
         return leaf
     found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)

@@ -1,9 +1,9 @@
 """4-bit weights of bitsandbytes, with values or without.
 
-bitsandbytes packs two values of a weight into a byte, and keeps in ``quant_state``, an attribute of
-the weight and of its layer, the scale of each block of values (``absmax``), itself quantized maybe,
-and how to decode both. A layer's weight is in full until ``layer.to(device)`` quantizes it. What
-stands for a weight of another rank has its packed shape and such a state, of shapes.
+bitsandbytes packs two values of a weight into a byte. ``quant_state``, an attribute of the weight
+and of its layer, holds the scale of each block of values (``absmax``), which may be quantized too,
+and how to decode both. A layer's weight is in full until ``layer.to(device)`` quantizes it. A shape
+of a remote weight has the packed shape, and such a state made of shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.stored_tensor import value_of
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
-# What Params4bit keeps beside the weight, and takes as arguments.
+# Attributes of Params4bit that are also its arguments.
 _OPTIONS = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
 
 
@@ -47,7 +47,7 @@ def options_of(weight: Any) -> dict[str, Any]:
 
 
 def carry_options(made: Any, weight: Any) -> None:
-    """Give a shape that is like a 4-bit weight the attributes of the weight."""
+    """Copy the attributes of a 4-bit weight to its shape."""
     for name, value in options_of(weight).items():
         setattr(made, name, value)
     state = getattr(weight, "quant_state", None)
@@ -55,12 +55,13 @@ def carry_options(made: Any, weight: Any) -> None:
 
 
 def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
-    """Make a shape of the weight in a slot packed, with a quantization state of shapes.
+    """Pack the shape of a slot's 4-bit weight, and add a quantization state of shapes.
 
-    A weight in full gets those that it will have on a device.
+    A weight in full gets the packed shape and state that it will have on a device.
 
     Raises:
-        ValueError: The weight is packed and has no state, has 8 bits, or is of several tensors.
+        ValueError: The weight is packed without a state, has 8 bits, or consists of several
+            tensors.
     """
     weight, state = slot.tensor, state_of(slot)
     if state is not None:
@@ -73,7 +74,7 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
 
 
 def refuse_other_quantized(name: str, weight: Tensor) -> None:
-    """Raise ``ValueError`` for an 8-bit weight, and for one that is made of several tensors."""
+    """Raise ``ValueError`` for an 8-bit weight, and for one that consists of several tensors."""
     if hasattr(weight, "SCB"):
         raise ValueError(
             f"{name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
@@ -104,7 +105,7 @@ def _refuse_packed(slot: Slot) -> None:
 
 
 def quantize_shape(shape: Any, weight: Any) -> None:
-    """Give a shape the packed shape and the state that a 4-bit weight in full gets on a device."""
+    """Pack a shape as a 4-bit weight in full is packed on a device, with its state."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
     with IN_FORCE.during(StepRules()):  # outside of a step a mean, of scales, is refused
         packed, state = bitsandbytes.functional.quantize_4bit(
@@ -141,9 +142,9 @@ def _saved_shapes(state: Any, shape: ShapeOnly, packed: bool = False) -> dict[st
 
 
 def map_state(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a quantization state with other scales: all but the table of codes.
+    """Return a copy of a quantization state with ``change`` applied to the weight's scales.
 
-    ``change`` gets the tensors that depend on the weight's values, always in the same order.
+    The scales come in a fixed order. The table of codes is shared.
     """
     made = copy.copy(state)
     vars(made).pop("as_dict", None)
@@ -165,13 +166,13 @@ def scales_of(tensor: Tensor) -> list[Tensor]:
 
 
 def num_values(tensor: Tensor) -> int:
-    """Return the number of values of a weight, of which a packed one has several per element."""
+    """Return the number of values of a weight; a packed one has several per element."""
     state = getattr(tensor, "quant_state", None)
     return tensor.numel() if state is None else state.shape.numel()
 
 
 def bytes_on_device(slot: Slot) -> int:
-    """Return the bytes that a tensor of a module takes on a device, with a weight's scales."""
+    """Return the bytes of a slot's tensor on a device, including a quantized weight's scales."""
     tensor: Any = slot.tensor
     if is_4bit(tensor) and not tensor.bnb_quantized:
         tensor = ShapeOnly.like(tensor, slot.name)
@@ -180,7 +181,7 @@ def bytes_on_device(slot: Slot) -> int:
 
 
 def describe_4bit(weight: Any) -> str:
-    """Say how a 4-bit weight is quantized."""
+    """Return a description of how a 4-bit weight is quantized."""
     scales = "8" if weight.compress_statistics else "32"
     return f"{weight.quant_type} in blocks of {weight.blocksize}, scales of {scales} bits"
 
@@ -196,13 +197,13 @@ def move_weight(slot: Slot, device: torch.device) -> None:
 
 
 def quantize(weight: Any, device: torch.device) -> None:
-    """Quantize a 4-bit weight that is in full on a device, where it stays."""
+    """Quantize a 4-bit weight that is in full, on a device, and leave it there."""
     if is_4bit(weight) and not weight.bnb_quantized:
         weight.to(device)
 
 
 def with_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what ``send`` does of a tensor, with the state of a quantized one sent as well."""
+    """Return ``send(tensor)``; send the quantization state of a quantized weight too."""
     found, state = send(tensor), getattr(tensor, "quant_state", None)
     if state is not None:
         made = map_state(state, send)
@@ -212,7 +213,7 @@ def with_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def take_state(slot: Slot, value: Tensor) -> None:
-    """Give the weight in a slot, and its layer, the quantization state of its value, if any."""
+    """Set the quantization state of a slot's weight and layer to that of ``value``, if any."""
     state = getattr(value, "quant_state", None)
     if state is not None:
         _set_state(slot, state)
@@ -225,19 +226,19 @@ def _set_state(slot: Slot, state: Any) -> None:
 
 
 def forget_state(slot: Slot) -> None:
-    """Let the layer of a weight have the state of the weight in its slot, and no other."""
+    """Set the layer's quantization state to that of the weight in its slot."""
     state = getattr(slot.tensor, "quant_state", None)
     if state is not None:
         slot.module.quant_state = state
 
 
 def entries_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the entries that bitsandbytes saves in a state dict beside a weight."""
+    """Return the state dict's entries for the quantization state of weight ``name``."""
     return {key: value for key, value in state.items() if key.startswith(f"{name}.")}
 
 
 def read_state(entries: Mapping[str, Tensor], device: Any) -> Any:
-    """Return the quantization state of such entries, on a device."""
+    """Return the quantization state that is in these entries, on a device."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
     return bitsandbytes.functional.QuantState.from_dict(
         {key: value_of(value) for key, value in entries.items()}, device
@@ -245,7 +246,7 @@ def read_state(entries: Mapping[str, Tensor], device: Any) -> Any:
 
 
 def read_shapes(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
-    """Return the state of entries for a weight without a value; their scales are not read."""
+    """Return the state in these entries for a shape; the scales are shapes too, not read."""
     scales = {
         key: ShapeOnly.like(value, key) for key, value in entries.items() if key.endswith("absmax")
     }
@@ -253,7 +254,7 @@ def read_shapes(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
 
 
 def load_packed(slot: Slot, packed: Tensor, entries: Mapping[str, Tensor]) -> None:
-    """Give a weight, which may still be in full, a packed value and the state of saved entries."""
+    """Load a packed value and the state of saved entries into a slot's weight."""
     weight = slot.tensor
     weight.data = value_of(packed).to(weight.device)
     _set_state(slot, read_state(entries, weight.device))

@@ -1,7 +1,7 @@
-"""The gradient of a remote parameter: a shape that may know its 2-norm and its largest element.
+"""The gradient of a remote parameter: a shape with, if known, its 2-norm and largest element.
 
-The owner computes both as the user's code would, and sends them to the other ranks. Code that asks
-for them, or for what follows from them, has the owner's answer, to the bit.
+The owner computes both as the user's code would, and sends them to the other ranks. Code that
+computes them, or results that follow from them, gets the owner's result, to the bit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ aten = torch.ops.aten
 
 @dataclass
 class KnownSize:
-    """The 2-norm and the largest absolute value of a gradient that another rank has.
+    """The 2-norm and the largest absolute value of a remote gradient.
 
-    ``is_current`` ends when something is written to the gradient.
+    ``is_current`` becomes False when something is written to the gradient.
     """
 
     norm: float
@@ -38,7 +38,7 @@ class KnownSize:
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor that was computed, element by element, from a gradient of known size.
+    """A tensor that elementwise operations have computed from a gradient of known size.
 
     Attributes:
         size: The size of the gradient.
@@ -51,11 +51,11 @@ class Derived:
 
     @property
     def is_memory(self) -> bool:
-        """Whether a write to it is one to the gradient."""
+        """Whether the tensor shares memory with the gradient."""
         return self.what in ("value", "part")
 
     def view(self, func: torch._ops.OpOverload) -> Derived:
-        """Return the same for a view of it."""
+        """Return the description of a view of the tensor."""
         return self if func.overloadpacket in _WHOLE_VIEWS else Derived(self.size, "part")
 
 
@@ -70,7 +70,7 @@ _STEPS = {
     (aten.mul, "number", "bounded"): "finite",
     (aten.logical_not, "finite"): "infinite or nan",
 }
-# One element that is not a number hides all others.
+# The largest element is NaN if any element is.
 _ENDS: dict[tuple[Any, str], Callable[[KnownSize], float | None]] = {
     (aten.max, "magnitude"): lambda size: size.largest,
     (aten.amax, "magnitude"): lambda size: size.largest,
@@ -87,7 +87,7 @@ def _is_infinite(largest: float) -> bool | None:
 
 
 def derive(packet: Any, operands: Sequence[Derived | float]) -> Derived | None:
-    """Return what an operation makes of derived tensors and numbers; None if that is unknown."""
+    """Return the description of an elementwise operation's result; None if it is unknown."""
     sizes = [operand.size for operand in operands if isinstance(operand, Derived)]
     words = [operand.what if isinstance(operand, Derived) else operand for operand in operands]
     what = _STEPS.get((packet, *words))
@@ -98,7 +98,7 @@ def derive(packet: Any, operands: Sequence[Derived | float]) -> Derived | None:
 def find_answer(
     func: torch._ops.OpOverload, of: Derived, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> float | None:
-    """Return the result of an operation over all elements of ``of``, if it is known."""
+    """Return the result of a reduction over all elements of ``of``; None if it is unknown."""
     packet = func.overloadpacket
     if packet is not aten.linalg_vector_norm:
         return _ENDS[packet, of.what](of.size) if (packet, of.what) in _ENDS else None
@@ -112,13 +112,13 @@ GRADIENT_OF = "the gradient of "
 
 
 class RemoteGradient(ShapeOnly):
-    """A gradient without values, or a tensor that was computed from one element by element."""
+    """A gradient without values, or the result of elementwise operations on one."""
 
     derived: Derived | None = None
 
     @classmethod
     def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> RemoteGradient:
-        """Return the gradient of ``parameter``, with its size if that is known."""
+        """Make the gradient of ``parameter``; ``size`` is None if it is unknown."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         made = cls(parameter.meta, parameter.device, origins)
         made.derived = Derived(size) if size is not None else None
@@ -126,7 +126,7 @@ class RemoteGradient(ShapeOnly):
 
     @override
     def written_from(self, origins: frozenset[str]) -> None:
-        """It stays this gradient."""
+        """Do nothing: a written gradient has the same origins."""
 
     @classmethod
     @override
@@ -137,7 +137,7 @@ class RemoteGradient(ShapeOnly):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return what is known; forget it after a write; pass it on to what is derived."""
+        """Return a known result; discard known sizes after a write; derive elementwise results."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, RemoteGradient) and first.derived is not None:
@@ -166,7 +166,7 @@ class RemoteGradient(ShapeOnly):
         return torch.full((), value, dtype=shape.dtype, device=self.device)
 
     def _forget(self) -> None:
-        """Forget what was known, after a write."""
+        """Discard the known size after a write."""
         if self.derived is not None and self.derived.is_memory:
             self.derived.size.is_current = False
         else:
@@ -178,7 +178,7 @@ def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
 
 
 def _derived(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
-    """Return the result with what is known of it."""
+    """Return the result with its description, if it is derived."""
     operands = [arg.derived if isinstance(arg, RemoteGradient) else arg for arg in args]
     found = _derive(func, operands)
     if found is None or type(result) is not ShapeOnly:

@@ -1,4 +1,4 @@
-"""Stand-ins for the parameters and buffers of other stages."""
+"""Shapes that replace the parameters and buffers of other stages."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, us
 
 @dataclass
 class GradientAge:
-    """Tells all remote parameters at once that their gradients have changed.
+    """A counter of changes of gradients, shared by all remote parameters of a rank.
 
     Attributes:
-        num_changes: Counts backwards, clippings, and what sets gradients to zero.
-        are_none: Whether there are no gradients since the last change.
+        num_changes: The number of backwards, clippings and calls that set gradients to zero.
+        are_none: Whether the last change set all gradients to None.
     """
 
     num_changes: int = 0
     are_none: bool = True
 
     def change(self, are_none: bool = False) -> None:
-        """End what was known of gradients."""
+        """Invalidate the known sizes of all gradients."""
         self.num_changes += 1
         self.are_none = are_none
 
 
 class RemoteTensor(ShapeOnly):
-    """A parameter or buffer of other stages, under its name in this rank's module.
+    """A shape that replaces a parameter or buffer of other stages in this rank's module.
 
     Attributes:
         age: Shared by all remote parameters of the rank.
-        became: The real tensor that has replaced it, where the module was made whole again.
+        became: The real tensor that has replaced it, once the module is whole again.
     """
 
     _is_param = False
@@ -80,7 +80,7 @@ class RemoteTensor(ShapeOnly):
 
     @classmethod
     def like_weight(cls, tensor: Tensor, meta: Tensor, device: torch.device, origin: str) -> Self:
-        """Return one of this class, and of ``Params4bit`` where the tensor is a 4-bit weight."""
+        """Make a shape like ``tensor``; it is a ``Params4bit`` too for a 4-bit weight."""
         kind = remote_kind(cls, type(tensor)) if is_4bit(tensor) else cls
         made = kind(meta, device, frozenset((origin,)), tensor.requires_grad)
         if is_4bit(tensor):
@@ -97,11 +97,11 @@ class RemoteTensor(ShapeOnly):
 
     @override
     def written_from(self, origins: frozenset[str]) -> None:
-        """It stays this tensor: its owner runs the same write."""
+        """Do nothing: the owner runs the same write, so the tensor has the same origins."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient's shape, with its norm once the ranks have exchanged them."""
+        """The gradient as a shape, with its norm once the ranks have exchanged norms."""
         if self._grad_age != self.age.num_changes:
             self.know_gradient(not self.age.are_none and self.requires_grad)
         return self._grad
@@ -112,7 +112,7 @@ class RemoteTensor(ShapeOnly):
         self._grad_age = self.age.num_changes
 
     def know_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
-        """Set whether there is a gradient, and its size if that is known."""
+        """Set ``grad`` to a shape or None, with the gradient's size if that is known."""
         self.grad = RemoteGradient.of(self, size) if is_there else None
 
     @override
@@ -127,9 +127,9 @@ class RemoteTensor(ShapeOnly):
 
 @cache
 def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
-    """Return a class of remote tensors that are instances of a class of parameters too.
+    """Return a subclass of ``kind`` and of a class of parameters.
 
-    peft and transformers look for ``Params4bit`` by class and by name.
+    peft and transformers find ``Params4bit`` by class and by name.
     """
     if issubclass(parameter, RemoteTensor):
         parameter = parameter.parameter_kind  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
         pickled_kind = kind
 
         def to(self, *args: Any, **kwargs: Any) -> Tensor:
-            """Move it; quantize the shape where a weight in full would be."""
+            """Move the shape; quantize it where a weight in full would be quantized."""
             device: Any = kwargs.get("device", args[0] if args else None)
             is_full = not getattr(self, "bnb_quantized", True)
             moves = isinstance(device, str | int | torch.device)
@@ -154,7 +154,7 @@ def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
 
 
 def explain_remote(error: ValueNeededError) -> str:
-    """Return the message for code outside of a step that asked for a value of another rank."""
+    """Return the error message for code outside of a step that reads a remote value."""
     advice = (
         "its 2-norm and largest absolute value are on every rank in on_after_backward, "
         "on_before_optimizer_step and configure_gradient_clipping, where your module or callback "
@@ -169,13 +169,13 @@ def explain_remote(error: ValueNeededError) -> str:
     return f"{error}{in_brackets(users_line(error))}, which is not on this rank: {advice}"
 
 
-# torch draws again what falls outside of the bounds, as often as values ask for it.
+# torch redraws values outside of the bounds, so the number of draws depends on values.
 # Private: trunc_normal_ calls it, under whichever name that was imported.
 _draw = init._no_grad_trunc_normal_
 
 
 def _draw_anywhere(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Draw and drop the numbers for a tensor without a value."""
+    """Draw and discard the random numbers for a tensor without a value."""
     if not isinstance(tensor, ShapeOnly):
         return _draw(tensor, *args, **kwargs)
     _draw(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
@@ -184,19 +184,19 @@ def _draw_anywhere(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def install_draws() -> None:
-    """Let ``trunc_normal_`` take tensors without a value."""
+    """Make ``trunc_normal_`` accept tensors without a value."""
     init._no_grad_trunc_normal_ = _draw_anywhere
 
 
 def remove_draws() -> None:
-    """Give torch its own function back."""
+    """Restore torch's own function."""
     init._no_grad_trunc_normal_ = _draw
 
 
 class EqualIsSame(TorchFunctionMode):
     """Makes ``torch.equal`` compare identity.
 
-    Lightning's BaseFinetuning finds by it the parameters that an optimizer already has. Their
+    Lightning's BaseFinetuning uses it to find the parameters that an optimizer already has. Their
     values may be on other ranks, and two new norm layers have equal values.
     """
 

@@ -2,9 +2,9 @@
 
 A stage runs the user's whole step although it owns only some of the parameters. The others are
 shape-only: operations on them yield shape-only results, so that the code before the stage's first
-block runs unchanged, and a use of a missing value raises and names it, where zeros or NaN would
-give a wrong number silently. ``FakeTensor`` is similar, but needs a mode around everything and
-knows no origins.
+block runs unchanged. Code that reads a missing value raises an error that names it, where zeros or
+NaN would silently give wrong numbers. ``FakeTensor`` is similar, but needs a mode around everything
+and does not record origins.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ShapeOnly(Tensor):
         origins: frozenset[str],
         requires_grad: bool = False,
     ) -> ShapeOnly:
-        # Private: a third of the cost of torch.inference_mode. A view has to be as its base is, and
-        # a remote parameter is no inference tensor.
+        # Private: a third of the cost of torch.inference_mode. A view of a remote parameter, which
+        # is no inference tensor, must be none either.
         with torch._C._InferenceMode(False):
             # Private: the only way to make a tensor that has a device but no storage.
             made: ShapeOnly = Tensor._make_wrapper_subclass(
@@ -105,12 +105,12 @@ class ShapeOnly(Tensor):
         requires_grad: bool = False,
         device: torch.device | None = None,
     ) -> ShapeOnly:
-        """Return the shape-only counterpart of ``tensor``, which may be on another device."""
+        """Make the shape-only counterpart of ``tensor``, on another device if given."""
         device = tensor.device if device is None else device
         return cls(_to_meta(tensor), device, frozenset((origin,)), requires_grad)
 
     def is_as_made(self, meta: Tensor) -> bool:
-        """Whether nothing has written it, or its attributes, since it was made of ``meta``."""
+        """Return whether nothing was written since the tensor was made of ``meta``."""
         is_written = self._version or self.requires_grad or self.meta is not meta
         return not is_written and len(self.__dict__) == _NUM_OWN
 
@@ -132,7 +132,7 @@ class ShapeOnly(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take the dtype, device and shape of ``value``."""
+        """Set the dtype, device and shape to those of ``value``."""
         _tell_of_write(self, value if isinstance(value, ShapeOnly) else self)
         if not isinstance(value, ShapeOnly):
             value = ShapeOnly(_to_meta(value), self.device, self.origins)
@@ -154,7 +154,7 @@ class ShapeOnly(Tensor):
     def data_ptr(self) -> int:
         """Raise ``ValueNeededError``: a custom kernel would read memory that is not there.
 
-        torch's RNNs get 0: they ask whether their weights lie in one piece. So does its sanitizer.
+        torch's RNNs, which check whether their weights are contiguous, and its sanitizer get 0.
         """
         if sys._getframe(1).f_globals["__name__"] in _ASKS_FOR_ADDRESSES:
             return 0
@@ -165,26 +165,26 @@ class ShapeOnly(Tensor):
         )
 
     def storage(self) -> Any:
-        """Raise ``ValueNeededError``: safetensors asks for it before it writes the value."""
+        """Raise ``ValueNeededError``: safetensors calls it before it writes the value."""
         raise ValueNeededError("a file of safetensors", self.origins)
 
     def tolist(self) -> Any:
-        """Return placeholder values where the step rules allow it; else raise ValueNeededError."""
+        """Return made-up values where the step's rules allow it; else raise ValueNeededError."""
         return self._imagined("tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raise ``ValueNeededError``, or return made-up values."""
+        """Return made-up values as :meth:`tolist` does; else raise ValueNeededError."""
         return self._imagined("numpy()").numpy()
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Register on the stage that has the value alone, where the gradient comes."""
+        """Register the hook if a gradient comes; else only the stage with the value does."""
         if self.requires_grad:
             handle: RemovableHandle = super().register_hook(hook)
             return handle
         return RemovableHandle(OrderedDict())
 
     def retain_grad(self) -> None:
-        """Do nothing where there is no gradient: it exists on the stage that has the value."""
+        """Retain the gradient if one comes; else only the stage with the value does."""
         if self.requires_grad:
             super().retain_grad()
 
@@ -204,7 +204,7 @@ class ShapeOnly(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` on meta tensors and unite the origins of its arguments."""
+        """Run ``func`` on meta tensors; the result has the union of the arguments' origins."""
         kwargs = kwargs or {}
         known = _known_result(func, args, kwargs)
         if known is not None:
@@ -222,8 +222,8 @@ class ShapeOnly(Tensor):
         args = with_fitting_parts(func, args)
         imagined = imagine_sizes(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
-        # Numbers that are drawn while operations are only observed are not used, and may take much
-        # memory; but the trace has to see that a generator of the user's advances.
+        # Random numbers are not used while operations are only observed, and may take much memory;
+        # but the trace has to observe that a generator of the user's advances.
         is_seen = not are_observed() or kwargs.get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
             advance_generator(func, args, kwargs, device)
@@ -245,7 +245,7 @@ class ShapeOnly(Tensor):
 def _known_result(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return the result that an operation had for the same shapes; None if there is more to do."""
+    """Return the cached result for the same shapes; None if the operation needs more work."""
     if not is_ordinary(func) or are_observed():
         return None
     metas = tuple([leaf.meta if isinstance(leaf, ShapeOnly) else leaf for leaf in args])
@@ -260,7 +260,7 @@ def _known_result(
 
 
 def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
-    """Report a write that is in no operation's arguments."""
+    """Report a write that the arguments of no operation show."""
     tell_observers(aten.set_.source_Tensor, (tensor, value), None)
 
 
@@ -278,12 +278,12 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor; of a shape-only one that of its meta tensor."""
+    """Return the storage of a tensor, or of the meta tensor of a shape-only one."""
     return (tensor.meta if isinstance(tensor, ShapeOnly) else tensor).untyped_storage()
 
 
 def has_shapes(tree: Any) -> bool:
-    """Whether there are shape-only tensors in a pytree."""
+    """Return whether a pytree contains shape-only tensors."""
     return next(shape_only_leaves(tree), None) is not None
 
 
@@ -312,7 +312,7 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _with_counted_masks(
     func: torch._ops.OpOverload, args: tuple[Any, ...]
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
-    """Replace masks that have a value by indices: their number is known."""
+    """Replace real masks with indices, whose number is known."""
     if func is aten.masked_select.default and not isinstance(args[1], ShapeOnly):
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in args))
         func, args = aten.index.Tensor, (args[0].expand(shape), [args[1].expand(shape)])
@@ -332,7 +332,7 @@ def _refuse_writes(
     kwargs: Mapping[str, Any],
     origins: frozenset[str],
 ) -> None:
-    """Refuse to write a missing value into a real tensor, unless it is dropped."""
+    """Refuse to write a missing value into a real tensor, unless the write is dropped."""
     for value in written_arguments(func, args, kwargs):
         is_real = isinstance(value, Tensor) and not isinstance(value, ShapeOnly)
         if is_real and not is_dropped(value):
@@ -343,7 +343,7 @@ def _refuse_writes(
 def _refuse_reduction(
     func: torch._ops.OpOverload, operands: Sequence[ShapeOnly], result: Any
 ) -> None:
-    """Refuse reductions to one number in hooks: it would be used or logged somewhere else."""
+    """Refuse reductions to one number in hooks, which would use or log the number."""
     if is_in_step() or not isinstance(result, ShapeOnly) or result.dim():
         return
     is_view = func._schema.returns[0].alias_info is not None
@@ -373,31 +373,31 @@ def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
 
 
 def _warn_of_saving() -> None:
-    """Warn if ``torch.save`` calls ``__reduce_ex__``: the file would pass for the weights."""
+    """Warn if ``torch.save`` calls ``__reduce_ex__``: the file would lack the weights."""
     pickler = sys._getframe(2)
     if pickler.f_globals.get("__name__") == "torch.serialization":
         warnings.warn(_SAVED, stacklevel=5)
 
 
 class Awaited(ShapeOnly):
-    """A shape-only tensor that gets the value that an earlier stage sends.
+    """A shape-only tensor that later receives the value that an earlier stage sends.
 
-    The step may hold it in variables, lists and attributes, where it cannot be exchanged. So from
-    then on each torch function that takes it is called with the value instead. A class of its own:
-    other shape-only tensors do without ``__torch_function__``, a call of Python per operation.
+    The step may hold it in variables, lists and attributes, where it cannot be replaced. So once it
+    has a value, each torch function that gets it is called with the value instead. This needs
+    ``__torch_function__``, a Python call per operation, which other shape-only tensors avoid.
     """
 
     value: Tensor | None = None
 
     @classmethod
     def of(cls, leaf: ShapeOnly) -> Awaited:
-        """Return a stand-in for ``leaf``."""
+        """Make a stand-in for ``leaf``."""
         made = cls(leaf.meta, leaf.device, leaf.origins)
         assert isinstance(made, Awaited)
         return made
 
     def receive(self, value: Tensor) -> None:
-        """Stand for ``value`` from now on."""
+        """Set the value, which torch functions get from now on."""
         if value.requires_grad:
             _Link.apply(value, self)
         self.value = value
@@ -410,11 +410,11 @@ class Awaited(ShapeOnly):
         )
 
     def tolist(self) -> Any:
-        """Return the values once they are there."""
+        """Return the received values; without them, as :class:`ShapeOnly` does."""
         return super().tolist() if self.value is None else self.value.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values once they are there."""
+        """Return the received values; without them, as :class:`ShapeOnly` does."""
         return super().numpy() if self.value is None else self.value.numpy(force=force)
 
     @classmethod
@@ -425,13 +425,13 @@ class Awaited(ShapeOnly):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` with the values that are there."""
+        """Call ``func`` with received values in place of stand-ins."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(*give_values(args), **give_values(kwargs or {}))
 
 
 def give_values(tree: Any) -> Any:
-    """Replace stand-ins by their values."""
+    """Replace stand-ins with their received values."""
     stands_in = any(isinstance(leaf, Awaited) for leaf in leaves_of(tree))
     return tree_map(_value_of, tree) if stands_in else tree
 
@@ -442,7 +442,7 @@ def _value_of(leaf: Any) -> Any:
 
 
 class _Link(torch.autograd.Function):
-    r"""Leads gradients of a stand-in to its value, for the user's ``autograd.Function``\ s."""
+    r"""Passes gradients of a stand-in to its value, for the user's ``autograd.Function``\ s."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, stand_in: Tensor) -> Tensor:

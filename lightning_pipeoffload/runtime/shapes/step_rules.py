@@ -1,7 +1,7 @@
-"""What holds for tensors without a value while a step runs, and the error for a missing value.
+"""Rules for shape-only tensors while a step runs, and the error for a missing value.
 
-The caller of the step sets the rules: which operations are observed, which values are made up, and
-which writes are dropped.
+The caller of the step sets the rules: an observer of operations, values to make up, and writes to
+drop.
 
 Operations whose sizes depend on values are refused or made up. A mixture of experts searches for
 the tokens of each expert; how many there are is known only on the stage that runs the block. So the
@@ -21,9 +21,9 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 
 
 class ValueNeededError(BaseException):
-    """Code asked for a value that exists on another stage only.
+    """Code reads a value that exists on another stage only.
 
-    Not an ``Exception``: a step's own ``except Exception`` would go on without the value.
+    It is no ``Exception``: a step's own ``except Exception`` would continue without the value.
     ``origins`` are the names of the tensors that the value was computed from.
     """
 
@@ -34,7 +34,7 @@ class ValueNeededError(BaseException):
 
 
 def describe_origins(origins: frozenset[str]) -> str:
-    """Name up to three origins."""
+    """Return a phrase with up to three names of the tensors that a value was computed from."""
     names = sorted(origins)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return "something computed from " + ", ".join(names[:3]) + more
@@ -47,7 +47,7 @@ class Imagined(NamedTuple):
 
 
 EVERYTHING = Imagined(flag=True)
-# Behind the blocks most questions are whether something is wrong.
+# Behind the blocks most flags that code reads ask whether something is wrong.
 NO_ALARM = Imagined(flag=False)
 
 
@@ -60,8 +60,8 @@ class StepRules:
 
     Attributes:
         observe: Called with each operation on shape-only tensors, its arguments and its result.
-        imagine: Returns how to make up a value that code asks for; None: it is refused.
-        drop: Whether to drop a write of a missing value into a real tensor. For buffers such as
+        imagine: Returns how to make up a value that code reads; None: it is refused.
+        drop: Returns whether to drop a write of a missing value into a real tensor, such as
             running statistics, whose true value is on the stage that computes them.
     """
 
@@ -78,24 +78,24 @@ def _rules() -> StepRules:
 
 
 def is_in_step() -> bool:
-    """Whether a step of any pipeline runs; code outside is a hook's or a script's."""
+    """Return whether a step of any pipeline is running, not a hook or a script."""
     return IN_FORCE.latest(StepRules) is not None
 
 
 def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-    """Report an operation that was run, if the step's rules ask for it."""
+    """Report an operation to the observer, if the step's rules have one."""
     observe = _rules().observe
     if observe is not None:
         observe(func, args, result)
 
 
 def are_observed() -> bool:
-    """Whether operations are observed, and their results not used."""
+    """Return whether operations are only observed, so that their results are not used."""
     return _rules().observe is not None
 
 
 def imagine(operation: str, origins: frozenset[str]) -> Imagined:
-    """Return how to make up a value, or raise ``ValueNeededError`` where none is made up."""
+    """Return how to make up a value; raise ``ValueNeededError`` if the rules refuse it."""
     imagined = _imagined()
     if imagined is None:
         raise ValueNeededError(operation, origins)
@@ -103,7 +103,7 @@ def imagine(operation: str, origins: frozenset[str]) -> Imagined:
 
 
 def may_imagine() -> bool:
-    """Whether values are made up here."""
+    """Return whether the rules make up values at this point."""
     return _imagined() is not None
 
 
@@ -113,7 +113,7 @@ def _imagined() -> Imagined | None:
 
 
 def is_dropped(written: Tensor) -> bool:
-    """Whether a write into a real tensor is dropped."""
+    """Return whether the rules drop a write into a real tensor."""
     drop = _rules().drop
     return drop is not None and drop(written)
 
@@ -127,12 +127,12 @@ def make_result(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return a meta tensor that ``func``, one of ``_MAKERS``, might return."""
+    """Return a possible result of ``func``, one of ``_MAKERS``, on the meta device."""
     return _MAKERS[func](*args, **kwargs)
 
 
 def is_mask(index: Any) -> bool:
-    """Whether indexing by it gives as many rows as it has true elements."""
+    """Return whether ``index`` is a mask, which selects as many rows as it has true elements."""
     return isinstance(index, Tensor) and index.dtype in _MASKS
 
 
@@ -203,17 +203,17 @@ _MAKERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 
 
-# The user's words for an operation that torch names otherwise.
+# Names that users know, for operations that torch names differently.
 _USERS_WORDS = {"index": "indexing with a mask"}
 
 
 def imagine_sizes(
     func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
 ) -> Imagined | None:
-    """Return how to make up the sizes of an operation's result; None where they are known.
+    """Return how to make up the sizes of an operation's result; None if they are known.
 
     Raises:
-        ValueNeededError: They depend on values, and the step's rules make none up.
+        ValueNeededError: The sizes depend on values that the step's rules do not make up.
     """
     if not is_sized_by_values(func, args):
         return None
@@ -225,14 +225,14 @@ def imagine_sizes(
 
 
 def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of what an operation returns depends on values."""
+    """Return whether the shape of an operation's result depends on values."""
     if func.overloadpacket is aten.index:
         return any(map(is_mask, args[1]))
     return torch.Tag.dynamic_output_shape in func.tags
 
 
 def with_fitting_parts(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Split into one part that has all, if lengths that are made up do not add up."""
+    """Replace made-up split sizes of a wrong sum: the first piece gets all, the others none."""
     if func is not aten.split_with_sizes.default or not args[1]:
         return args
     source, (_, *others), *place = args

@@ -1,8 +1,7 @@
-"""Attributes that a step writes, and placeholders where another rank or stage has the value.
+"""Attributes that a step writes, and placeholders for values of other ranks or stages.
 
-State of Python modules and classes is no rule of the contract's: each stage would write it for
-itself. So a step that writes any is refused: it is compared before and after a second run of the
-step, which fills no more caches.
+A step that writes state of Python modules or classes is refused, since each stage would write its
+own. This state is compared before and after a second run of the step, when caches are filled.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module'
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """The attribute ``name`` of ``part``, a submodule that the user's module calls ``path``."""
+    """The attribute ``name`` of ``part``, the submodule of the user's module at ``path``."""
 
     path: str
     part: nn.Module
@@ -50,21 +49,21 @@ class Variable:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Equal for the same attribute of the same object."""
+        """A key that identifies the attribute of this object."""
         return id(self.part), self.name
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The name of the attribute for messages."""
         return ".".join(filter(None, ("self", self.path, self.name)))
 
     @property
     def value(self) -> Any:
-        """Its present value; :data:`GONE` if there is no such attribute."""
+        """The current value; :data:`GONE` if there is no such attribute."""
         return vars(self.part).get(self.name, GONE)
 
     def put(self, value: Any) -> None:
-        """Assign a value, or delete the attribute if that is :data:`GONE`."""
+        """Assign a value; delete the attribute if ``value`` is :data:`GONE`."""
         if value is GONE:
             vars(self.part).pop(self.name, None)
         else:
@@ -72,14 +71,14 @@ class Variable:
 
 
 def variables(module: nn.Module) -> Iterator[Variable]:
-    """Yield all attributes of a module tree but its parameters, buffers and modules."""
+    """Yield all attributes of a module tree except parameters, buffers and modules."""
     for path, part in module.named_modules():
         for name in vars(part).keys() - REGISTRIES:
             yield Variable(path, part, name)
 
 
 class StepPoint(NamedTuple):
-    """A segment of the step: its block, or what the step runs before it."""
+    """A segment of the step: its block, or the code before its block."""
 
     segment: int
     is_in_block: bool
@@ -89,8 +88,8 @@ class Write(NamedTuple):
     """A write to an attribute.
 
     Attributes:
-        line: The line of the user's code; "" for a change in place, which is found afterwards.
-        is_users: Whether the user's code writes it, not a library for itself.
+        line: The line of the user's code; "" for a change in place, which is detected later.
+        is_users: Whether the user's code writes it, not a library.
     """
 
     variable: Variable
@@ -100,7 +99,7 @@ class Write(NamedTuple):
 
 
 class WriteWatch:
-    """Records in ``writes``, in order, which attributes one run of a step writes."""
+    """Records the attributes that one run of a step writes, in order, in ``writes``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -112,7 +111,7 @@ class WriteWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record what is written inside."""
+        """Record the writes inside."""
         for variable in variables(self._module):
             self._see(variable)
         plain = nn.Module.__setattr__
@@ -140,7 +139,7 @@ class WriteWatch:
         self._seen[key] = variable, fingerprint(value) if key in self._held else [(value, 0)]
 
     def compare(self, point: StepPoint) -> None:
-        """Record what was changed in place since the last comparison, at the end of ``point``."""
+        """Record changes in place since the last comparison; called at the end of ``point``."""
         with torch._C.DisableTorchFunction():  # private: this is no call of the step's
             for variable, before in [self._seen[key] for key in self._held]:
                 if not is_unchanged(before, fingerprint(variable.value)):
@@ -148,7 +147,7 @@ class WriteWatch:
         self._point = StepPoint(point.segment + point.is_in_block, not point.is_in_block)
 
     def finish(self) -> None:
-        """Record attributes that were made or replaced without ``setattr``, by ``__dict__`` say."""
+        """Record attributes that were written without ``setattr``, such as by ``__dict__``."""
         end = StepPoint(self._point.segment, is_in_block=False)
         now = {variable.key: variable for variable in variables(self._module)}
         for key in now.keys() - self._seen.keys():
@@ -174,7 +173,7 @@ def _can_change(value: Any) -> bool:
 
 
 class Placeholder:
-    """Raises its message when it is used; copies and pickles are placeholders too."""
+    """Raises an error with its message on any use; copies and pickles are placeholders too."""
 
     __slots__ = ()
     message: str
@@ -215,7 +214,7 @@ def _raise_first(tree: Any) -> NoReturn:
 
 
 class Elsewhere(Placeholder):
-    """Stands for an attribute whose own value this rank or stage has in ``own``."""
+    """A placeholder for an attribute; ``own`` is the value of this rank or stage."""
 
     __slots__ = ("message", "own")
     __hash__ = object.__hash__

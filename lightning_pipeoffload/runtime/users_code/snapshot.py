@@ -1,7 +1,7 @@
-"""Values that attributes hold: looked at, copied, and put back.
+"""Compares, copies and restores the values of attributes.
 
-Inside of a value count lists, dicts, sets, deques and tuples, and the attributes of objects of
-users' own classes, three levels deep.
+A value includes the contents of lists, dicts, sets, deques and tuples, and the attributes of
+objects of the user's classes, three levels deep.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONSTANTS = (int, float, complex, str, torch.Size)
 class Attribute(NamedTuple):
     """A module of the tree, and the name of one of its attributes.
 
-    By the module's identity: the hash of a torchmetrics object changes with its state.
+    Compared by the module's identity: the hash of a torchmetrics object changes with its state.
     """
 
     part: nn.Module
@@ -58,7 +58,7 @@ class Attribute(NamedTuple):
 
 
 Fingerprint = list[tuple[Any, Any]]
-"""Objects, and for each a state that changes when it is written. It keeps the objects alive."""
+"""Pairs of an object and a state that changes when it is written; holds the objects alive."""
 
 
 class Parts(tuple[Any, ...]):
@@ -76,7 +76,7 @@ class Parts(tuple[Any, ...]):
 def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> Fingerprint:
     """Record a value, the containers in it, and their tensors and arrays.
 
-    Of a container with more than ``longest`` values only their number is recorded.
+    Only the length is recorded of a container with more than ``longest`` values.
     """
     if is_plain(value):
         return [(value, 0)]
@@ -91,12 +91,12 @@ def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> 
 
 
 def is_plain(value: Any) -> bool:
-    """Whether nothing in a value can change: a number, a string, a function."""
+    """Return whether a value is immutable: a number, a string, a function."""
     return type(value) in _PLAIN
 
 
 def is_unchanged(before: Fingerprint, after: Fingerprint) -> bool:
-    """Whether nothing was changed in between."""
+    """Return whether two fingerprints show no change."""
     return len(before) == len(after) and all(
         _is_same(old, new) and was == now
         for (old, was), (new, now) in zip(before, after, strict=True)
@@ -133,7 +133,7 @@ def containers_in(value: Any, known: set[int] | None = None) -> Iterator[Any]:
 
     Args:
         value: The value.
-        known: Ids of containers that are left out; those that are found are added.
+        known: Ids of containers to skip; found containers are added.
     """
     for container, _ in _walk(value, set() if known is None else known, _DEPTH):
         if isinstance(container, (dict, *_CONTAINERS)):
@@ -155,14 +155,14 @@ def _walk(
 
 
 def _is_container(value: Any) -> bool:
-    """Whether it holds others; not a dict that computes its values, which may load much or fail."""
+    """Return whether a value contains others; excludes dicts that compute their values."""
     if isinstance(value, dict):  # transformers' outputs are dicts that refuse updates
         return type(value).values in _VALUES and not dataclasses.is_dataclass(value)
     return isinstance(value, (*_CONTAINERS, tuple)) and not isinstance(value, torch.Size)
 
 
 def _space_of(value: Any) -> Any:
-    """Return the attributes of an object of a user's class; of a dataclass with slots itself."""
+    """Return the ``__dict__`` of an object of a user's class; a dataclass with slots itself."""
     if isinstance(value, _NOT_COLLECTIONS) or is_opaque(value) or is_generator(value):
         return None
     found = getattr(value, "__dict__", None)
@@ -180,7 +180,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def refill(container: Any, contents: Any) -> None:
-    """Replace what is in a container."""
+    """Replace the contents of a container."""
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(contents)
@@ -192,11 +192,11 @@ def refill(container: Any, contents: Any) -> None:
 
 
 def private_copy(value: Any, known: dict[int, Any] | None = None, depth: int = _DEPTH) -> Any:
-    """Copy the tensors, arrays and containers of a value; what is there twice stays one object.
+    """Copy the tensors, arrays and containers of a value; preserve shared references.
 
     Args:
         value: The value.
-        known: Copies by the id of the original; those that are there are used.
+        known: Existing copies, by the id of the original.
         depth: How many levels to copy.
     """
     known = {} if known is None else known
@@ -241,19 +241,19 @@ def _copy_object(value: Any, inside: Callable[[Any], Any]) -> Any:
     return found
 
 
-# Putting back
+# Restoring
 
 
 class TensorValues:
-    """The values that tensors have at one moment, with the storage and version of each."""
+    """A snapshot of tensors: their values, storages and versions."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        # A new .data counts no write, and is another storage.
+        # Assigning .data counts no write, but replaces the storage.
         self._seen = [(t, t.data, t.detach().clone(), _version_of(t)) for t in tensors]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let the tensors have these values inside."""
+        """Restore these values within the context, and the present ones afterwards."""
         now = TensorValues(tensor for tensor, *_ in self._seen)
         self.put_back()
         try:
@@ -262,12 +262,12 @@ class TensorValues:
             now.put_back()
 
     def put_back(self) -> None:
-        """Give the tensors these values again."""
+        """Restore the values."""
         for seen in self._seen:
             self._put(*seen)
 
     def put_back_written(self) -> list[Tensor]:
-        """Give those that were written since their values again, and return them."""
+        """Restore the tensors that were written since, and return them."""
         written = [seen for seen in self._seen if is_written(seen[0], *seen[2:])]
         for seen in written:
             self._put(*seen)
@@ -280,12 +280,12 @@ class TensorValues:
         if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
             tensor.data = data
         if version >= 0:
-            # Private: autograd compares versions. All views that it has saved share the counter.
+            # Private: autograd compares versions. Saved views share the counter.
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def is_written(tensor: Tensor, copied: Tensor, version: int = 0) -> bool:
-    """Whether a tensor was written since its version was counted and a copy of it was made."""
+    """Return whether a tensor was written since it had ``version`` and was copied."""
     is_counted = not tensor.is_inference() and tensor._version != version
     return is_counted or not _has_same_values(tensor, copied)
 
@@ -302,7 +302,7 @@ def _has_same_values(tensor: Tensor, copied: Tensor) -> bool:
 
 
 class Snapshot:
-    """What attributes and the containers in them hold at one moment.
+    """A snapshot of attributes and of the containers in them.
 
     Args:
         attributes: The attributes, whether they exist or not.
@@ -318,7 +318,7 @@ class Snapshot:
         ]
 
     def put_back(self) -> None:
-        """Let them hold it again."""
+        """Restore the attributes and containers."""
         for container, contents in self.contents:
             refill(container, contents)
         for part, name, value in self.values:
@@ -330,10 +330,10 @@ class Snapshot:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
-    """Give the attributes of a module tree, and all that is in them, their values back afterwards.
+    """Restore the attributes of a module tree and their contents afterwards.
 
     Yields:
-        The attributes that were changed in place; filled at the end.
+        The attributes that were changed in place; complete only after the context.
     """
     names = [(part, [*vars(part)]) for part in module.modules()]
     snapshot = Snapshot(Attribute(part, name) for part, known in names for name in known)
@@ -374,7 +374,7 @@ def _inside(value: Any) -> dict[int, Any]:
 
 @contextmanager
 def leaving_no_trace(module: nn.Module, written: Container[str]) -> Iterator[None]:
-    """Restore gradients, buffers, attributes, generators, and parameters of ``written`` names."""
+    """Restore gradients, buffers, attributes, generators, and the parameters named ``written``."""
     named = module.named_parameters()
     weights = TensorValues(parameter for name, parameter in named if name in written)
     gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]

@@ -36,14 +36,14 @@ class Generators:
         self.find()
 
     def find(self) -> None:
-        """Find where generators are; other generators may replace them later."""
+        """Find the places of generators, which other generators may take later."""
         for place in _held(self._module):
             if is_generator(place.value):
                 self._places[place.label] = place.holder, place.key
         self.exist = bool(self._places)
 
     def seed(self, seed: int) -> None:
-        """Seed each by its name."""
+        """Seed each generator from ``seed`` and its name."""
         for label, generator in self._now():
             _seed(generator, mix_seed(seed, zlib.crc32(label.encode())))
 
@@ -54,7 +54,7 @@ class Generators:
                 yield label, value
 
     def kept(self) -> AbstractContextManager[Any]:
-        """Restore the state of each afterwards."""
+        """Restore the state of each generator afterwards."""
         return self._kept() if self._places else NOTHING
 
     @contextmanager
@@ -68,7 +68,7 @@ class Generators:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of random numbers that can be seeded."""
+    """Return whether a value is a random generator that can be seeded."""
     return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
@@ -100,7 +100,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def refusing_iterators(module: nn.Module) -> Iterator[None]:
-    """Raise ``ValueError`` if the step inside advances or makes an iterator of the module."""
+    """Raise ``ValueError`` if the step inside advances an iterator of the module, or adds one."""
     found = [
         place
         for place in _held(module)
@@ -126,7 +126,7 @@ def _refuse_new(module: nn.Module, known: set[int]) -> None:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is an iterator or an open file, which advances when it is read."""
+    """Return whether a value is an iterator or an open file, which reading advances."""
     if isinstance(value, io.IOBase):
         return not value.closed
     return hasattr(type(value), "__next__") and not isinstance(value, _Refused)
@@ -159,7 +159,7 @@ def _refusal(place: _Held) -> ValueError:
 
 
 class _Held(NamedTuple):
-    """A value that an attribute, or a container in one, has under ``key``."""
+    """A value in a module's ``__dict__``, or in a container of an attribute, at ``key``."""
 
     label: str
     value: Any

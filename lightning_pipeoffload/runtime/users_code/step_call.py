@@ -1,10 +1,10 @@
 """Calls of the user's step, and copies of microbatches that it writes (rule 2).
 
-Each stage of a rank runs the beginning of the step on the same microbatch, and would write it once
-more (``batch["x"].div_(255)``, ``batch.pop("n")``). And microbatches are views of one batch, so
-that to autograd a write into one is a write into saved tensors of others. So where the trace has
-seen a write, each stage has a copy. What the rank's last stage has written into tensors is copied
-into the batch, for hooks.
+Each stage of a rank runs the beginning of the step on the same microbatch, and would repeat a write
+(``batch["x"].div_(255)``, ``batch.pop("n")``). Microbatches are views of one batch, so autograd
+counts a write into one as a write into saved tensors of others. So if the trace records a write,
+each stage gets a copy. The tensors that the rank's last stage has written are copied into the
+batch, for hooks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _DEPTH = 20  # of a batch, which has no circles
 
 @dataclass(frozen=True)
 class StepCall:
-    """What one call of the user's step is for.
+    """The purpose of one call of the user's step.
 
     Attributes:
         is_trace: The call is traced, without values.
-        is_last: The call runs to the step's end: its result counts, and what it logs.
-        is_last_local: It is the rank's last stage that runs.
+        is_last: The call runs to the step's end; its result and logged values are used.
+        is_last_local: The rank's last stage makes the call.
     """
 
     is_trace: bool = False
@@ -54,12 +54,12 @@ def copy_batch(part: Any, known: dict[int, Any] | None = None) -> Any:
 
 
 class CallOnCopies:
-    """Calls a step on a new copy of a microbatch each time; the last call is written back.
+    """Calls a step on a new copy of a microbatch each time; copies back the last call's writes.
 
     Args:
         step: The user's step.
         part: The microbatch.
-        num_calls: The number of calls, traces left out.
+        num_calls: The number of calls, without traces.
     """
 
     def __init__(self, step: UsersStep, part: Any, num_calls: int) -> None:
@@ -86,7 +86,7 @@ class CallOnCopies:
 
 
 def without_shared(part: Any, batch: Any) -> Any:
-    """Copy the tensors of a microbatch that others of its batch share."""
+    """Copy the tensors of a microbatch that other microbatches share."""
     shared = {id(leaf) for leaf in leaves_of(batch)}
     tensors = [leaf for leaf in leaves_of(part) if isinstance(leaf, Tensor)]
     return copy_batch(part, {id(leaf): leaf for leaf in tensors if id(leaf) not in shared})

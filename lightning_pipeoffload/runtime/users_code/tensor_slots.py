@@ -1,4 +1,4 @@
-"""The slots of a module tree: the entries that hold a parameter or a buffer."""
+"""Slots: the entries of a module tree that hold a parameter or a buffer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Slot:
 
     @property
     def path(self) -> str:
-        """The module's part of the name, with its dot."""
+        """The name of the module with a trailing dot; "" for the root."""
         return self.name.removesuffix(self.attribute)
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is there now."""
+        """The tensor in the slot."""
         found: Tensor = self.module.__dict__[self.kind][self.attribute]
         return found
 
     def put(self, tensor: Tensor) -> None:
-        """Replace the tensor, without what ``setattr`` of a module does."""
+        """Replace the tensor without ``nn.Module.__setattr__``."""
         self.module.__dict__[self.kind][self.attribute] = tensor
 
 

@@ -1,4 +1,4 @@
-"""Whether code is the user's, a library's, Python's or this package's, and lines for messages."""
+"""Distinguishes the user's code from libraries; returns lines of it for messages."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _OPAQUE = {
 
 @cache
 def is_librarys_file(filename: str) -> bool:
-    """Whether a file is of an installed library or of this package."""
+    """Return whether a file belongs to an installed library or to this package."""
     path = Path(filename)
     return not _INSTALLED.isdisjoint(path.parts) or _OURS in path.parents
 
 
 @cache
 def is_users_file(filename: str) -> bool:
-    """Whether a file is none of a library, of Python or of this package."""
+    """Return whether a file belongs to no library, Python or this package."""
     return not is_librarys_file(filename) and _PYTHONS not in Path(filename).parents
 
 
 @cache
 def is_users(name: str) -> bool:
-    """Whether a Python module is none of a library, of Python or of this package."""
+    """Return whether a Python module belongs to no library, Python or this package."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return name == "__main__" or (file is not None and is_users_file(file))
 
 
 def is_opaque(value: object) -> bool:
-    """Whether an object is of a library's class, whose attributes are not looked into."""
+    """Return whether an object's class is a library's; its attributes are not inspected."""
     return type(value).__module__.partition(".")[0] in _OPAQUE
 
 

@@ -1,4 +1,4 @@
-"""The operations whose weight gradient can wait for W, each with its gradients."""
+"""The operations whose weight gradient can wait for W, with their gradient formulas."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class DeferredCall:
         raise NotImplementedError
 
     def flops(self, x: Tensor, grad: Tensor) -> int:
-        """Return the floating-point operations of :meth:`accumulate`, which computes a product."""
+        """Return the floating-point operations of the product in :meth:`accumulate`."""
         return 2 * grad.numel() * x.shape[-1]
 
     def check_unchanged(self) -> None:
-        """Refuse a weight that was written in place since the forward."""
+        """Raise an error if the weight was written in place since the forward."""
         if self.weight._version != self.version:
             raise RuntimeError(
                 f"a weight of shape {tuple(self.weight.shape)} was changed in place between the "
@@ -77,8 +77,8 @@ class Linear(DeferredCall):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
         super().__init__(weight, bias, *options)
-        # torch saves a view here, which keeps its value where a step assigns to weight.data for a
-        # while, as binary networks do; of other operations it saves the weight itself.
+        # A view, as torch saves for linear: its value stays while a step assigns another tensor to
+        # weight.data, as binary networks do. For other operations torch saves the weight itself.
         self._value = weight.detach()
 
     @override

@@ -51,12 +51,12 @@ def _is_deferred(weight: Tensor | None) -> bool:
 
 def may_wait(parameter: Tensor) -> bool:
     """Whether the gradient of a parameter may wait for W."""
-    # Autograd calls a hook once, with the sum over all uses; W adds one use after another.
+    # Autograd calls a hook once, with the sum over all uses; W adds the uses one by one.
     return getattr(parameter, _MARK, False) and not has_hooks(parameter)
 
 
 def _viewed(node: Any) -> Tensor | None:
-    """Return the leaf of which a node makes a view or cast; None if it is another operation."""
+    """Return the leaf that a node views or casts; None if it is another operation."""
     for _ in range(_LONGEST_VIEW):
         variable: Tensor | None = getattr(node, "variable", None)
         if variable is not None or node is None or node.name() not in _TRANSPARENT:
@@ -66,7 +66,7 @@ def _viewed(node: Any) -> Tensor | None:
 
 
 def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the leaves that a node of a graph uses, and whether the gradient of each could wait."""
+    """Yield each leaf that a graph node uses, and whether its gradient could wait for W."""
     if node.name() in _TRANSPARENT:
         return
     for following, _ in node.next_functions:
@@ -142,7 +142,7 @@ _KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
     "convolution": _convolution,
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
 }
-# The nodes of these operations where none is deferred.
+# The names of these operations' nodes when they are not deferred.
 _PRODUCTS = {f"{name.title().replace('_', '')}Backward0" for name in _KERNELS}
 # By type of device; global, as torch's dispatcher is.
 _libraries: dict[str, torch.library.Library] = {}
@@ -165,19 +165,18 @@ def install_kernels(device_type: str) -> None:
 
 
 def _original(name: str, key: str) -> _Original:
-    """Return the original operation, called so that other threads can run Python meanwhile.
+    """Return a function that calls the original operation and releases the GIL meanwhile.
 
-    A kernel that is called directly holds the interpreter's lock for as long as it runs: for ever
-    where an accelerator's queue is full and another rank is dead. Where the key has torch's common
-    kernel, the dispatcher runs the same one at a key that is never replaced, and for what it calls
-    inside too.
+    A kernel that is called directly holds the GIL while it runs: for ever if an accelerator's queue
+    is full and another rank is dead. If the key has torch's common kernel, the dispatcher runs that
+    kernel at a key that is never replaced, also for operations that it calls inside.
     """
     kernel = torch.library.get_kernel(f"aten::{name}", key)
     if repr(kernel) != repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther")):
         return kernel.call_boxed
     call = PLAIN_CALLS[name]
-    # Private: nothing public names dispatch keys to go on at. An operator's redispatch() takes 4 us
-    # more.
+    # Private: no public API continues dispatch at a given key. An operator's redispatch() takes
+    # 4 us more.
     keys = torch._C.DispatchKey.__members__
     common, replaced = keys["AutogradOther"], torch._C.DispatchKeySet(keys[key])
     compiling = keys["PythonDispatcher"]  # which finds the key by itself, and would call this again
@@ -195,5 +194,5 @@ def _original(name: str, key: str) -> _Original:
 def remove_kernels() -> None:
     """Restore the dispatcher's own kernels."""
     while _libraries:
-        # Private: a Library unregisters when it is collected, which is too late to rely on.
+        # Private: a Library unregisters only when it is garbage-collected.
         _libraries.popitem()[1]._destroy()

@@ -19,13 +19,13 @@ from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
 
-# Private: the one way to run an operation without our own kernel, which would only pass it on. Not
-# _AutoDispatchBelowAutograd: a view that the operation makes inside, as linear does of its product
-# of rows, would count as a view made by a Function, which must not be written in place.
+# Private: the only way to run an operation without our own kernel, which would only forward it. Not
+# _AutoDispatchBelowAutograd: a view that the operation makes inside, as linear does, would count as
+# a view made by a Function, which must not be written in place.
 _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
-# Stands for the weights among the inputs to autograd. The first layer's own input may need no
-# gradient, and then something must ask for one.
+# Replaces the weights among the inputs to autograd. If the first layer's input needs no gradient,
+# another input must require one.
 ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 _ANCHORS_NODE = get_gradient_edge(ANCHOR).node
 _NO_GRADIENTS = (None,) * 5
@@ -35,14 +35,14 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class WeightInputKeeper:
-    """Owner of saved-tensors hooks, its methods, that keeps inputs for W in a way of their own."""
+    """Base of classes with saved-tensors hooks as methods that save W's inputs separately."""
 
     def pack_weight_input(self, x: Tensor) -> Any:
-        """Keep the input of a deferred operation."""
+        """Save the input of a deferred operation."""
         raise NotImplementedError
 
     def unpack_for_b(self, packed: Any) -> tuple[Tensor, Fetch | None]:
-        """Return such an input, or a stand-in for B and the function by which W gets the input."""
+        """Return such an input; or a stand-in for B, and a function that returns the input to W."""
         raise NotImplementedError
 
     def unpack(self, packed: Any) -> Tensor:
@@ -50,9 +50,9 @@ class WeightInputKeeper:
 
 
 def saving_hooks() -> Hooks | None:
-    """Return the saved-tensors hooks in force, such as a checkpoint's; None without any."""
-    # Private: nothing public tells. Without hooks the second node of a deferred operation would
-    # cost time for nothing.
+    """Return the active saved-tensors hooks, such as a checkpoint's; None if there are none."""
+    # Private: no public API returns them. Without hooks, a deferred operation needs no second node,
+    # which costs time.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
@@ -64,7 +64,7 @@ def keeper_of(hooks: Hooks) -> WeightInputKeeper | None:
 
 
 class _WeightInput:
-    """One operation's input while ``keeper`` keeps it; the operation's node has this object."""
+    """The input of one operation, saved by ``keeper``; the operation's node holds this object."""
 
     def __init__(self, keeper: WeightInputKeeper) -> None:
         self._keeper = keeper
@@ -76,7 +76,7 @@ class _WeightInput:
         return saved_tensors_hooks(self._keeper.pack_weight_input, self._unpack)
 
     def read(self, node: Any) -> tuple[Tensor, Fetch | None]:
-        """Return the input, or a stand-in and the function by which W gets the input."""
+        """Return the input; or a stand-in, and a function that returns the input to W."""
         self._is_read_by_b = True
         try:
             (x,) = node.saved_tensors
@@ -87,7 +87,7 @@ class _WeightInput:
     def _unpack(self, packed: Any) -> Tensor:
         if not self._is_read_by_b:  # by code that inspects the graph
             return self._keeper.unpack(packed)
-        # Autograd returns another object than this tensor: an attribute of it would be lost.
+        # Autograd returns another object than this tensor, without its attributes.
         x, self._fetch = self._keeper.unpack_for_b(packed)
         return x
 
@@ -102,8 +102,8 @@ def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
     with nullcontext() if saved is None else saved.saving():
         if not x.requires_grad:
             return _Deferred.apply(x, ANCHOR, None, saved, call)
-        # A Function saves after its forward has run; a checkpoint's recomputation, which stops at
-        # the last tensor saved, would run the block's last operation in vain.
+        # A Function saves after its forward; a checkpoint's recomputation, which stops at the last
+        # saved tensor, would needlessly run the block's last operation.
         kept = _Keep.apply(x)
     return _Deferred.apply(kept, ANCHOR, kept.grad_fn, saved, call)
 
@@ -123,7 +123,7 @@ class _Keep(torch.autograd.Function):
 
 
 ReadInput = Callable[[], tuple[Tensor, Fetch | None]]
-"""Returns an input, or a stand-in and the function by which W gets the input."""
+"""Returns an input; or a stand-in, and a function that returns the input to W."""
 
 
 def keep_input(x: Tensor) -> ReadInput:
@@ -139,7 +139,7 @@ def keep_input(x: Tensor) -> ReadInput:
 
 
 class _KeepBeside(torch.autograd.Function):
-    """Saves x, and is in no graph."""
+    """Saves x outside of any graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ class _KeepBeside(torch.autograd.Function):
 class _Deferred(DirectFunction):
     """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
-    ``saver`` is the node that has saved x; None: this one does. ``saved`` is None where no keeper's
-    hooks are in force.
+    ``saver`` is the node that has saved x; None: this node saves it. ``saved`` is None if the
+    active hooks are no keeper's.
     """
 
     @staticmethod
@@ -177,7 +177,7 @@ class _Deferred(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Without create_graph there is nothing to refuse.
+        # Only create_graph has to be refused.
         run = _run_once_differentiable if torch.is_grad_enabled() else _run_backward
         return run(ctx, grad)
 
@@ -200,11 +200,11 @@ _run_once_differentiable = once_differentiable(_run_backward)
 
 
 def is_for_weights() -> bool:
-    """Whether the running backward computes the gradients of all parameters.
+    """Return whether the running backward computes the gradients of all parameters.
 
-    One for given tensors, as ``torch.autograd.grad(y, x)`` in a step, does not reach the anchor.
+    A backward for given inputs, such as ``torch.autograd.grad(y, x)``, does not reach the anchor.
     """
-    # Private: nothing public tells the inputs of a backward.
+    # Private: no public API shows the inputs of a backward.
     return torch._C._will_engine_execute_node(_ANCHORS_NODE)
 
 
@@ -216,7 +216,7 @@ def _read_input(node: Any, saved: _WeightInput | None) -> tuple[Tensor, Fetch | 
 
 
 def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
-    """Queue an operation's weight gradient for W; compute it at once without a queue.
+    """Queue an operation's weight gradient for W; without a queue, compute it now.
 
     Args:
         x: The operation's input, or a stand-in.

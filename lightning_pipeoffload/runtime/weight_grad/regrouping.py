@@ -1,8 +1,8 @@
-"""The last W's of a step, regrouped by parameter, so that its gradient is final early.
+"""Regroups the last W's of a step by parameter, so that gradients become final earlier.
 
-Of three microbatches and layers 2, 1 and 0::
+For three microbatches and layers 2, 1 and 0::
 
-    as the plan has them   W0: 2 1 0   W1: 2 1 0   W2: 2 1 0
+    in the plan            W0: 2 1 0   W1: 2 1 0   W2: 2 1 0
     regrouped              2 2 2   1 1 1   0 0 0
                                 ^ layer 2 is final
 """
@@ -28,10 +28,10 @@ class FinalGradients(Protocol):
 
 
 class RegroupedWeightGrads:
-    """Weight gradients of several microbatches, grouped by parameter; in a group the order stays.
+    """Weight gradients of several microbatches, grouped by parameter in stable order.
 
     Args:
-        waiting: The gradients of each microbatch that wait for W, in the order of the backward.
+        waiting: For each microbatch, the gradients that wait for W, in the order of the backward.
     """
 
     def __init__(self, waiting: Iterable[Iterable[WeightGrad]]) -> None:
@@ -51,7 +51,7 @@ class RegroupedWeightGrads:
 
     @torch.no_grad()
     def run(self, finish: Callable[[Tensor], None]) -> None:
-        """Compute and accumulate all; ``finish`` gets each parameter whose gradient is final."""
+        """Compute and accumulate all; call ``finish`` with each parameter that becomes final."""
         left = Counter(key for group in self._groups for key in group)
         for group, computations in self._groups.items():
             computations.reverse()
@@ -64,7 +64,7 @@ class RegroupedWeightGrads:
 
 
 def parameters_of(weight: Tensor) -> Iterable[Tensor]:
-    """Return the parameters that a weight was computed from; itself, if it is one."""
+    """Return the parameters that a weight was computed from; a parameter itself."""
     if weight.grad_fn is None:
         return [weight]
     found, nodes = [], [weight.grad_fn]
