@@ -12,7 +12,7 @@ from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
-from lightning_pipeoffload.processes.data_parallel import (
+from lightning_pipeoffload.processes.joint_processes import (
     data_parallel_rank,
     data_parallel_size,
 )

@@ -19,6 +19,7 @@ LAYERS = (
     "runtime/payload",
     "runtime/in_force",
     "runtime/stored_tensor",
+    "runtime/contexts",
     "runtime/late_values",
     "runtime/microbatch",
     "runtime/timing",

@@ -1,8 +1,9 @@
-"""Writes a checkpoint's weights as a folder that Hugging Face's libraries read."""
+"""Writes a checkpoint's weights, or adapters of peft, for Hugging Face's libraries to read."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -11,13 +12,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.checkpoints.adapters import (
-    adapter_entries,
-    is_peft_model,
-    save_adapters,
-    write_adapters,
-)
 from lightning_pipeoffload.checkpoints.file import replacing
 from lightning_pipeoffload.checkpoints.hugging_face import to_hub
 from lightning_pipeoffload.checkpoints.load_weights import (
@@ -163,3 +159,67 @@ def _share_out(weights: Mapping[str, Tensor], max_bytes: int) -> Iterator[list[s
         shard.append(key)
         size += tensor.nbytes
     yield shard
+
+
+def is_peft_model(given: Any) -> bool:
+    """Whether an object is a model that peft has given adapters."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(given, peft.PeftModel)
+
+
+def save_adapters(module: LightningModule, folder: Path) -> None:
+    """Write the adapters of a module's peft model once, in a hook; all ranks call it.
+
+    Raises:
+        ValueError: The module has no such model, or several.
+    """
+    found = [child for child in module.modules() if is_peft_model(child)]
+    if len(found) != 1:
+        raise ValueError(
+            f"save_pretrained was given a {type(module).__name__} with {len(found)} models of "
+            f"peft, and writes the adapters of one; of all weights save a checkpoint, and give "
+            f"save_pretrained its path"
+        )
+    model: Any = found[0]
+    strategy: Any = module.trainer.strategy
+    entries = adapter_entries(model)
+    # peft may ask the hub which entries it saves, so that ranks might disagree.
+    names = strategy.broadcast([*entries])
+    values = {name: _gather(strategy, entries[name]).cpu() for name in names}
+    if strategy.is_global_zero:
+        write_adapters(model, values, folder)
+    strategy.barrier()
+
+
+def _gather(strategy: Any, tensor: Tensor) -> Tensor:
+    value: Tensor = tensor.detach()
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    elif hasattr(strategy, "gather"):
+        value = strategy.gather(tensor)
+    return value
+
+
+def adapter_entries(model: Any) -> dict[str, Tensor]:
+    """Return the entries of a peft model's state dict that peft saves."""
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - of the user's own
+
+    state = model.state_dict(keep_vars=True)
+    saved = {
+        id(value)
+        for adapter in model.peft_config
+        for value in get_peft_model_state_dict(model, state, adapter).values()
+    }
+    return {name: value for name, value in state.items() if id(value) in saved}
+
+
+def write_adapters(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write adapters as ``PeftModel.save_pretrained`` does.
+
+    Args:
+        model: The peft model; its own values are not read.
+        weights: The values of :func:`adapter_entries`, which may still be in a file.
+        folder: The folder.
+    """
+    values = {name: value_of(tensor) for name, tensor in weights.items()}
+    model.save_pretrained(folder, state_dict=values)

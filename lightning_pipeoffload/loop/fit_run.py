@@ -51,13 +51,13 @@ from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
 from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
-from lightning_pipeoffload.metrics.metric_groups import MetricGroups
+from lightning_pipeoffload.metrics.metric_values import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.host_step import EarlyStep
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizers.step_options import StepOptions
 from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.processes.rank_differences import (
+    StepOptions,
     describe_module,
     describe_optimizers,
     describe_trainer,

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
-from lightning_pipeoffload.optimizers.step_options import StepOptions
-from lightning_pipeoffload.processes.rank_differences import refuse_differences
+from lightning_pipeoffload.processes.rank_differences import StepOptions, refuse_differences
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from lightning_pipeoffload.runtime.pipeline import Pipeline

@@ -1,21 +1,32 @@
-"""Values of metrics over a whole batch, where the step calls them with microbatches.
+"""Values of metrics over a whole batch and all replicas.
 
-A metric that is called returns the value of that call's inputs. Lightning logs it as the value "on
-step" of the metric, and a step may log it itself. A copy of the metric that is updated with the
-inputs of all microbatches has the value of the batch, whatever the metric computes.
+A metric that a step calls with a microbatch returns the value of that call's inputs. Lightning logs
+it as the value "on step" of the metric, and a step may log it itself. A copy of the metric that is
+updated with the inputs of all microbatches has the value of the batch, whatever the metric
+computes. Between replicas a metric gathers over this rank's counterparts.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_pipeoffload.runtime.replicas import Replicas
+
+_PLAIN = Metric.sync
+_PLAIN_SETUP = Strategy.setup_environment
 
 
 class CallValue(NamedTuple):
@@ -144,3 +155,49 @@ class _CopiesWithoutGraphs(TorchFunctionMode):
         tensor, memo = args
         memo[id(tensor)] = tensor.detach().clone()
         return memo[id(tensor)]
+
+
+class MetricGroups:
+    """Makes all metrics of a process gather over the replicas until another run begins.
+
+    Within a pipeline nothing is gathered: what steps have written is sent at an epoch's end. The
+    processes stay the same after a run, where a script prints what a callback has counted, until
+    the next run of any strategy begins.
+
+    Args:
+        replicas: The counterparts of this rank.
+        refuse: Raises for a metric whose value is on another rank.
+    """
+
+    def __init__(self, replicas: Replicas, refuse: Callable[[Metric], None]) -> None:
+        if replicas.num == 1:
+            warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
+
+        self._num, self._group = replicas.num, replicas.group
+        self._is_alone_with: Callable[[Tensor], bool] = replicas.is_alone_with
+        self._refuse = refuse
+
+        def sync(metric: Metric, dist_sync_fn: Any = None, *args: Any, **kwargs: Any) -> None:
+            self._refuse(metric)
+            if self._num > 1:
+                _PLAIN(metric, dist_sync_fn or self._gather, *args, **kwargs)
+
+        Metric.sync = sync  # type: ignore[method-assign, assignment]
+        Strategy.setup_environment = _start_run  # type: ignore[method-assign]
+
+    def _gather(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
+        if self._is_alone_with(state):
+            return [state] * self._num
+        return gather_all_tensors(state, self._group if group is None else group)
+
+    def end_run(self) -> None:
+        """Drop what is of the run, all but the processes over which metrics gather."""
+        self._refuse = lambda metric: None
+        self._is_alone_with = lambda state: False
+
+
+def _start_run(self: Strategy) -> None:
+    """Make metrics gather as torchmetrics does, unless this run's strategy changes that again."""
+    Metric.sync = _PLAIN  # type: ignore[method-assign]
+    Strategy.setup_environment = _PLAIN_SETUP  # type: ignore[method-assign]
+    _PLAIN_SETUP(self)

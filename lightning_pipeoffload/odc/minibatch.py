@@ -11,7 +11,7 @@ from torch.utils.data import Sampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory  # private: what a loader itself calls
 
 from lightning_pipeoffload.odc.packing import Cost, Microbatches, check_packing, find_cost, pack
-from lightning_pipeoffload.processes.data_parallel import data_parallel_rank, data_parallel_size
+from lightning_pipeoffload.processes.joint_processes import data_parallel_rank, data_parallel_size
 
 
 class Minibatch:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.data_parallel import set_replica
-from lightning_pipeoffload.processes.joint_processes import JointProcesses
+from lightning_pipeoffload.processes.joint_processes import JointProcesses, set_replica
 from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.runtime.host_group import HostGroup
 

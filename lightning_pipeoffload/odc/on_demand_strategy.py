@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from lightning.fabric.utilities.optimizer import (
     _optimizers_to_device,  # private: as Lightning's own strategy
 )
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -22,6 +25,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_pipeoffload.checkpoints.file import present
+from lightning_pipeoffload.checkpoints.folder import (
+    WholeCheckpoints,
+    refuse_remote_folder,
+    write_checkpoint_folder,
+)
 from lightning_pipeoffload.loop.data import count_seen, leave_out_seen
 from lightning_pipeoffload.loop.lightning_patches import (
     BackwardInStep,
@@ -30,23 +39,24 @@ from lightning_pipeoffload.loop.lightning_patches import (
 )
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
-from lightning_pipeoffload.odc.on_demand_checkpoints import OnDemandCheckpoints
-from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
-from lightning_pipeoffload.odc.run_checks import check_run
+from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
+from lightning_pipeoffload.odc.on_demand_run import OnDemandRun, check_run
 from lightning_pipeoffload.odc.sharding import (
     ShardedGroup,
     as_if_whole,
     is_sharded,
+    load_whole_state,
     refuse_optimizers,
     shard,
     share_initial_values,
+    whole_state,
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
 
 _SIZE_KEY = "on_demand_minibatch_size"
 
 
-class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
+class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
     """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
 
     FSDP2 shards the module. A rank reads weights from their owners when it needs them, and adds
@@ -215,15 +225,50 @@ class OnDemandStrategy(LaterSteps, OnDemandCheckpoints):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         checkpoint[_SIZE_KEY] = self._minibatch_size
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+            return
+        refuse_remote_folder(filepath, storage_options)
+        assert self._world is not None
+        write_checkpoint_folder(checkpoint, path, self._world, weights_key="state_dict")
 
     @override
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        path = present(checkpoint_path)
+        if Path(path).is_dir():
+            with ExitStack() as stack:
+                for optimizer in self.optimizers:  # torch takes a step, to have a state
+                    stack.enter_context(as_if_whole(optimizer))
+                checkpoint = super().load_checkpoint(path, weights_only)
+        else:
+            checkpoint = self._load_file(path, weights_only)
         self._saved_size = checkpoint.get(_SIZE_KEY)
         return checkpoint
+
+    def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        optimizers, self.optimizers = self.optimizers, []
+        try:
+            checkpoint = super().load_checkpoint(path, weights_only)
+        finally:
+            self.optimizers = optimizers
+        for optimizer, state in zip(
+            optimizers, checkpoint.get("optimizer_states", ()), strict=False
+        ):
+            load_whole_state(optimizer, state)
+        return checkpoint
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if not self._save_distributed_checkpoint:
+            return whole_state(optimizer, keep=self.is_global_zero)
+        with as_if_whole(optimizer):  # torch takes a step, to have a state
+            return super().optimizer_state(optimizer)
 
     @override
     def batch_to_device(

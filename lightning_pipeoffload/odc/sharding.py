@@ -1,11 +1,12 @@
-"""Shards a module by FSDP2: which parameters are communicated together, and how optimizers step."""
+"""Shards a module by FSDP2: what is communicated together, how optimizers step, and their state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer, Rprop, SparseAdam
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map  # private: torch exports no other
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
@@ -323,3 +325,48 @@ def _is_partial(tensor: DTensor) -> bool:
 
 def _is_rounded(func: Callable[..., Any], result: DTensor) -> bool:
     return func in (Tensor.bfloat16, Tensor.to) and result.dtype == torch.bfloat16
+
+
+def whole_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """Gather the state of an optimizer of shards on the host; all ranks call it.
+
+    Parameters are numbered as in the optimizer, so that other strategies read the state, and this
+    one theirs.
+
+    Args:
+        optimizer: An optimizer of sharded parameters.
+        keep: Whether to return it on this rank; else nothing.
+    """
+    found = tree_map(partial(_gathered, keep=keep), optimizer.state_dict())
+    return found if keep else {}
+
+
+def load_whole_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load this rank's shards of a whole state into an optimizer of shards."""
+    parameters = chain(*(group["params"] for group in optimizer.param_groups))
+    numbers = chain(*(group["params"] for group in state["param_groups"]))
+    owners = dict(zip(numbers, parameters, strict=False))  # load_state_dict says where they differ
+    shards = {
+        number: tree_map(partial(_shard_like, owners.get(number)), values)
+        for number, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": shards})
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if not keep:
+        return None
+    return whole.cpu() if isinstance(whole, Tensor) else whole
+
+
+def _shard_like(parameter: nn.Parameter | None, value: Any) -> Any:
+    """Return this rank's shard of a tensor with the parameter's shape; anything else as it is."""
+    sharded = None if parameter is None else parameter.data
+    if not isinstance(value, Tensor) or not value.ndim or not isinstance(sharded, DTensor):
+        return value
+    placements = sharded.placements
+    if value.shape != sharded.shape:
+        placements = (Replicate(),) * sharded.device_mesh.ndim
+    # Without a source nothing is sent: each rank has read all.
+    return distribute_tensor(value, sharded.device_mesh, placements, src_data_rank=None)

@@ -56,7 +56,7 @@ from lightning_pipeoffload.processes.failure import (
     say_instead,
     says_connection_ended,
 )
-from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
+from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 
 log = logging.getLogger(__name__)
 

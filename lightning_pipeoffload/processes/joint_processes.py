@@ -1,4 +1,4 @@
-"""Processes that wait for each other, and so have to end together.
+"""Processes that wait for each other, and so have to end together; and the replica of each.
 
 The base class of both strategies' processes, those of a pipeline and those of ``odc``.
 """
@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.data_parallel import forget_replica
 from lightning_pipeoffload.processes.failure import (
     SIGINT_STATUS,
     SIGTERM_STATUS,
@@ -25,14 +24,41 @@ from lightning_pipeoffload.processes.failure import (
     status_after,
 )
 from lightning_pipeoffload.processes.failure_board import FailureBoard
-from lightning_pipeoffload.processes.launched_processes import BetweenRuns, LaunchedProcesses
-from lightning_pipeoffload.processes.launcher import JointLauncher
+from lightning_pipeoffload.processes.launcher import BetweenRuns, JointLauncher, LaunchedProcesses
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 log = logging.getLogger(__name__)
+
+# In the environment, which a loader's workers, forked or spawned, inherit.
+_RANK, _SIZE = "PIPEOFFLOAD_DATA_PARALLEL_RANK", "PIPEOFFLOAD_DATA_PARALLEL_SIZE"
+
+
+def data_parallel_rank() -> int:
+    """Return the replica that this process belongs to; 0 where no pipeline runs.
+
+    All ranks of a pipeline, which must read the same batches, and the workers of their loaders have
+    the same replica.
+    """
+    return int(os.environ.get(_RANK, 0))
+
+
+def data_parallel_size() -> int:
+    """Return the number of replicas that divide the data; 1 where no pipeline runs."""
+    return int(os.environ.get(_SIZE, 1))
+
+
+def set_replica(replica: int, num_replicas: int) -> None:
+    """Set the replica of this process and of those that it starts."""
+    os.environ[_RANK], os.environ[_SIZE] = str(replica), str(num_replicas)
+
+
+def forget_replica() -> None:
+    """Undo :func:`set_replica`."""
+    for name in (_RANK, _SIZE):
+        os.environ.pop(name, None)
 
 
 class NeedsOthersError(RuntimeError):

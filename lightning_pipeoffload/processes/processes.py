@@ -24,8 +24,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined] # e
 from typing_extensions import override
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.processes.data_parallel import set_replica
-from lightning_pipeoffload.processes.joint_processes import JointProcesses
+from lightning_pipeoffload.processes.joint_processes import JointProcesses, set_replica
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.processes.run_store import Meeting, connect_store
 from lightning_pipeoffload.runtime.groups import PipelineGroup

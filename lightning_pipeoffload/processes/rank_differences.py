@@ -1,4 +1,4 @@
-"""Compares modules, optimizers, options and plans of all ranks once before a run starts.
+"""Compares modules, optimizers, options and plans of all ranks before a run, and in each step.
 
 Ranks with different ones would train something unintended, or wait for each other. Values of
 weights, devices, ranks and paths may differ.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import marshal
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.optimizer_state import GroupNames
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime import late_values
+from lightning_pipeoffload.runtime.leaves import map_operands
 from lightning_pipeoffload.runtime.shapes.quantized_weight import describe_4bit, is_4bit
 from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.schedule import Schedule
@@ -27,6 +31,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Differs between processes or machines.
 _OF_RANK = re.compile("rank|device|seed|host_memory")
 _LONGEST = 200
+_PLAIN = (bool, int, float, str, type(None))
 _OF_TRAINER = (
     "accumulate_grad_batches",
     "gradient_clip_val",
@@ -163,3 +168,58 @@ def _described(value: Any) -> str:
     if callable(value):
         value = getattr(value, "__qualname__", type(value).__qualname__)
     return _ADDRESS.sub("", value if isinstance(value, str) else repr(value))
+
+
+class StepOptions:
+    """The current options of optimizers' groups, trained parameters and number of steps.
+
+    Args:
+        optimizers: The trainer's optimizers.
+        trained: For each parameter of the module 1 if it trains, else 0.
+        num_steps: The number of calls of ``optimizer.step``.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], trained: bytes, num_steps: int) -> None:
+        self._trained, self._num_steps = trained, num_steps
+        self._groups: Any = [
+            [
+                {**group, "params": len(group["params"]), "param_names": None}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in optimizers
+        ]
+        self._known = b""
+        try:
+            # The quickest bytes of numbers and strings; version 2 has no references.
+            self._known = marshal.dumps((self._groups, trained, num_steps), 2)
+        except ValueError:
+            self._groups = map_operands(_start_reading, self._groups)
+
+    def digest(self) -> int:
+        """Return a checksum; waits for tensors of an accelerator."""
+        if not self._known:
+            self._known = marshal.dumps((self._read(), self._trained, self._num_steps), 2)
+        return zlib.crc32(self._known)
+
+    def _read(self) -> Any:
+        return map_operands(lambda leaf: leaf() if callable(leaf) else leaf, self._groups)
+
+    def describe(self, names: Sequence[str]) -> dict[str, str]:
+        """Describe each of them, given the names of the module's parameters."""
+        described = {
+            f"{'the number of ' if key == 'params' else ''}{key} in group {place} of optimizer {i}":
+            repr(value)
+            for i, groups in enumerate(self._read())
+            for place, group in enumerate(groups)
+            for key, value in group.items()
+        }  # fmt: skip
+        trained = zip(names, self._trained, strict=True)
+        described |= {name: "trained" if trains else "frozen" for name, trains in trained}
+        return {**described, "the number of calls of optimizer.step": str(self._num_steps)}
+
+
+def _start_reading(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        read: Callable[[], Tensor] = late_values.start_reading(leaf)
+        return lambda: read().tolist()
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf).__qualname__

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipeoffload.processes import launched_processes
+from lightning_pipeoffload.processes import launcher
 from lightning_pipeoffload.processes.failure import Failure, cause_of_end, describe, status_after
-from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
+from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.schedule import ScheduleError
 
 
@@ -83,6 +83,6 @@ def test_who_aborted_is_named_after_who_was_killed(children):
 def test_who_aborted_is_named_when_nothing_else_comes_up(monkeypatch):
     processes = LaunchedProcesses(0, 0, [ABORTED])
     assert processes.find_ended_child(is_connecting=False) is None
-    monkeypatch.setattr(launched_processes, "_CAUSE_SECONDS", -1.0)
+    monkeypatch.setattr(launcher, "_CAUSE_SECONDS", -1.0)
     failure = processes.find_ended_child(is_connecting=False)
     assert failure.cause == "global rank 1, which was killed by SIGABRT"

@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_pipeoffload.processes import failure, failure_board
 from lightning_pipeoffload.processes.failure import Failure
-from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
+from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 
 
 def test_the_store_stays_for_a_rank_that_stands_still_for_a_while(monkeypatch):

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.processes import failure_board, launcher
-from lightning_pipeoffload.processes.launched_processes import LaunchedProcesses
+from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
 from tests.support import fits
 
