@@ -18,7 +18,7 @@ from lightning_pipeoffload.pictures.figures import (
     new_figure,
     save_figure,
 )
-from lightning_pipeoffload.runtime.memory.ledger import Held
+from lightning_pipeoffload.runtime.memory.stage_store import Held
 from lightning_pipeoffload.schedule import Costs, Timeline, simulate
 from lightning_pipeoffload.schedule.quantities import bytes_text
 from lightning_pipeoffload.schedule.simulation.memory import (

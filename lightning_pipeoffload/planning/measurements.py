@@ -24,8 +24,8 @@ from lightning_pipeoffload.runtime.measure.link_speed import (
     measure_copy_speed,
     measure_latencies,
 )
-from lightning_pipeoffload.runtime.memory.ledger import Ledger
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.rank_memory import Ledger
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule
 

@@ -1,9 +1,12 @@
 import json
+import random
 import sys
 
 import pytest
 
 from lightning_pipeoffload.cli import minibatch_balance
+from lightning_pipeoffload.cli.minibatch_balance import balances, draw_lengths
+from lightning_pipeoffload.odc.packing import COSTS
 
 
 @pytest.fixture
@@ -57,3 +60,41 @@ def test_what_cannot_be_is_one_line(run, argument, message):
     assert status == 2
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+LONGEST = 65536
+
+
+def speedups(samples_per_rank, cost, minibatches=40, num_ranks=8):
+    texts = num_ranks * samples_per_rank * minibatches
+    lengths = draw_lengths(texts, 16500, 0.8, LONGEST, seed=1)
+    found = balances(lengths, num_ranks, samples_per_rank, LONGEST, COSTS[cost])
+    return {(one.communication, one.mode): one for one in found}
+
+
+@pytest.mark.parametrize(
+    ("samples", "least", "cost"), [(4, 1.20, "1.5b"), (4, 1.20, "7b"), (8, 1.25, "1.5b")]
+)
+def test_on_demand_gains_with_more_texts_than_one_each(samples, least, cost):
+    found = speedups(1, cost)
+    assert found["on demand", "lb_mini"].speedup == pytest.approx(1.0, abs=0.01)
+    found = speedups(samples, cost, 64 // samples)
+    assert found["on demand", "lb_mini"].speedup >= least
+    assert found["on demand", "lb_mini"].speedup >= found["on demand", "lb_micro"].speedup
+    assert found["on demand", "lb_mini"].idle < found["collective", "lb_micro"].idle
+
+
+def test_lb_mini_is_never_below_lb_micro_in_any_minibatch():
+    draws = random.Random(3)
+    for _ in range(60):
+        ranks, samples = draws.randint(1, 9), draws.randint(1, 6)
+        lengths = draw_lengths(ranks * samples, 900, 1.0, 8000, draws.randrange(1000))
+        found = balances(lengths, ranks, samples, 8000, draws.choice(list(COSTS.values())))
+        by_mode = {one.mode: one.time for one in found if one.communication == "on demand"}
+        assert by_mode["lb_mini"] <= by_mode["lb_micro"] * (1 + 1e-12)
+        assert all(-1e-12 <= one.idle < 1 for one in found)
+
+
+def test_too_few_texts_are_refused():
+    with pytest.raises(ValueError, match="3 texts make no minibatch of 2 ranks with 2 each"):
+        balances([1, 2, 3], 2, 2, 10, COSTS["tokens"])

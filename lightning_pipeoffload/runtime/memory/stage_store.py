@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,7 +34,6 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane, is_on
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, Slab
-from lightning_pipeoffload.runtime.memory.ledger import Held
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
     Cast,
     Resident,
@@ -54,6 +53,20 @@ _ALIGNMENT = 64
 
 HostBytes = dict[Part, int]
 """The most bytes of the host that each part of a stage's saved tensors has needed so far."""
+
+
+class Held(NamedTuple):
+    """Saved bytes of one stage and microbatch, or of a rank.
+
+    Attributes:
+        device: Bytes on the device, unfinished copies included.
+        host: Bytes on the host, unfinished copies included.
+        moving: Bytes of copies for which the compute lane has not waited yet.
+    """
+
+    device: int = 0
+    host: int = 0
+    moving: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,16 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
-from lightning_pipeoffload.runtime.shapes.meta_kernels import find_result, run_on_meta
 from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,
     advance_generator,
     as_stored,
     call_factory,
+    find_result,
     goes_member_by_member,
     is_ordinary,
     run_members,
+    run_on_meta,
     written_arguments,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import (

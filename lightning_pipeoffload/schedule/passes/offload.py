@@ -9,22 +9,36 @@ too, if that leaves a smaller peak.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from ..actions import COPIES, TRANSFERS, Kind, MemoryLimitError, ScheduleError
+from ..actions import (
+    ACTIVATION,
+    COPIES,
+    KINDS,
+    MEMORY_EFFECTS,
+    RELOADS,
+    TRANSFERS,
+    WAITING,
+    Action,
+    Kind,
+    MemoryLimitError,
+    Part,
+    ScheduleError,
+)
 from ..costs import Costs
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
-from ..simulation.memory import peak_memory
+from ..simulation.memory import memory_changes, part_sizes, peak_memory
 from ..simulation.simulate import simulate
-from .paging import least_memory, paged
 from .rank_offload import RankOffload, RankPlan, postponed
+from .transfer import split_every_backward
 
-__all__ = ["SLOWDOWN_ALLOWED", "OffloadReport", "offload_activations"]
+__all__ = ["OffloadReport", "SLOWDOWN_ALLOWED", "offload_activations"]
 
 SLOWDOWN_ALLOWED = 1.03
 """The makespan may grow by this factor before less is offloaded."""
@@ -34,6 +48,9 @@ _NUM_FRACTIONS = 8  # Fractions of a share that are tried for the best.
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _TIMES = (*_COMPUTE, "communication", "offload", "reload")
 _LITTLE = 1e-6  # Of the longest time.
+_FEW_PLACES = 5  # A copy back begins up to so many actions and copies earlier.
+
+_Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,7 @@ def offload_activations(
     planned = planner.within(limit) if is_auto else planner.with_amount(amount)
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
-        needed = least_memory(costs, schedule.num_stages) if is_auto else needed
+        needed = _least_memory(costs, schedule.num_stages) if is_auto else needed
         advice = "" if is_auto else ", or offload=auto"
         sentence = (
             f"{{limit}} is less than the {{needed}} that {schedule.name} needs with "
@@ -201,12 +218,12 @@ class _Planner:
         shares = range(_NUM_FRACTIONS) if fits else ()  # each rank has tried more than shares
         others = (self._offload_share((n + 1) / _NUM_FRACTIONS) for n in shares)
         fitting = [plan for plan in (planned, *others) if _largest_peak(plan) <= limit]
-        if waiting := paged(self._schedule, self._costs, memory_limit):
-            fitting.append(self._paged(waiting))
+        if waiting := _paged(self._schedule, self._costs, memory_limit):
+            fitting.append(self._of_waiting(waiting))
         with_room = [plan for plan in fitting if self._has_room(plan[0])]
         return min(with_room or fitting, default=planned, key=_slowdown_and_copies)
 
-    def _paged(self, schedule: Schedule) -> Offloaded:
+    def _of_waiting(self, schedule: Schedule) -> Offloaded:
         ranks = [Counter(action.kind for action in rank) for rank in schedule]
         away = tuple(len({a[1:] for a in rank if a.kind in COPIES}) for rank in schedule)
         report = OffloadReport(
@@ -288,3 +305,102 @@ def _with_wanted(report: OffloadReport, wanted: tuple[int, ...]) -> OffloadRepor
     reason = f"{sum(less)} stay: with their copies the step would take longer, or the hosts be full"
     reasons = "; ".join(filter(None, (report.reason, reason)))
     return replace(report, wanted=wanted, kept=kept, reason=reasons)
+
+
+def _paged(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule | None:
+    """Return the same order with every BW as B and W, and with the copies that a limit asks for.
+
+    As a machine pages memory: where there is no room, the part that is needed last goes to the
+    host; it comes back before the action that needs it, earlier if there is room. Ranks may wait
+    for these copies. None: one stage and microbatch needs more than the limit.
+    """
+    sizes = part_sizes(costs, schedule.num_stages)
+    limit = memory_limit * (1 + ROUNDING)
+    if _least_memory(costs, schedule.num_stages) > limit:
+        return None
+    apart = split_every_backward(schedule)
+    ranks = (_early(list(_Paging(rank, sizes, limit).run()), sizes, limit) for rank in apart)
+    return Schedule.of(ranks, schedule.name)
+
+
+def _least_memory(costs: Costs, num_stages: int) -> float:
+    """Return the memory of a rank that has one stage and microbatch on its device at a time."""
+    sizes = part_sizes(costs, num_stages)
+    return max(max(of_stage[ACTIVATION], of_stage[WAITING]) for of_stage in sizes)
+
+
+class _Paging:
+    """One rank's actions, and what is on its device before and after each."""
+
+    def __init__(self, order: tuple[Action, ...], sizes: list[list[float]], limit: float) -> None:
+        self._order, self._sizes, self._limit = order, sizes, limit
+        self._index = {action: index for index, action in enumerate(order)}
+        self._device: dict[_Place, int] = {}
+        self._copied: defaultdict[_Place, set[Kind]] = defaultdict(set)
+        self._frees: defaultdict[int, list[Action]] = defaultdict(list)
+
+    def run(self) -> Iterator[Action]:
+        """Yield the rank's actions and its copies."""
+        for index, action in enumerate(self._order):
+            if action.kind in MEMORY_EFFECTS:
+                self._make_room(index, action)
+        for index, action in enumerate(self._order):
+            copied = self._copied[action[1:]]
+            yield from self._frees[index]
+            if action.kind is Kind.B and Kind.OFFLOAD in copied:
+                in_parts = Kind.OFFLOAD_W in copied
+                yield action._replace(kind=Kind.RELOAD_B if in_parts else Kind.RELOAD)
+            if action.kind is Kind.W and Kind.OFFLOAD_W in copied:
+                yield action._replace(kind=Kind.RELOAD_W)
+            yield action
+            copy = {Kind.F: Kind.OFFLOAD, Kind.B: Kind.OFFLOAD_W}.get(action.kind)
+            if copy in copied:
+                yield action._replace(kind=copy)
+
+    def _make_room(self, index: int, action: Action) -> None:
+        """Make room for an action and its inputs."""
+        place, size, row = action[1:], self._sizes[action.stage], KINDS[action.kind]
+        # B keeps what W alone needs on the device.
+        before = ACTIVATION if action.kind is Kind.B else row.needs
+        after = (before & ~row.drops) | row.puts
+        self._device[place] = int(before)
+        most = max(size[before], size[after])
+        while most + self._in_use(place) > self._limit:
+            self._evict(place, index)
+        self._device[place] = int(after)
+
+    def _in_use(self, but: _Place) -> float:
+        return sum(self._sizes[p[0]][parts] for p, parts in self._device.items() if p != but)
+
+    def _evict(self, but: _Place, now: int) -> None:
+        """Copy the part that is needed last to the host."""
+        held = (place for place, parts in self._device.items() if place != but and parts)
+        place = max(held, key=self._next_use)
+        is_before_b = now <= self._index[Action(Kind.B, *place)]
+        waits_for_w = self._device[place] & WAITING and not is_before_b
+        kinds = (Kind.OFFLOAD_W, Kind.FREE_W) if waits_for_w else (Kind.OFFLOAD, Kind.FREE)
+        self._copied[place].add(kinds[0])
+        self._frees[now].append(Action(kinds[1], *place))
+        self._device[place] = 0
+
+    def _next_use(self, place: _Place) -> int:
+        kind = Kind.W if self._device[place] & Part.GRADIENT else Kind.B
+        return self._index[Action(kind, *place)]
+
+
+def _early(actions: list[Action], sizes: list[list[float]], limit: float) -> list[Action]:
+    """Start copies back a few actions earlier, where there is room."""
+    changes = list(memory_changes(actions, sizes, MEMORY_EFFECTS))
+    # What there is before each action, and after the last.
+    levels = list(accumulate(changes, initial=0.0))
+    for end, action in enumerate([*actions]):
+        start = end
+        while action.kind in RELOADS and start > max(0, end - _FEW_PLACES):
+            is_own = actions[start - 1][1:] == action[1:]
+            if is_own or max(levels[start - 1 : start + 1]) + changes[end] > limit:
+                break
+            start -= 1
+        actions[start : end + 1] = [action, *actions[start:end]]
+        changes[start : end + 1] = [changes[end], *changes[start:end]]
+        levels[start : end + 2] = accumulate(changes[start : end + 1], initial=levels[start])
+    return actions
