@@ -63,7 +63,7 @@ from examples.benchmarks.torch_pipeline import (
     csv_peer,
 )
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.simulation.simulate import steady_period
@@ -170,7 +170,7 @@ class BareLoop:
         self._optimizer.zero_grad()
         slices = self._pipeline.cut_batch(self._batch, 1, self._call, "training_step", seed=0)
         weights = [1 / self._num_microbatches] * self._num_microbatches
-        self._executor.run(self._plan, make_microbatches(slices, weights))
+        self._executor.run(self._plan, placed(slices, weights))
         self._optimizer.step()
 
     def _call(self, part: Tensor, call: StepCall) -> Any:

@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
 from lightning_pipeoffload.schedule import COPIES, Schedule, build, lower, one_at_a_time
@@ -127,7 +127,7 @@ def gradients_of_rank(
         memory.measures_all = measures
         with forked_randomness():
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
-            executor.run(lower(step), make_microbatches(slices, weights))
+            executor.run(lower(step), placed(slices, weights))
     owned = pipeline.ownership.local_tensors().items()
     return {name: t.grad for name, t in owned if t.grad is not None}
 

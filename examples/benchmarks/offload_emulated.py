@@ -31,7 +31,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.rehearsal import AbsentNeighbours, delays_of
-from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -115,7 +115,7 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     pipeline = Pipeline(model, 0, CutSettings(stage_ranks, "blocks", "even"), CPU)
     batch = torch.randn(ROWS * setup.num_microbatches, FEATURES)
     slices = pipeline.cut_batch(batch, ROWS, lambda part, _: model.step(part), "train", 0)
-    microbatches = make_microbatches(slices)
+    microbatches = placed(slices)
     pipeline.commit()
     transport = AbsentNeighbours(delays_of(plan, 0, costs), CPU)
     executor = Executor(0, pipeline.stages, transport, ActionTimer(CPU), memory)

@@ -48,7 +48,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.rehearsal import Rehearsal
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
@@ -146,7 +146,7 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
     model.allocate(own, size.device)
     pipeline = Pipeline(model, size.rank, cut, size.device)
 
-    def cut_batch(count: int) -> list[BatchSlice]:
+    def cut_batch(count: int) -> list[Microbatch]:
         tokens = torch.randint(VOCABULARY, (count, size.sequence), device=size.device)
         return pipeline.cut_batch(tokens, 1, lambda part, _: model.step(part), "train", 0)
 

@@ -32,7 +32,7 @@ from lightning_pipeoffload.runtime.making.registered_parameters import making_sh
 from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class ModelProbe:
         finally:
             pipeline.detach()
 
-    def _first_slice(self, pipeline: Pipeline, size: int) -> BatchSlice:
+    def _first_slice(self, pipeline: Pipeline, size: int) -> Microbatch:
         inputs = StepCalls(self._module, SEED).inputs("training_step", (self._batch, 0), {})
         slices = pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
         return slices[0]

@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.rehearsal import Rehearsal
 from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.schedule import (
     COPIES,
@@ -120,7 +120,7 @@ class RehearsedModel(ModelProbe):
         pipeline.cut_anew(rank, cut)
         return pipeline
 
-    def cut(self, count: int) -> Sequence[BatchSlice]:
+    def cut(self, count: int) -> Sequence[Microbatch]:
         """Return so many microbatches of the first batch, over and over."""
         batch: Any = move_data_to_device(self._batch, self._device)
         inputs = StepCalls(self._module, SEED).inputs("training_step", (batch, 0), {})

@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
     join_costs,
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
@@ -48,7 +48,7 @@ _WAYS = ("none", "cheap", "full")
 _NOTHING: BesideBlocks = {}
 _ByWay = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
 
-CutBatch = Callable[[int], list[BatchSlice]]
+CutBatch = Callable[[int], list[Microbatch]]
 """Cuts the first batch into so many microbatches."""
 
 
@@ -117,7 +117,7 @@ class AutoChoice:
         if self._group.num_ranks == 1:
             return self._by_default(num_microbatches)
 
-        def cut_batch(count: int) -> list[BatchSlice]:
+        def cut_batch(count: int) -> list[Microbatch]:
             copied, size = copy_batch(inputs.batch), batch_size // count
             return self._pipeline.cut_batch(copied, size, inputs.step, inputs.kind, inputs.seed)
 
@@ -137,7 +137,7 @@ class AutoChoice:
         return chosen
 
     def _know(
-        self, cut_batch: CutBatch, first: BatchSlice, num_microbatches: int, batch_size: int
+        self, cut_batch: CutBatch, first: Microbatch, num_microbatches: int, batch_size: int
     ) -> tuple[_KnownCosts, MachineLimits]:
         counts = [num_microbatches]
         more = self._settings.more_microbatches(num_microbatches, batch_size)
@@ -152,7 +152,7 @@ class AutoChoice:
         counted = {(self._settings.recompute, num_microbatches): (self._count(first), _NOTHING)}
         return _KnownCosts(self._pipeline, counted, self._settings, False), limits
 
-    def _count(self, first: BatchSlice) -> Costs:
+    def _count(self, first: Microbatch) -> Costs:
         """Return the costs of the first cut's stages by operations and shapes."""
         try:
             return MemoryNeeds.of(self._pipeline, first).costs

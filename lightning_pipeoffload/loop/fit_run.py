@@ -65,7 +65,7 @@ from lightning_pipeoffload.processes.rank_differences import (
 )
 from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 
 
 class FitRun:
@@ -306,7 +306,7 @@ class FitRun:
             run.finish_reduction()
         return self.backward.end(done.value, accumulation)
 
-    def _begin_training(self, first: BatchSlice, accumulation: Accumulation) -> None:
+    def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
         self.run.report.estimate_memory(first, self._strategy.optimizers)
         parameters = self._strategy._parameters
         parameters.leave_remote()

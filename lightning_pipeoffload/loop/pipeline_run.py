@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime.microbatch import (
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.replicas import SavedBuffers
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Schedule
@@ -110,7 +110,7 @@ class PipelineRun:
         self.exchange = exchange
         self.plans.boundary = self.report.boundary = boundary
 
-    def cut_training_batch(self, inputs: StepInputs) -> list[BatchSlice]:
+    def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
         """Cut a batch into slices of the first batch's size; a shorter one into fewer.
 
         Raises:
@@ -153,7 +153,7 @@ class PipelineRun:
     def train(
         self,
         inputs: StepInputs,
-        slices: list[BatchSlice],
+        slices: list[Microbatch],
         accumulation: Accumulation,
         backward: BatchBackward,
         settle: Settle | None,
@@ -176,7 +176,7 @@ class PipelineRun:
         weights = [share / accumulation.num_batches for share in shares]
         results = self.executor.run(
             self._training.of_training(len(slices), accumulation.is_last),
-            make_microbatches(slices, weights, backward.differentiate),
+            placed(slices, weights, backward.differentiate),
             backward.start,
             settle,
             (self.reduction or early_step) if accumulation.is_last else None,
@@ -200,7 +200,7 @@ class PipelineRun:
             self._training.expect(self.pipeline.is_new)
             sizes, shares = self._begin(inputs, slices)
             plan = self._training.of_evaluation(len(slices))
-            results = self.executor.run(plan, make_microbatches(slices))
+            results = self.executor.run(plan, placed(slices))
             self.exchange.turn()
             done = _step_output(results, sizes, shares)
         if inputs.kind == "predict_step" and self._cuts_predictions is None:
@@ -208,7 +208,7 @@ class PipelineRun:
             self._cuts_predictions = self._group.agree(has_rows, unanimous=True)
         return done
 
-    def _cut_evaluation(self, inputs: StepInputs, key: Hashable) -> list[BatchSlice] | None:
+    def _cut_evaluation(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
         """Cut a batch, and decide whether batches of its key run in slices; None: not cut."""
         slices, obstacle = None, ""
         try:
@@ -226,7 +226,7 @@ class PipelineRun:
         return slices
 
     def _evaluate_whole(
-        self, inputs: StepInputs, slices: list[BatchSlice] | None
+        self, inputs: StepInputs, slices: list[Microbatch] | None
     ) -> tuple[StepOutput, bool]:
         """Run a step on every rank alike, to which each block is lent while it runs.
 
@@ -254,7 +254,7 @@ class PipelineRun:
         return StepOutput(whole, sizes, shares), could_be_cut
 
     def _begin(
-        self, inputs: StepInputs, slices: list[BatchSlice]
+        self, inputs: StepInputs, slices: list[Microbatch]
     ) -> tuple[list[int], Sequence[Any]]:
         """Compare the batch with the other ranks'; return each slice's samples and its share."""
         self.exchange.note(inputs.batch, f"batch in {inputs.kind}")
@@ -269,7 +269,7 @@ class PipelineRun:
     def _smallest_size(self, total: int) -> int:
         return -(-total // self._training.schedule.num_microbatches)
 
-    def _cut(self, inputs: StepInputs, size: int, total: int) -> list[BatchSlice]:
+    def _cut(self, inputs: StepInputs, size: int, total: int) -> list[Microbatch]:
         parts = self.pipeline.parts
         if parts is not None:
             parts.check_filled()

@@ -32,7 +32,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RunReport:
         self.size = 0
         self.boundary: StepBoundary | None = None
 
-    def estimate_memory(self, first: BatchSlice, optimizers: Sequence[Any]) -> None:
+    def estimate_memory(self, first: Microbatch, optimizers: Sequence[Any]) -> None:
         """Compute from shapes the memory that training needs; all ranks call it."""
         try:
             num_sharing = self._settings.num_sharing(self._group.num_replicas)

@@ -180,14 +180,15 @@ class NarrowedOptimizer:
         """Replace shapes in the groups by the parameters of a module that is whole again."""
         self._widen()  # after a step that has ended in an error
         for group in self.optimizer.param_groups:
-            group["params"] = [self._real(p) for p in group["params"]]
+            group["params"] = [
+                self._real(p) if isinstance(p, RemoteTensor) else p for p in group["params"]
+            ]
 
-    def _real(self, parameter: Tensor) -> Tensor:
-        real = parameter.became if isinstance(parameter, RemoteTensor) else None
-        if real is None:
+    def _real(self, parameter: RemoteTensor) -> Tensor:
+        if parameter.became is None:
             return parameter
-        self._adopted.append(real)
-        return real
+        self._adopted.append(parameter.became)
+        return parameter.became
 
     def share_out(self, shares: StepShares | None) -> None:
         """Divide the step among replicas, and drop the state of the others' parameters.

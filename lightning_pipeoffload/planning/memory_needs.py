@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import share_out
 from lightning_pipeoffload.runtime.shapes.quantized_weight import bytes_on_device
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.schedule import (
     Action,
@@ -105,7 +105,7 @@ class MemoryNeeds:
     def of(
         cls,
         pipeline: Pipeline,
-        first: BatchSlice,
+        first: Microbatch,
         states: Mapping[int, int] = MappingProxyType({}),
         num_sharing: int = 1,
     ) -> MemoryNeeds:

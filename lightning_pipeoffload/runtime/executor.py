@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.replicas import PendingParameters
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
-from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport

@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.batch_slice import Microbatch, make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
@@ -83,7 +83,7 @@ class InProcessPipeline:
             step = partial(_call, self._step, pipeline.module)
             slices = pipeline.cut_batch(own, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
-            microbatches = make_microbatches(slices, weights)
+            microbatches = placed(slices, weights)
             executor.stages = pipeline.stages
             runs.append(_actions(executor, self.plan, microbatches))
         for pipeline in self.ranks:

@@ -39,8 +39,8 @@ from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     install_draws,
     remove_draws,
 )
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.step.stage_gradients import (
     OwnGradients,
@@ -187,7 +187,7 @@ class Pipeline:
         kind: str,
         seed: int,
         total: int | None = None,
-    ) -> list[BatchSlice]:
+    ) -> list[Microbatch]:
         """Cut a batch into microbatches, and trace the step for those with new shapes.
 
         Args:
@@ -205,7 +205,7 @@ class Pipeline:
         self.is_new = False
         records: list[StepRecord] = []
         self.batch_records = records
-        slices: list[BatchSlice] = []
+        slices: list[Microbatch] = []
         total = batch_size(batch) if total is None else total
         parts = split_batch(batch, size, total)
         for index, part in enumerate(parts):
@@ -222,11 +222,12 @@ class Pipeline:
             if record.changes_batch:
                 own = without_shared(part, batch) if part is not parts[-1] else part
                 run = CallOnCopies(step, own, len(self.stages))
-            slices.append(BatchSlice(part, num_samples, run, record, self.device, own_seed))
+            slices.append(Microbatch(part, num_samples, run, record, self.device, own_seed))
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
-        self.is_new = not all(record.has_run for record in records)
-        for record in records:
+        new = [record for record in records if not record.has_run]
+        self.is_new = bool(new)
+        for record in new:
             record.has_run = True
         return slices
 

@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
     address_of,
 )
 from lightning_pipeoffload.runtime.microbatch import batch_leaves
-from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.schedule import Action
 from lightning_pipeoffload.schedule.actions import (

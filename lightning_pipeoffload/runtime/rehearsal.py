@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer, finished_at
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import (
@@ -42,7 +42,7 @@ from lightning_pipeoffload.schedule.messages import send_of
 _NUM_STREAMS = 16  # of messages that are on their way at once
 _CYCLES = 20_000_000
 
-CutBatch = Callable[[int], Sequence[BatchSlice]]
+CutBatch = Callable[[int], Sequence[Microbatch]]
 """Returns so many microbatches, as the pipeline has cut them."""
 
 Delays = dict[Action, tuple[Action | None, float]]
@@ -71,7 +71,7 @@ class Rehearsal:
         pipeline, device = self.pipeline, self.pipeline.device
         delays = delays_of(plan, pipeline.rank, costs) if costs else {}
         transport = AbsentNeighbours(delays, device)
-        microbatches = make_microbatches(self._cut_batch(plan.num_microbatches))
+        microbatches = placed(self._cut_batch(plan.num_microbatches))
         if not pipeline.committed:
             pipeline.commit()
         timer = ActionTimer(device)

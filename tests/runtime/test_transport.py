@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.batch_slice import make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import (
     InProcessTransport,
@@ -216,7 +216,7 @@ def train(name):
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(CPU), memory)
     for _ in range(2):
         slices = pipeline.cut_batch(x, 1, users_step(module.step), "train", 0)
-        microbatches = make_microbatches(slices, [1 / 12] * len(slices))
+        microbatches = placed(slices, [1 / 12] * len(slices))
         losses = executor.run(lower(schedule), microbatches)
     pipeline.commit()
     pipeline.detach()

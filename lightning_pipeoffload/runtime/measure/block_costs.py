@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice, make_microbatches
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
@@ -148,7 +148,7 @@ class BlockMeasurement:
         self._written = {write.name for record in records for write in record.weight_writes}
 
     def measure(
-        self, cut_batch: Callable[[], Sequence[BatchSlice]], recompute: str, speed: CopySpeed
+        self, cut_batch: Callable[[], Sequence[Microbatch]], recompute: str, speed: CopySpeed
     ) -> tuple[RankCosts, RankCosts]:
         """Return the costs of single blocks, and the costs of the first cut's stages.
 
@@ -168,7 +168,7 @@ class BlockMeasurement:
     def _measure(
         self,
         cut_settings: CutSettings,
-        cut_batch: Callable[[], Sequence[BatchSlice]],
+        cut_batch: Callable[[], Sequence[Microbatch]],
         recompute: str,
         speed: CopySpeed,
     ) -> RankCosts:
@@ -185,11 +185,11 @@ class BlockMeasurement:
         executor = Executor(pipeline.rank, pipeline.stages, self._transport, timer, memory)
         for _ in range(2):  # the first pass warms up
             executor.timer = ActionTimer(device)
-            executor.run(plan, make_microbatches(slices))
+            executor.run(plan, placed(slices))
         return measure_costs(executor, speed, measure_latencies(executor, plan, device))
 
 
-def _silent(part: BatchSlice) -> BatchSlice:
+def _silent(part: Microbatch) -> Microbatch:
     run = part.run  # as in a trace, so that prints and logs go nowhere
     return replace(part, run=lambda call: run(TRACE))
 

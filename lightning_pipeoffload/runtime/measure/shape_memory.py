@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
-from lightning_pipeoffload.runtime.step.batch_slice import BatchSlice
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage import BackwardOn, SavedMemory
 from lightning_pipeoffload.runtime.users_code.step_call import TRACE
@@ -72,7 +72,7 @@ class StageStores(WeightInputKeeper):
         return self.stores[self.turn].unpack_for_b(packed)
 
 
-def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
+def measure_shapes(pipeline: Pipeline, part: Microbatch) -> list[SavedMemory]:
     """Return the saved bytes of every stage for one microbatch, from a run without values.
 
     Args:
@@ -99,7 +99,7 @@ def measure_shapes(pipeline: Pipeline, part: BatchSlice) -> list[SavedMemory]:
 
 
 class _MeasuringPass(StepTrace):
-    def __init__(self, pipeline: Pipeline, part: BatchSlice) -> None:
+    def __init__(self, pipeline: Pipeline, part: Microbatch) -> None:
         super().__init__(pipeline.module, pipeline.chain, part.device, observes=False)
         stages = pipeline.partition
         self._part = part

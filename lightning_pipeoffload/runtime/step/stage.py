@@ -20,8 +20,8 @@ from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
-from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import Left, refuse_late_writes
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues

@@ -39,8 +39,8 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
-from lightning_pipeoffload.runtime.step.batch_slice import Microbatch
 from lightning_pipeoffload.runtime.step.carried_values import carried_values
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.stage_graphs import StageGraphs

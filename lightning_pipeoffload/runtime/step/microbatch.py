@@ -1,4 +1,4 @@
-"""The slices of a batch: as they were traced, and as the microbatches of a plan."""
+"""The microbatches of a batch: as they were traced, and in their places of a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
 
 @dataclass(eq=False)  # not frozen, which takes four times as long to make
-class BatchSlice:
+class Microbatch:
     """One slice of a batch, and what running the step on it takes.
 
     Attributes:
@@ -24,6 +24,10 @@ class BatchSlice:
         record: What the trace of its shapes has recorded.
         device: The device of its tensors.
         seed: The seed of all its random numbers.
+        index: Its place in a plan.
+        weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
+            tensor where the host does not know it.
+        differentiate: Starts the backward from the weighted loss.
     """
 
     part: Any
@@ -32,49 +36,25 @@ class BatchSlice:
     record: StepRecord
     device: torch.device
     seed: int
+    index: int = 0
+    weight: float | Tensor = 1.0
+    differentiate: Callable[[Tensor], None] = Tensor.backward
 
 
-@dataclass(eq=False)
-class Microbatch(BatchSlice):
-    """A slice in its place of a plan.
-
-    Attributes:
-        index: That place.
-        weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
-            tensor where the host does not know it.
-        differentiate: Starts the backward from the weighted loss.
-    """
-
-    index: int
-    weight: float | Tensor
-    differentiate: Callable[[Tensor], None]
-
-
-def make_microbatches(
-    slices: Sequence[BatchSlice],
+def placed(
+    slices: Sequence[Microbatch],
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,
-) -> list[Microbatch]:
-    """Give the slices of a batch their places in a plan.
+) -> Sequence[Microbatch]:
+    """Give the microbatches of a batch their places in a plan; returns them.
 
     Args:
-        slices: The slices of the batch.
+        slices: The microbatches.
         weights: The weight of each; None: 1.
         differentiate: Starts the backward from a weighted loss.
     """
     weights = [1.0] * len(slices) if weights is None else weights
-    pairs = enumerate(zip(slices, weights, strict=True))
-    return [
-        Microbatch(
-            cut.part,
-            cut.num_samples,
-            cut.run,
-            cut.record,
-            cut.device,
-            cut.seed,
-            index,
-            weight,
-            differentiate,
-        )
-        for index, (cut, weight) in pairs
-    ]
+    for index, (microbatch, weight) in enumerate(zip(slices, weights, strict=True)):
+        microbatch.index, microbatch.weight = index, weight
+        microbatch.differentiate = differentiate
+    return slices
