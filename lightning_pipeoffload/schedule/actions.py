@@ -1,9 +1,9 @@
 """The actions of a schedule, and the table of the effects of each kind of action.
 
 An action prints and parses as ``2F0`` (stage 2, forward, microbatch 0), so that a whole plan fits
-in a test, a CSV file or a profiler label. :data:`KINDS` says of every kind on which lane it takes
-time, which memory it changes and which kinds it follows; validation, simulation, search and the
-runtime's ledger read that table.
+in a test, a CSV file or a profiler label. :data:`KINDS` defines the lane, the memory effects and
+the allowed predecessors of every kind; validation, simulation, search and the runtime's ledger read
+that table.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
 
 
 class ScheduleError(ValueError):
-    """A schedule, or a request for one, that is not possible; the message names what to use."""
+    """A schedule, or a request for one, is not possible; the message names an alternative."""
 
 
 class MemoryLimitError(ScheduleError):
-    """No order of a schedule keeps within a memory limit.
+    """No order of a schedule fits a memory limit.
 
     Args:
         sentence: The message, with the fields ``{limit}`` and ``{needed}``.
-        limit: The limit that was given, in the unit of the costs.
-        needed: The smallest limit that can be kept.
+        limit: The given limit, in the unit of the costs.
+        needed: The smallest limit that is possible.
     """
 
     def __init__(self, sentence: str, limit: float, needed: float) -> None:
@@ -72,7 +72,7 @@ class MemoryLimitError(ScheduleError):
 
 
 class Kind(str, Enum):
-    """What an action does.
+    """The kind of an action.
 
     Attributes:
         F: Forward.
@@ -91,8 +91,8 @@ class Kind(str, Enum):
         RELOAD: Allocates the activation on the device and starts the copy back.
         RELOAD_B: The same for the part that B needs.
         RELOAD_W: The same for the part that W needs and that is not on the device.
-        OFFLOAD_W: Between B and W, starts the copy of what W needs to the host.
-        FREE_W: Waits for that copy and frees what was copied on the device.
+        OFFLOAD_W: Between B and W, starts the copy of the part that W needs to the host.
+        FREE_W: Waits for that copy and frees that part on the device.
     """
 
     F = "F"
@@ -128,10 +128,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read an action as it prints.
+        """Read an action from its printed form.
 
         Raises:
-            ScheduleError: The text is not stage, kind and microbatch.
+            ScheduleError: The text does not consist of stage, kind and microbatch.
         """
         match = re.fullmatch(r"(\d+)([A-Z_]+)(\d+)", text.strip())
         if match is None or match[2] not in Kind.__members__:
@@ -143,11 +143,11 @@ class Action(NamedTuple):
 
 
 class Part(IntFlag):
-    """A part of the memory that one stage holds for one microbatch, by which action needs it.
+    """A part of one stage's memory for one microbatch, by the action that needs it.
 
     Attributes:
-        FOR_B: What B needs of the values that F saved.
-        FOR_W: What only W needs of them: the inputs of deferred linear layers.
+        FOR_B: The values that F saves and B needs.
+        FOR_W: The values that F saves and only W needs: inputs of deferred linear layers.
         GRADIENT: The output gradients of those layers, from B to W.
     """
 
@@ -173,18 +173,18 @@ class KindRow:
     """The effects of one kind of action, on one stage and microbatch.
 
     Attributes:
-        lane: Where it takes time. Each lane of a rank runs its actions in order; only the compute
-            lane holds up the rank. Empty: it takes no time.
-        seconds: The fields of ``Costs`` whose sum it takes; of a copy times the share of the
-            activation that it moves.
-        needs: Parts that must be on the device. It waits for the copies that bring them.
+        lane: The lane on which it takes time. Each lane of a rank runs its actions in order; only
+            the compute lane blocks the rank. Empty: it takes no time.
+        seconds: The fields of ``Costs`` whose sum is its duration; for a copy, multiplied by the
+            share of the activation that it moves.
+        needs: Parts that must be on the device; it waits for their copies.
         puts: Parts that are on the device after it.
         drops: Parts that are not on the device after it.
         host_puts: Parts that are on the host after it, of those that are on the device.
         host_drops: Parts that are not on the host after it.
-        follows: The kinds of which one comes directly before it. Empty: F, which begins, and kinds
-            that are checked otherwise (messages, REDUCE, STEP).
-        rule: The sentence of the error where it does not follow one of these, or lacks a part.
+        follows: The kinds that may come directly before it. Empty for F, which comes first, and for
+            kinds that are checked otherwise (messages, REDUCE, STEP).
+        rule: The sentence of the error if another kind comes before it, or a part is missing.
     """
 
     lane: str = ""
@@ -294,7 +294,7 @@ COPIES = frozenset(kind for kind, row in KINDS.items() if row.follows) - COMPUTE
 
 
 class MemoryEffect(NamedTuple):
-    """The parts that an action puts into a memory, and those that it takes out."""
+    """The parts that an action adds to a memory, and those that it removes."""
 
     puts: Part = NOTHING
     drops: Part = NOTHING

@@ -36,16 +36,16 @@ def build(
         name: One of ``SCHEDULES``.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
-        num_chunks: Stages per rank; None: the schedule's own.
+        num_chunks: Stages per rank; None: the schedule's default.
         costs: The costs of the stages; builders that do not search ignore the times.
         memory_limit: The most memory of a rank, in the unit of ``costs``; without costs the
             activation of a stage and microbatch is 1.
         **options: Other options of the builder, such as ``group_size``.
 
     Raises:
-        ScheduleError: There is no such schedule, a size or an option is not one that it takes, or
-            the order is not valid.
-        MemoryLimitError: It needs more memory than it may.
+        ScheduleError: There is no such schedule, it does not accept a size or an option, or the
+            order is not valid.
+        MemoryLimitError: The schedule needs more memory than ``memory_limit``.
     """
     check_name(name)
     sizes = num_ranks, num_microbatches, num_chunks
@@ -53,10 +53,10 @@ def build(
 
 
 def check_name(name: str, *others: str) -> None:
-    """Check that there is a schedule of a name; the error also lists ``others``.
+    """Check that a schedule name exists; the error also lists ``others``.
 
     Raises:
-        ScheduleError: There is none.
+        ScheduleError: The name does not exist.
     """
     if name not in SCHEDULES:
         known = ", ".join((*SCHEDULES, *others))

@@ -1,4 +1,4 @@
-"""The options of ``schedule="auto"``, and the figures of each as it was planned."""
+"""The options of ``schedule="auto"``, and the figures of their plans."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .schedule import Schedule
 
 __all__ = ["Candidate", "Option", "best_of", "options", "period_to_compare"]
 
-# Of plans that differ by less, as a share of their time, the one that needs less memory counts.
+# Between plans whose times differ by a smaller share, the one with less memory is preferred.
 _ABOUT_EQUAL = 0.001
 
 # A plan that copies nothing is preferred to one that is faster by less than this.
 _WORTH_COPYING = 0.01
-# More of them need more messages, and searches for them more time, and gain little.
+# More chunks need more messages and longer searches, and gain little.
 _CHUNK_COUNTS = (2, 3, 4)
 
 
 def period_to_compare(period: float, copies: bool) -> float:
-    """Return the time by which plans are compared: one that copies counts as a little longer."""
+    """Return the time by which plans are compared: copies add a small penalty."""
     return period * (1 + _WORTH_COPYING * copies)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A family of schedules in one size, and what the backward computes again."""
+    """A family of schedules in one size, with a setting of ``recompute``."""
 
     schedule: str
     num_chunks: int
@@ -48,17 +48,16 @@ class Candidate:
 
     Attributes:
         option: The option.
-        offload: "none", "auto", "paged", which is auto where ranks wait for copies, a share, or
-            "its own".
-        postponed: How many others of its stage each W is delayed by, so that an optimizer on the
-            host steps beside them.
-        reason: Why it was not taken; empty if it was.
-        period: Seconds from one step to the next; None where there is no plan, as the rest.
+        offload: "none", "auto", "paged" (auto, but ranks wait for copies), a share, or "its own".
+        postponed: The number of W's of its stage by which each W is delayed, so that the step of an
+            optimizer on the host overlaps with them.
+        reason: The reason why it was not chosen; empty if it was.
+        period: Seconds from one step to the next; None without a plan, like the fields below.
         bubble: The idle share of the period.
-        peak_memory: The largest memory of a rank; where that is too much, the least that fits.
-        makespan: Seconds of a step alone.
+        peak_memory: The largest memory of a rank; if that exceeds the limit, the least possible.
+        makespan: Seconds of a single step.
         schedule: The plan.
-        report: The report on its offload, where that was planned.
+        report: The report on its offload, if one was planned.
     """
 
     option: Option
@@ -74,18 +73,18 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan, which keeps the limits."""
+        """Whether there is a plan within the limits."""
         return self.period is not None
 
     @property
     def score(self) -> float:
-        """Its period, a little longer if it copies; infinite where there is no plan."""
+        """The period, with a small penalty for copies; infinite without a plan."""
         if self.period is None:
             return inf
         return period_to_compare(self.period, self.offload != "none")
 
     def figures(self) -> dict[str, Any]:
-        """Return its row of a report."""
+        """Return the candidate's row of a report."""
         names = ("offload", "postponed", "fits", "period", "makespan", "bubble", "peak_memory")
         return {
             **vars(self.option),
@@ -94,7 +93,7 @@ class Candidate:
         }
 
     def judged(self, best: Candidate) -> Candidate:
-        """Return this one with the reason why another was taken."""
+        """Return this candidate with the reason why ``best`` was chosen instead."""
         if self is best or self.period is None or best.period is None:
             return self
         longer = self.period / best.period - 1 if best.period else 0.0
@@ -106,7 +105,7 @@ class Candidate:
 
 
 def best_of(candidates: Iterable[Candidate]) -> Candidate | None:
-    """Return the fastest that fits, of about equal ones that which needs least memory."""
+    """Return the fastest candidate that fits; among about equal ones, that with least memory."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return None
@@ -125,7 +124,7 @@ def options(
 
     Args:
         num_microbatches: The numbers of microbatches to try.
-        most_chunks: The most stages per rank that there are blocks for; None: any.
+        most_chunks: The most stages per rank for which there are enough blocks; None: any.
         num_chunks: The only number of stages per rank to try; None: any.
         recompute: The values of ``recompute`` to try.
     """

@@ -1,8 +1,8 @@
-"""Seconds and memory of the actions of every stage, and how copies compare with compute.
+"""Seconds and memory of the actions of every stage, and the ratio of copies to compute.
 
-The ratio k is how long an activation travels to the host and back, over its stage's compute. Up to
-1, all activations can be offloaded without slowing anything down (Wan et al., "PipeOffload", ICML
-2025, formula 1).
+The ratio k is the time to copy an activation to the host and back, over the compute time of its
+stage. If k is at most 1, all activations can be offloaded without a slowdown (Wan et al.,
+"PipeOffload", ICML 2025, formula 1).
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ class Costs:
         forward: Seconds of F.
         backward_input: Seconds of B.
         backward_weight: Seconds of W; BW takes the sum of both.
-        communication: Seconds of a hop between a stage and the next one, either way, if they are on
-            different ranks; in a sequence, of the hop after each stage. The sender is not held up.
-        activation: Memory that F keeps.
+        communication: P2P latency in seconds between a stage and the next one, in both directions,
+            if they are on different ranks; a sequence has the latency after each stage. The sender
+            does not wait.
+        activation: Memory that F saves.
         weight_residue: Memory that is alive from the end of B to the end of W; None: as much as
             ``activation``.
-        offload: Seconds of the copy of one activation to the host; a part of it takes its share.
+        offload: Seconds of the copy of one activation to the host; for a part, its share of them.
         reload: Seconds of the copy back.
         weight_input: The part of ``activation`` and ``weight_residue`` that only W needs, so that
             it can stay on the host until then.
-        reduce: Seconds of REDUCE, of a stage and all its microbatches together.
-        step: Seconds of the optimizer's step on the host, of a stage. A plan with STEP takes them
-            beside its last W's, any other one after the rank's last action.
-        copy_lanes: Copies that a device makes at a time: 1 where both directions take turns, 2
-            where each has a lane of its own.
-        ranks_per_link: Neighbouring ranks whose devices share a link to the host, 2 where pairs of
-            them are behind one switch: of their copies in one direction one runs at a time.
+        reduce: Seconds of REDUCE of a stage, for all its microbatches together.
+        step: Seconds of the optimizer's step on the host for a stage. They overlap with the last
+            W's in a plan with STEP; otherwise they follow the rank's last action.
+        copy_lanes: The number of copies that a device makes at a time: 1 if both directions share a
+            lane, 2 if each has its own.
+        ranks_per_link: The number of neighbouring ranks whose devices share a link to the host, 2
+            if pairs are behind one switch; only one of them copies in a direction at a time.
     """
 
     forward: PerStage
@@ -94,7 +95,7 @@ class Costs:
         return cls(forward=1.0, backward_input=1.0, backward_weight=1.0)
 
     def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
-        """Return one cost of every stage.
+        """Return a cost for every stage.
 
         Args:
             name: A field of this class, such as ``"forward"``.
@@ -118,7 +119,7 @@ class Costs:
         return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
 
     def hops(self, placement: Sequence[int]) -> tuple[float, ...]:
-        """Return the seconds from every stage to the next one, 0 if both are on one rank."""
+        """Return the P2P latency from every stage to the next one, 0 if both are on one rank."""
         seconds = self.per_stage("communication", len(placement))
         to = (*placement[1:], placement[-1])
         hops = zip(seconds, placement, to, strict=True)
@@ -149,14 +150,14 @@ def layer_flops(hidden_size: int, sequence_length: int) -> float:
 
 
 def layer_bytes(hidden_size: int, sequence_length: int) -> float:
-    """Return the bytes that a transformer layer saves of one sequence, with cheap recompute."""
+    """Return the bytes that a transformer layer saves for one sequence, with cheap recompute."""
     return float(BYTES_AFTER_RECOMPUTE * sequence_length * hidden_size)
 
 
 def estimated_copy_ratio(
     hidden_size: int, sequence_length: int, compute_rate: float, copy_rate: float
 ) -> float:
-    """Return k of a transformer layer, before anything ran.
+    """Estimate k of a transformer layer from its sizes, without a measurement.
 
     It does not depend on batch size, number of layers or ranks.
 
@@ -167,7 +168,7 @@ def estimated_copy_ratio(
         copy_rate: Bytes per second in one direction, when both directions take turns.
 
     Raises:
-        ScheduleError: One of them is no positive number.
+        ScheduleError: An argument is no positive number.
     """
     sizes = {"hidden_size": hidden_size, "sequence_length": sequence_length}
     for name, value in {**sizes, "compute_rate": compute_rate, "copy_rate": copy_rate}.items():
@@ -198,16 +199,16 @@ def copy_ratios(costs: Costs, num_stages: int) -> tuple[float, ...]:
 
 
 def free_share(costs: Costs, num_stages: int) -> float:
-    """Return which share of its activations every rank can copy while it computes: 1 for all.
+    """Return the share of activations that every rank can copy during its compute; 1: all.
 
-    By the time of the copies alone; an activation must also be away for long enough.
+    It considers only the time of copies; an activation must also be unused for long enough.
     """
     stages = zip(_copies(costs, num_stages), _compute(costs, num_stages), strict=True)
     return min(1 / max(1.0, _ratio(_busy(costs, *copies), compute)) for copies, compute in stages)
 
 
 def _busy(costs: Costs, offload: float, reload: float) -> float:
-    """Return how long the copies of one activation keep a lane or a link busy, or both."""
+    """Return the time for which the copies of one activation occupy a lane or a shared link."""
     of_lane = offload + reload if costs.copy_lanes == 1 else max(offload, reload)
     return max(of_lane, costs.ranks_per_link * max(offload, reload))
 

@@ -1,7 +1,6 @@
-"""A schedule as text: one row per rank, time across, dots where a rank is idle.
+"""Draws a schedule as text: one row per rank, time from left to right, dots for idle time.
 
-Below it a second row shows when the rank's gradients are reduced, or its optimizer steps on the
-host, where that is in the plan.
+If the plan has REDUCE or STEP, a second row below each rank shows them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ UNIT = replace(Costs.unit(), reduce=1.0, step=1.0)
 
 
 def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
-    """Draw when each rank computes what.
+    """Draw the actions of each rank over time.
 
-    An action is as wide as it takes time: ``F3`` is the forward of microbatch 3, and where a rank
-    has several stages ``1F3`` that of stage 1. What is too narrow for its label shows its kind.
+    The width of an action is proportional to its time. ``F3`` is the forward of microbatch 3;
+    ``1F3`` is that of stage 1, if ranks have several stages. An action that is too narrow for its
+    label shows its kind.
 
     Args:
         drawn: A timeline, or a schedule, which is timed with ``Costs.unit()`` and a REDUCE or STEP
             of 1.
-        width: Characters of a row; None: those of the terminal. The drawing is narrower where every
-            label has room.
+        width: The most characters of a row; None: the width of the terminal. The drawing is
+            narrower if every label fits.
     """
     timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
     events = [event for event in timeline.events if event.lane in IDLE]
@@ -73,12 +73,12 @@ def _scale(events: list[Event], labels: dict[Action, str], width: int) -> float:
     wanted = max((1 + len(labels[e.action])) / (e.end - e.start) for e in timed)
     scale = min(wanted, max(1, width) / max(e.end for e in events))
     shortest = min(e.end - e.start for e in timed)
-    # Whole characters for the shortest action draw equal actions equally wide.
+    # A whole number of characters for the shortest action makes equal actions equally wide.
     return max(1, int(scale * shortest + 1e-9)) / shortest if scale * shortest >= 1 else scale
 
 
 def _fit(label: str, action: Action, width: int) -> str:
-    # A stage in front would run into the microbatch of the action before it, so it needs a blank.
+    # A label that begins with a stage needs a blank after the microbatch of the label before it.
     needed = len(label) + label[0].isdigit()
     shown = label if needed <= width else action.kind.value
     return shown[:width].ljust(width)

@@ -1,7 +1,4 @@
-"""The families of schedules: those that are built by a name without a solver, and how.
-
-Sizes, options and the result are checked.
-"""
+"""The families of schedules: the names that need no solver, and how each is built and checked."""
 
 from __future__ import annotations
 
@@ -40,11 +37,11 @@ class Recipe:
     Attributes:
         builder: ``(num_ranks, num_microbatches, num_chunks) -> Schedule``. Options beyond these,
             ``costs`` and ``memory_limit`` among them, are its keyword-only parameters.
-        num_chunks: Stages per rank by default, and the fewest that it takes.
-        max_chunks: The most stages per rank that it takes; None for no limit.
-        placement: Which rank holds which stage, by the numbers of ranks and of stages on each.
+        num_chunks: The default and minimum of stages per rank.
+        max_chunks: The maximum of stages per rank; None for no limit.
+        placement: Returns the rank of every stage, for a number of ranks and of stages per rank.
         takes_seconds: Whether the builder searches for longer than all others together.
-        given: Options that the name stands for.
+        given: Options that the name implies.
     """
 
     builder: Callable[..., Schedule]
@@ -63,7 +60,7 @@ class Recipe:
 
     @property
     def heeds_limit(self) -> bool:
-        """Whether the builder gives another order where there is less memory."""
+        """Whether the builder adapts the order to the memory limit."""
         return "memory_limit" in self.options
 
 
@@ -80,15 +77,15 @@ def build_by(
     Args:
         name: The name of the schedule.
         sizes: Ranks of the pipeline, microbatches of one step, and stages per rank; None: the
-            schedule's own.
+            schedule's default.
         costs: The costs of the stages; builders that do not search ignore the times.
         memory_limit: The most memory of a rank, in the unit of ``costs``; without costs the
             activation of a stage and microbatch is 1.
         **options: Other options of the builder, such as ``group_size``.
 
     Raises:
-        ScheduleError: A size or an option is not one that it takes, or the order is not valid.
-        MemoryLimitError: It needs more memory than it may.
+        ScheduleError: The schedule does not accept a size or an option, or the order is not valid.
+        MemoryLimitError: The schedule needs more memory than ``memory_limit``.
     """
     num_ranks, num_microbatches, num_chunks = sizes
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -122,7 +119,7 @@ def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
 
 
 def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
-    # A value that cannot be hashed is a mistake, which the builder explains better than the cache.
+    # An unhashable value is a mistake, which the builder explains better than the cache.
     is_askable = all(isinstance(value, Hashable) for value in taken.values())
     make = _build_once if is_askable else _build_once.__wrapped__
     return make(builder, *sizes, **taken)
@@ -138,7 +135,7 @@ def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> 
 def accept(
     schedule: Schedule, costs: Costs | None = None, memory_limit: float | None = None
 ) -> None:
-    """Validate a schedule, wherever it comes from, and check that it keeps a memory limit.
+    """Validate a schedule of any origin, and check its memory against a limit.
 
     Args:
         costs: The memory of its stages; None: an activation is 1.
@@ -146,7 +143,7 @@ def accept(
 
     Raises:
         ScheduleError: A rule is broken.
-        MemoryLimitError: A rank needs more memory than it may.
+        MemoryLimitError: A rank needs more memory than ``memory_limit``.
     """
     check_limit(memory_limit)
     validate(schedule)
@@ -157,7 +154,7 @@ def check_sizes(**sizes: Any) -> None:
     """Check numbers of ranks, microbatches or stages.
 
     Raises:
-        ScheduleError: One is no whole number from 1 on.
+        ScheduleError: A size is no positive integer.
     """
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
@@ -179,7 +176,7 @@ def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
 
 
 def check_limit(memory_limit: Any) -> None:
-    """Check the kind of a memory limit.
+    """Check the type of a memory limit.
 
     Raises:
         ScheduleError: It is no number.

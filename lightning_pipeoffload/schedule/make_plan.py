@@ -1,8 +1,8 @@
-"""The one planner: the fastest plan of all that fit, by the time from one step to the next.
+"""The planner: finds the plan with the shortest period among those that fit.
 
-Plans that cannot become the fastest are left out. Copies make no order faster, so an order gets
-copies only where it would win without them; a builder that searches for seconds comes last, and
-only where a lower bound leaves something to gain.
+Plans that cannot become the fastest are skipped. Copies make no order faster, so an order gets
+copies only if it would be the fastest without them. A builder that searches for seconds is tried
+last, and only if its lower bound is below the best period.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ _NUM_POSTPONED = 3
 
 
 class HostShortageError(ScheduleError):
-    """A plan offloads more than a rank's host has room for."""
+    """A plan offloads more than fits into a rank's host memory."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options to plan, and the limits to keep.
+    """The options to plan, and their limits.
 
     Attributes:
         num_ranks: Ranks of the pipeline.
         options: The options to choose among; a single one is planned or refused with its own error.
         costs_of: Returns the costs of an option's stages; it may raise ScheduleError.
         memory_limit: The most memory of a rank, in the unit of the costs; None: any.
-        offload: "auto": as little as the memory limit asks for; "none"; or a share of the
+        offload: "auto": as little as the memory limit requires; "none"; or a share of the
             activations, as in :func:`offload_activations`.
-        taken: Returns the part of the memory limit that an option's weights take.
-        has_barrier: Returns whether no rank begins a step of an option before all have ended the
-            one before.
+        taken: Returns the memory of an option's weights, which is subtracted from the limit.
+        has_barrier: Returns whether all ranks must end a step of an option before any rank begins
+            the next one.
         steps_early: Returns whether an option's optimizer steps on the host as gradients become
-            final. W's are postponed then until that is hidden, as far as memory allows.
-        host_shortage: Returns why a schedule offloads more than the hosts have room for; else "".
+            final. Then W's are postponed to overlap with these steps, as far as memory allows.
+        host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does not.
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
             plan that offloads the most.
-        searches_always: Whether builders that search for seconds are asked even where their lower
-            bound promises nothing.
-        omits_above: Options are left out that must take longer than this period, or than a plan
-            that is found; None: all are planned, for a table.
-        recipes: How an option's schedule is built, by its name.
+        searches_always: Whether to run builders that search for seconds even if their lower bound
+            is not below the best period.
+        omits_above: Skip options that must take longer than this period, or than the best plan so
+            far; None: plan all options, for a table.
+        recipes: The recipe of each schedule, by its name.
         builder_options: Other options of the builders.
     """
 
@@ -81,7 +81,7 @@ class PlanRequest:
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
     def limit_of(self, option: Option) -> float | None:
-        """Return the most memory that an option's activations may take of a rank."""
+        """Return the most memory for an option's activations on a rank."""
         if self.memory_limit is None:
             return None
         return max(0.0, self.memory_limit - self.taken(option))
@@ -89,14 +89,14 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest plan that keeps the limits.
+    """The fastest plan within the limits.
 
     Attributes:
         best: The plan with its figures.
         schedule: Its schedule.
         costs: The costs that it was made for.
-        candidates: All that were tried, in the order of the request; each but the best says why it
-            was not taken.
+        candidates: All candidates in the order of the request; each but the best has the reason why
+            it was not chosen.
     """
 
     best: Candidate
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def report(self) -> OffloadReport | None:
-        """The report on the plan's offload, where that was planned."""
+        """The report on the plan's offload, if one was planned."""
         return self.best.report
 
     @property
@@ -117,10 +117,10 @@ class Plan:
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Plan every option of a request, and choose the fastest that keeps its limits.
+    """Plan every option of a request, and choose the fastest plan within the limits.
 
     Raises:
-        MemoryLimitError: None keeps the memory limit; the message has the least that would do.
+        MemoryLimitError: No plan fits the memory limit; the message has the least possible limit.
         ScheduleError: No plan can be made at all.
     """
     trials = _Trials(request)
@@ -147,7 +147,7 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 class _Trials:
-    """The candidates of a request, as they are planned."""
+    """Plans the candidates of a request."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
@@ -173,7 +173,7 @@ class _Trials:
         return build_by(recipe, name, sizes, costs, limit, **request.builder_options)
 
     def try_order(self, option: Option) -> None:
-        """Plan an option by its order alone, or with the share of offload that is asked for."""
+        """Plan an option without copies, or with the requested share of offload."""
         share = self._request.offload
         try:
             if share in ("auto", "none"):
@@ -198,7 +198,7 @@ class _Trials:
         self._add(option, str(share), *planned)
 
     def try_copies(self, tried: Sequence[Option]) -> None:
-        """Plan copies for options that may so become the fastest, the most hopeful first."""
+        """Plan copies for options that may become the fastest, the most promising first."""
         if self._request.memory_limit is None or self._request.offload != "auto":
             return
         free = filter(None, map(self._free, tried))
@@ -206,7 +206,7 @@ class _Trials:
             self._try_to_copy(option, schedule, seconds)
 
     def _free(self, option: Option) -> tuple[float, Option, Schedule] | None:
-        """Return an option's plan without a limit; None where copies make no sense."""
+        """Return an option's plan without a limit; None if copies cannot help."""
         try:
             schedule = self._build(option, None)
         except ScheduleError:
@@ -238,7 +238,7 @@ class _Trials:
         return offload_activations(apart, costs, amount, limit, has_room)
 
     def try_to_postpone(self) -> None:
-        """Postpone W's of the most hopeful plans: an optimizer on the host steps beside these."""
+        """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
         num_ranks = self._request.num_ranks
         counts = sorted({num_ranks * quarter // 4 for quarter in range(5)})
         planned = [c for c in self.found if c.schedule is not None and not c.schedule.has_copies]
@@ -258,7 +258,7 @@ class _Trials:
         return steady_period(plan, replace(costs, step=0.0), has_barrier)
 
     def best_effort(self) -> Candidate | None:
-        """Return the plan that offloads the most, where it need not fit; None: it has to."""
+        """Return the plan that offloads the most; None if plans have to fit."""
         request = self._request
         if request.must_fit or len(request.options) > 1 or self._least == inf:
             return None
@@ -286,7 +286,7 @@ class _Trials:
         self.found.append(Candidate(option, offload, "", *figures, schedule, report, postponed))
 
     def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
-        """Return period, bubble, memory and makespan of a schedule, as it runs."""
+        """Return period, bubble, memory and makespan of a schedule as it is executed."""
         costs = self.costs(option)
         early = self._request.steps_early(option)
         plan = as_it_runs(schedule, costs, early)
@@ -308,7 +308,7 @@ class _Trials:
         self.found.append(refused)
 
     def may_gain(self, option: Option) -> bool:
-        """Whether a search may gain enough; notes why not."""
+        """Return whether a search may gain enough; if not, record the reason."""
         request, best, why = self._request, best_of(self.found), ""
         promised = inf if best is None else best.score / (self.bound(option) or inf) - 1
         if request.memory_limit is None:
@@ -330,7 +330,7 @@ class _Trials:
         return bound(option) > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
 
     def bound(self, option: Option) -> float:
-        """Return seconds that no order of an option's stages gets below; 0 without stages."""
+        """Return a lower bound on the period of an option; 0 if its stages are unknown."""
         try:
             costs = self.costs(option)
         except ScheduleError:
@@ -342,7 +342,7 @@ class _Trials:
         return most_work(seconds, placement, option.num_microbatches)
 
     def no_plan(self) -> ScheduleError:
-        """Return the error that says why there is no plan."""
+        """Return an error with the reason why there is no plan."""
         if self._error is None:
             return ScheduleError("no plan can be made: there are no blocks for any")
         limit = self._request.memory_limit

@@ -1,4 +1,4 @@
-"""Messages between ranks: which actions send, receive and need them; which receives are open."""
+"""Messages between ranks: their SEND and RECV actions, dependencies, and open receives."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def recv_before(schedule: Schedule, action: Action) -> Action | None:
 
 
 def recv_of(send: Action) -> Action:
-    """Return the other end of a SEND: the RECV of the stage after (SEND_F) or before (SEND_B)."""
+    """Return the RECV of a SEND: that of the next stage (SEND_F) or the previous one (SEND_B)."""
     if send.kind is Kind.SEND_F:
         return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
     return Action(Kind.RECV_B, send.stage - 1, send.microbatch)
 
 
 def send_of(recv: Action) -> Action:
-    """Return the other end of a RECV: the SEND of the stage before (RECV_F) or after (RECV_B)."""
+    """Return the SEND of a RECV: that of the previous stage (RECV_F) or the next one (RECV_B)."""
     if recv.kind is Kind.RECV_F:
         return Action(Kind.SEND_F, recv.stage - 1, recv.microbatch)
     return Action(Kind.SEND_B, recv.stage + 1, recv.microbatch)
 
 
 def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
-    """Return for RECVs of a rank which of its SENDs have arrived once such a message is there.
+    """Return, for RECVs of a rank, the SENDs of that rank that must have arrived before.
 
-    They are those that the peer waited for before it sent the message. A SEND stands with the first
-    RECV that tells of it, so that its buffer is free from then on::
+    The peer has received these before it sent the message. Each SEND is listed with the first RECV
+    that proves its arrival, after which its buffer is free::
 
         this rank   SEND_F0 ......................... RECV_B0   so SEND_F0 has arrived
         the peer    ....... RECV_F0 F0 ... B0 SEND_B0
@@ -74,13 +74,13 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
 
 
 def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
-    """Return for RECVs of a rank how many of its SENDs their messages follow from, over any ranks.
+    """Return, for RECVs of a rank, the number of its SENDs on which the message depends.
 
-    Once the rank has sent those, the message arrives whatever the rank does next. The number is 0
-    for a message that never comes, because ranks wait for each other.
+    Dependencies may go over other ranks. Once the rank has sent these, the message arrives whatever
+    the rank does next. The number is 0 for a message that never comes because of a deadlock.
 
     Args:
-        rank: The rank whose messages are numbered.
+        rank: The receiving rank.
     """
     carried: dict[Action, int] = {}
     walks = [_walk(actions, carried, peer == rank) for peer, actions in enumerate(plan)]
@@ -91,7 +91,7 @@ def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
 
 
 def _walk(actions: Iterable[Action], carried: dict[Action, int], counts: bool) -> Iterator[Action]:
-    """Note how many SENDs each message follows from; yield a RECV while its message is not sent."""
+    """Record the number of SENDs on which each message depends; yield a RECV until it is sent."""
     num_sent = 0
     for action in actions:
         if action.kind in SENDS:
@@ -107,7 +107,7 @@ class OpenReceives:
     """The receives of one rank in one step.
 
     Args:
-        post: Called with each receive when it is posted, and with the rank that its message is of.
+        post: Called with each receive when it is posted, and with the rank of its sender.
     """
 
     def __init__(self, plan: Schedule, rank: int, post: Callable[[Action, int], None]) -> None:
@@ -125,24 +125,24 @@ class OpenReceives:
         self._reached: set[Action] = set()
 
     def expect(self, actions: Iterable[Action]) -> None:
-        """Receive what is received in the next actions, each edge's messages in this order."""
+        """Add the receives of the next actions, in the order of each edge's messages."""
         for action in actions:
             if action.kind in RECVS:
                 self._coming[self._sources[action]].append(action)
 
     def count_send(self) -> None:
-        """Count a SEND, from which messages may follow."""
+        """Count a SEND, on which messages may depend."""
         self._num_sent += 1
         for source in self._coming:
             self._post_next(source)
 
     def reach(self, receive: Action) -> None:
-        """Come to a RECV of the plan, whose message can come from then on."""
+        """Record that the plan has reached a RECV, whose message may come from then on."""
         self._reached.add(receive)
         self._post_next(self._sources[receive])
 
     def until(self, receive: Action) -> Iterator[Action]:
-        """Yield the messages of its edge to wait for, in order, up to that of a receive."""
+        """Yield the open receives of an edge to wait for, in order, up to ``receive``."""
         source, taken = self._sources[receive], None
         while taken != receive:
             if source not in self._open:
@@ -152,7 +152,7 @@ class OpenReceives:
             self._post_next(source)
 
     def rest(self) -> Iterator[Action]:
-        """Yield all messages that are expected still, to wait for."""
+        """Yield all remaining receives to wait for."""
         for source, coming in self._coming.items():
             last = coming[-1] if coming else self._open.get(source)
             if last is not None:
@@ -174,11 +174,11 @@ _STARTS = {Kind.SEND_F, Kind.OFFLOAD}
 
 
 def actions_ahead(plan: Schedule) -> list[list[Action]]:
-    """Return the actions of each rank that may run before all ranks have ended the step before.
+    """Return the actions of each rank that may run before all ranks have ended the previous step.
 
-    Whether that step's gradients are clipped is known when all ranks have ended it; where it
-    changes the weights, these actions run again. So every message that one of them sends is
-    received by another of them, and none is of the last stage, where the user's step ends::
+    Only when all ranks have ended it is it known whether its gradients are clipped; if that changes
+    the weights, these actions run again. So every message between these actions is both sent and
+    received by them, and none is of the last stage, where the user's step ends::
 
         rank 0   step n  . F0 F1 F2 | B0 ...     | what is known of step n on all ranks
         rank 1   step n    . F0 F1  | B0 ...       by then, as F0 and B0 have come through all
@@ -201,7 +201,7 @@ def actions_ahead(plan: Schedule) -> list[list[Action]]:
 def _ahead_of(
     plan: Schedule, actions: Sequence[Action], found: list[Action], received: set[Action]
 ) -> Iterator[None]:
-    """Move the actions that may run to ``found``; yield where one waits for a message."""
+    """Move the actions that may run to ``found``; yield while one waits for a message."""
     for action in actions:
         if action.kind is Kind.F and action.stage < plan.num_stages - 1:
             needed = recv_before(plan, action)
@@ -219,7 +219,7 @@ def _ahead_of(
 def _with_receives(
     actions: Sequence[Action], ahead: Sequence[Action], received: set[Action]
 ) -> list[Action]:
-    """Add the receives in their places; those that come later in the plan at the end."""
+    """Insert the receives in plan order; append those that come later in the plan."""
     chosen = received.union(ahead)
     before = [action for action in actions if action in chosen]
     last = max(map(before.index, ahead), default=-1) + 1

@@ -1,8 +1,8 @@
-"""Plans that took long to find, in a folder: those of one question, and of questions like it.
+"""A folder of plans that took long to find; a similar question finds a plan as a hint.
 
-Plans depend on ratios of times and of memory alone, so these are rounded: times to 2 % of a
-forward, memory to a sixteenth of an activation. A question that differs by less finds the same
-entry, one that differs by more finds it as a hint.
+Plans depend only on ratios of times and of memory, so these are rounded: times to 2 % of a forward,
+memory to a sixteenth of an activation. A question that differs by less finds the same entry; one
+that differs by more gets it as a hint.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _MOST_OF_A_FAMILY = 64  # files
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """The problem that a plan was sought for.
+    """The problem that a plan solves.
 
     Attributes:
-        purpose: Who asks, and all that the numbers do not say, such as ``"optpipe 0,1,1,0"`` with
-            the rank of every stage.
+        purpose: The caller, and all conditions that are no numbers, such as ``"optpipe 0,1,1,0"``
+            with the rank of every stage.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Microbatches of one step.
-        num_chunks: Stages per rank; 0 where the plan decides on them.
-        costs: The costs of the stages, or of what the plan makes stages of.
+        num_chunks: Stages per rank; 0 if the plan decides on them.
+        costs: The costs of the stages, or of the blocks that the plan divides into stages.
         memory_limit: The most memory of a rank, in the unit of the costs; None: any.
     """
 
@@ -56,7 +56,7 @@ class PlanQuestion:
 
     @property
     def family(self) -> str:
-        """The beginning of the names of files that hold its plan or hints."""
+        """The prefix of the names of the files with its plan or hints."""
         topology = f"{self.purpose} {self.costs.copy_lanes} {self.costs.ranks_per_link}"
         sizes = f"p{self.num_ranks}-m{self.num_microbatches}-v{self.num_chunks}"
         return f"{sizes}-{_digest(topology)[:12]}"
@@ -81,8 +81,8 @@ class CachedPlan:
     """A plan of the cache.
 
     Attributes:
-        schedule: The plan, valid; whether it keeps a limit is not checked.
-        is_exact: Whether it was found for the same question; else it is a hint.
+        schedule: The plan; it is valid, but not checked against a limit.
+        is_exact: Whether it solves the same question; else it is a hint.
         remarks: The remarks that were stored with it.
     """
 
@@ -92,10 +92,10 @@ class CachedPlan:
 
 
 class PlanCache:
-    """A folder of plans, which any number of processes may read and write at a time."""
+    """A folder of plans, which several processes may read and write at once."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Open a folder, which need not be there.
+        """Open a folder, which need not exist yet.
 
         Args:
             folder: The folder; None: one in the user's cache folder.
@@ -103,9 +103,9 @@ class PlanCache:
         self.folder = _users_folder() if folder is None else Path(folder)
 
     def find(self, question: PlanQuestion) -> CachedPlan | None:
-        """Return the plan of a question, else of the one most like it; None where there is none.
+        """Return the plan of a question or of the most similar one; None if there is none.
 
-        A file that is damaged is ignored, and said to be.
+        A damaged file is ignored, with a warning.
         """
         numbers = question.numbers
         exact = self._path(question, numbers)
@@ -184,7 +184,7 @@ def _written(schedule: Schedule, numbers: list[int], remarks: Mapping[str, Any])
             "ranks": to_numbers(schedule),
         }
     )
-    # The numbers are first, and short: a search for hints reads no more of a file.
+    # The short line of numbers comes first: a search for hints reads only that line.
     return f"{json.dumps(numbers)}\n{_digest(plan)}\n{plan}\n"
 
 

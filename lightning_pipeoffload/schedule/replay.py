@@ -1,7 +1,7 @@
-"""The actions of all ranks in one order in which each comes after the action that it waits for.
+"""A topological order of all ranks' actions.
 
-Validation asks whether there is such an order; simulation and searches time it. All of them work on
-integers: an operation is a kind at a stage, an action is its operation times the number of
+Validation checks whether there is one; simulation and searches compute its times. All of them work
+on integers: an operation is a kind at a stage; an action is its operation times the number of
 microbatches plus its microbatch.
 """
 
@@ -22,15 +22,15 @@ __all__ = ["Replay", "grid_around", "replay", "replay_numbers"]
 
 @dataclass
 class Replay:
-    """Actions in an order in which each comes after the action that it waits for.
+    """Actions in topological order: each comes after the action that it waits for.
 
     Attributes:
         ranks: The rank of each action.
         operations: The operation of each action.
-        awaited: The place in this order of the action that it waits for, beside those before it on
-            its rank; -1 where there is none.
-        blocked: The actions that never came, with the ranks that wait for them.
-        places: How many actions each rank has run.
+        awaited: The index, in this order, of the action on another rank or stage that it waits for;
+            -1 if there is none.
+        blocked: The actions that never run, with the ranks that wait for them.
+        places: The number of actions that each rank has run.
     """
 
     ranks: list[int] = field(default_factory=list)
@@ -47,15 +47,15 @@ class Replay:
         beside: Iterable[Any] | None = None,
         reach: Callable[[Any, int, float, list[float]], float] | None = None,
     ) -> tuple[list[float], list[float], list[float]]:
-        """Return when each action starts, when it ends, and when each rank has ended its last.
+        """Return the start and the end of each action, and the end of each rank's last action.
 
         Args:
             seconds: Seconds of each action on its rank's compute lane.
             delays: Seconds from the end of the awaited action until the rank has its result.
-            starts: When each rank begins.
-            beside: An object for each action that involves other lanes, None for the rest.
-            reach: Called with such an object, the action's place, the time at which its rank comes
-                to it, and the ends so far; returns when the action starts.
+            starts: The start of each rank.
+            beside: An object for each action that involves other lanes, None for other actions.
+            reach: Called with such an object, the action's index, the time at which its rank
+                reaches it, and the ends so far; returns the start of the action.
         """
         clocks = [*starts]
         begins: list[float] = []
@@ -82,13 +82,13 @@ def replay_numbers(
     results: Sequence[int],
     num_microbatches: int,
 ) -> Replay:
-    """Put the actions of all ranks into one order. Takes time proportional to their number.
+    """Sort the actions of all ranks topologically, in linear time.
 
     Args:
         ranks: The actions of each rank, as integers.
         waits: For each operation, the difference from an action's integer to that of the action
             that it waits for; 0: none.
-        results: The same to the integer under which others wait for this action.
+        results: For each operation, the difference to the integer by which others wait for it.
         num_microbatches: Microbatches of one step.
     """
     found = Replay(places=[0] * len(ranks))
@@ -126,7 +126,7 @@ _KINDS = tuple(Kind)
 
 
 def replay(schedule: Schedule) -> Replay:
-    """Put a schedule's actions into one order; operations are in the order of kinds, then stages.
+    """Sort a schedule's actions topologically; operations are ordered by kind, then by stage.
 
     Raises:
         ScheduleError: There is no such order, because ranks wait for each other.
@@ -155,10 +155,10 @@ def replay(schedule: Schedule) -> Replay:
 
 
 def _awaited_by(schedule: Schedule, action: Action) -> Action | None:
-    """Return the action that one waits for, beside those before it on its rank; BW is called B.
+    """Return the action that one waits for, besides those before it on its rank; BW counts as B.
 
-    One action is enough, since the rest follows: where the B of the next stage is done, so is this
-    stage's F. In a lowered plan F and B wait for a RECV, and a RECV for the SEND on the other rank.
+    One action is enough: once the B of the next stage is done, this stage's F is done too. In a
+    lowered plan F and B wait for a RECV, and a RECV for the SEND on the other rank.
     """
     kind, stage, microbatch = action
     if schedule.has_transfers and (recv := recv_before(schedule, action)):

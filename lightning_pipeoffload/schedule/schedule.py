@@ -1,7 +1,7 @@
 """A schedule as data: for every rank, the order of its actions.
 
-A placement is a tuple with the rank of every stage, in model order. Builders make one; everything
-else reads it off the schedule.
+A placement is a tuple with the rank of every stage, in model order. Builders make one; other code
+reads it from the schedule.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _KINDS_OF_TORCH = {name: kind for kind, name in _TORCH_NAMES.items()}
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The actions of every rank, in order; immutable, hashable, and equal by its actions alone.
+    """The actions of every rank, in order; immutable, hashable, and compared by actions only.
 
-    The sizes and the placement of stages are read off the actions, so that they cannot disagree.
+    Sizes and placement are derived from the actions, so that they cannot disagree.
 
     Attributes:
         actions: The actions of each rank, in the order in which it runs them.
@@ -63,8 +63,7 @@ class Schedule:
             path: A file with one line per rank; its stem becomes the name.
 
         Raises:
-            ScheduleError: It is no text, or a cell is no compute action, with copies, REDUCE and
-                STEP or without.
+            ScheduleError: The file is no text, or a cell does not begin with a compute action.
         """
         try:
             with open(path, newline="") as file:
@@ -79,11 +78,11 @@ class Schedule:
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the schedule for ``torch.distributed.pipelining``, one line per rank.
 
-        torch writes I for B and B for BW. A copy, REDUCE or STEP stands in the cell of the compute
-        action before it, as in ``2F0 2OFFLOAD0``: torch reads a cell's first action only.
+        torch writes I for B and B for BW. A copy, REDUCE or STEP is written into the cell of the
+        compute action before it, as in ``2F0 2OFFLOAD0``: torch reads a cell's first action only.
 
         Raises:
-            ScheduleError: There is a transfer, for a plan is lowered anew, or a copy before all
+            ScheduleError: The plan has transfers, which ``lower`` adds again, or a copy before all
                 compute actions.
         """
         rows = [list(_cells(rank)) for rank in self]
@@ -145,7 +144,7 @@ class Schedule:
 
     @property
     def final_kind(self) -> Kind | None:
-        """REDUCE or STEP, where it has one behind the last gradients of each stage."""
+        """REDUCE or STEP, if it follows the last gradients of each stage; else None."""
         return next(iter(self.kinds & FINAL), None)
 
     @property
@@ -186,10 +185,10 @@ def to_numbers(schedule: Schedule) -> list[list[int]]:
 
 
 def from_numbers(ranks: Sequence[Sequence[int]], name: str) -> Schedule:
-    """Return the schedule that :func:`to_numbers` has written; it is not validated.
+    """Return the schedule from the result of :func:`to_numbers`, without validation.
 
     Raises:
-        ValueError: A rank's numbers are not three for each action.
+        ValueError: The length of a rank's numbers is no multiple of three.
         IndexError: There is no such kind of action.
     """
     return Schedule.of(
@@ -219,7 +218,7 @@ def _cells(actions: Iterable[Action]) -> Iterator[str]:
 
 
 def _actions_in(cell: str, path: str | PathLike[str]) -> Iterator[Action]:
-    # torch's DualPipeV has cells such as (7F4;0B0)OVERLAP_F_B: one action after the other.
+    # torch's DualPipeV has cells such as (7F4;0B0)OVERLAP_F_B: read as one action after the other.
     overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
     for text in overlapped[1].split(";") if overlapped else [cell]:
         first, *others = text.split() or [""]
@@ -235,7 +234,7 @@ def _actions_in(cell: str, path: str | PathLike[str]) -> Iterator[Action]:
 
 
 def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """Go round the ranks: stage ``s`` is on rank ``s % num_ranks``.
+    """Place stages round-robin: stage ``s`` is on rank ``s % num_ranks``.
 
     Three ranks of two chunks each::
 
@@ -247,7 +246,7 @@ def loop_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def v_placement(num_ranks: int, num_chunks: int = 2) -> tuple[int, ...]:
-    """Go down the ranks and back up, so that two neighbouring chunks meet on one rank.
+    """Place stages down the ranks and back up, so that neighbouring chunks meet on one rank.
 
     Three ranks of two chunks each::
 
@@ -270,14 +269,14 @@ _ADDS_IN = {Kind.F: (Kind.F,), Kind.B: (Kind.B,), Kind.W: (Kind.W,), Kind.BW: (K
 
 
 def sums_alike(one: Schedule, other: Schedule, tied: Iterable[Collection[int]] = ()) -> bool:
-    """Whether each stage runs its F's, B's and W's in the same order of microbatches in both.
+    """Return whether each stage runs its F's, B's and W's in the same order in both schedules.
 
-    Stages on one rank that share a weight add to one gradient, so their B's and W's together have
-    to be in the same order.
+    Stages on one rank that share a weight accumulate into one gradient, so their B's and W's are
+    compared together.
 
     Args:
         one: A schedule of compute actions.
-        other: Another one of the same stages on the same ranks.
+        other: Another schedule of the same stages on the same ranks.
         tied: Stages that share a weight.
     """
     if [_orders(rank) for rank in one] != [_orders(rank) for rank in other]:

@@ -1,4 +1,4 @@
-"""The result of a simulation: when each action runs, and the figures that follow from it."""
+"""The result of a simulation: the times of all actions, and figures computed from them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOLERANCE = 1e-9
 
 
 class Event(NamedTuple):
-    """One action in time, in seconds from the start of the step.
+    """The start and end of an action, in seconds from the start of the step.
 
-    A lane runs its actions in order, beside other lanes: ``compute``, for copies ``d2h`` and
-    ``h2d``, ``reduce`` for gradients and ``host`` for the optimizer's steps. An action that frees
-    memory, or allocates it for a copy back, is on the compute lane as well and takes no time.
+    A lane runs its actions in order, in parallel with other lanes: ``compute``, ``d2h`` and ``h2d``
+    for copies, ``reduce`` for gradients and ``host`` for the optimizer's steps. An action that
+    frees memory, or allocates it for a copy back, is on the compute lane too and takes no time.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a schedule runs.
+    """The times of a schedule's actions.
 
     Attributes:
-        events: Every action that takes time or moves memory, earlier ones of a rank and lane first.
+        events: Every action that takes time or moves memory, in order on each rank and lane.
         peak_memory: The largest memory of each rank, in the unit of the costs.
-        peak_host_memory: The same on the host; empty where that is not known.
+        peak_host_memory: The same on the host; empty if it is not known.
     """
 
     events: tuple[Event, ...]
@@ -65,21 +65,21 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds of each rank's compute lane that are work."""
+        """Busy seconds of each rank's compute lane."""
         return tuple(sum(e.end - e.start for e in rank) for rank in self._events_on(COMPUTE_LANE))
 
     @cached_property
     def span(self) -> tuple[float, ...]:
         """Seconds of each rank from the start of its first action to the end of its last one.
 
-        That may be a REDUCE or a STEP, which the rank's next step waits for.
+        The last action may be a REDUCE or a STEP, for which the rank's next step waits.
         """
         ranks = self._events_on(COMPUTE_LANE, REDUCE_LANE, HOST_LANE)
         return tuple(max(e.end for e in rank) - rank[0].start if rank else 0.0 for rank in ranks)
 
     @property
     def bubble(self) -> float:
-        """Idle share of the ranks' time, from the first start to the last end of all."""
+        """Idle share of all ranks' time, from the first start to the last end."""
         available = self.num_ranks * self.makespan
         return 1 - sum(self.busy) / available if available else 0.0
 
@@ -87,7 +87,7 @@ class Timeline:
     def bubble_unsynchronized(self) -> float:
         """Idle share of the rank with the longest span, within that span.
 
-        The papers' rate for schedules whose optimizer does not synchronize the ranks: a rank that
+        The papers' bubble rate for an optimizer that does not synchronize the ranks: a rank that
         starts later may end later.
         """
         span, busy = max(zip(self.span, self.busy, strict=True))
@@ -106,7 +106,7 @@ Interval = tuple[float, float]
 
 
 def disjoint(taken: Iterable[Interval]) -> list[Interval]:
-    """Return the same times in intervals that do not meet, by their start."""
+    """Merge intervals that touch or overlap; return them by their start."""
     intervals: list[Interval] = []
     for start, end in sorted(taken):
         if intervals and start <= intervals[-1][1] + TOLERANCE:
@@ -117,12 +117,9 @@ def disjoint(taken: Iterable[Interval]) -> list[Interval]:
 
 
 def earliest(start: float, seconds: float, taken: Sequence[Interval]) -> float:
-    """Return the first time from ``start`` on from which so many seconds are free.
+    """Return the first time at or after ``start`` from which ``seconds`` are free.
 
-    Args:
-        start: Not before this.
-        seconds: How long.
-        taken: Disjoint, by their start.
+    ``taken`` are disjoint intervals, sorted by start.
     """
     for taken_from, taken_until in taken[max(0, bisect_left(taken, (start,)) - 1) :]:
         if start + seconds <= taken_from + TOLERANCE:
@@ -132,14 +129,9 @@ def earliest(start: float, seconds: float, taken: Sequence[Interval]) -> float:
 
 
 def latest(end: float, seconds: float, taken: Sequence[Interval]) -> float:
-    """Return the last time from which so many seconds are free that are over at ``end``.
+    """Return the last time from which ``seconds`` are free and end by ``end``; may be negative.
 
-    It may be before 0.
-
-    Args:
-        end: Not after this.
-        seconds: How long.
-        taken: Disjoint, by their start.
+    ``taken`` are disjoint intervals, sorted by start.
     """
     for index in range(bisect_left(taken, (end,)) - 1, -1, -1):
         taken_from, taken_until = taken[index]

@@ -1,9 +1,9 @@
-"""Whether a schedule can run: checked as a whole, before it runs.
+"""Checks a whole schedule before it runs.
 
 A send never waits in the runtime, and a rank posts the receives of a step at its start, in the
-order of the plan. So even where a send does wait for its receive (rendezvous) it finds it posted,
-provided that each directed edge between two ranks is received in the order in which it is sent. All
-other circles of waiting ranks are found by the replay.
+order of the plan. So even a send that waits for its receive (rendezvous) finds it posted, provided
+that each directed edge between two ranks has the same order of sends and receives. The replay finds
+all other deadlocks.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _COMPUTED = {Kind.F, Kind.B, Kind.W, Kind.BW}
 def validate(schedule: Schedule) -> None:
     """Check a schedule of compute actions, or a lowered plan.
 
-    Every stage is on one rank. Every stage does F, then BW or B and W, once for each microbatch; or
-    every stage does only F. What is offloaded is freed and reloaded, in this order, before what
-    needs it. Every stage has one REDUCE or one STEP behind its last gradients, or none has.
-    What is sent is received, in the same order on every directed edge. The ranks never wait for
-    each other in a circle.
+    Every stage is on one rank. Every stage runs F, then BW or B and W, once for each microbatch; or
+    every stage runs only F. An offloaded part is freed and reloaded, in this order, before the
+    action that needs it. Every stage has one REDUCE or one STEP after its last gradients, or none
+    has. Every message that is sent is received, in the same order on every directed edge. There is
+    no deadlock.
 
     Raises:
         ScheduleError: A rule is broken; the message names rank, action and rule, and marks the
@@ -116,7 +116,7 @@ def _check_compute(schedule: Schedule) -> None:
 
 
 def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:
-    """Return the first action up to which no allowed order is like this one; else the last."""
+    """Return the index of the first action that no allowed order matches; else of the last."""
     for end in range(len(kinds)):
         if not any(order[: end + 1] == kinds[: end + 1] for order in allowed):
             return end
@@ -128,7 +128,7 @@ def _names(kinds: Sequence[Kind]) -> str:
 
 
 def _check_lives(schedule: Schedule) -> None:
-    """Check the copies between F, B and W of each stage and microbatch, by the table of kinds."""
+    """Check the copies of each stage and microbatch against the table of kinds."""
     lives: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
     for place in _places(schedule):
         if place.action.kind is Kind.F or KINDS[place.action.kind].follows:
@@ -142,7 +142,7 @@ def _check_lives(schedule: Schedule) -> None:
 
 
 def _first_fault_of_life(kinds: Sequence[Kind]) -> int | None:
-    """Return the first action that follows a wrong one, lacks a part, or copies in vain."""
+    """Return the first action with a wrong predecessor, a missing part, or a useless copy."""
     device = host = NOTHING
     previous = None
     for place, kind in enumerate(kinds):
