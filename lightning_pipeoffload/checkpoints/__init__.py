@@ -1,1 +1,1 @@
-"""The state of all ranks as one checkpoint: brought together, written whole, read safely."""
+"""Checkpoints of all ranks' state: gathered, written atomically, and read safely."""

@@ -1,4 +1,4 @@
-"""The methods of a strategy that Lightning calls when it saves and loads."""
+"""The strategy's methods that Lightning calls to save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank wri
 
 
 class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
-    """Saves and loads a module and its optimizers, split over the processes or not yet.
+    """Saves and loads a module and its optimizers, before and after the module is split.
 
     Attributes:
-        _seed: The seed of the fit's data and dropout, which goes on after a resume.
+        _seed: The seed of the fit's data and dropout, which a resumed fit continues.
     """
 
     _seed: int
@@ -162,7 +162,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         if self._split is not None:
             self._split.load_optimizers(states)
             return
-        # This rank's part is read, and moves to the parameters' devices, when the module is split.
+        # When the module is split, this rank's part is read and moved to the parameters' devices.
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             with self._parameters.loading_state(optimizer):
                 optimizer.load_state_dict(number_optimizer_state(state, names))

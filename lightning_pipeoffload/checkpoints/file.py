@@ -1,7 +1,7 @@
 """Checkpoint files: replaced in one step, and read one tensor at a time.
 
-A checkpoint is written under another name and then moved, so that at any moment, after a kill too,
-the old one or the new one is whole under its name::
+A checkpoint is written under another name and then moved, so that at any moment, even after a kill,
+its name refers to a complete file, the old one or the new one::
 
     being-written.1a2b3c4d.part   new: written, flushed        old: deleted
     last.ckpt                     old             <- exchange ->      new
@@ -36,7 +36,7 @@ from typing_extensions import override
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 
 _ZIP_MAGIC = b"PK\x03\x04"
-# The entries of a checkpoint of which each rank needs its own only.
+# The entries of a checkpoint of which each rank needs only its own part.
 _OF_RANKS = re.compile(r"\['state_dict'\]|\['optimizer_states'\]\[\d+\]\['state'\]")
 _LIBC = ctypes.CDLL(None)
 _BEING_WRITTEN = "being-written"  # a name that no other program gives
@@ -47,10 +47,10 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 class MovingCheckpointIO(TorchCheckpointIO):
-    """Writes a local file into its own folder and moves it; remote ones as Lightning does.
+    """Writes a local file next to its destination and moves it; writes URLs as Lightning does.
 
-    Lightning's own writes to the system's temporary folder. From another disk a move is a copy,
-    which a kill leaves half done in place of the checkpoint before it.
+    Lightning writes to the system's temporary folder. A move between disks is a copy, and a kill
+    during the copy would leave half a file in place of the old checkpoint.
     """
 
     @override
@@ -84,7 +84,7 @@ class MovingCheckpointIO(TorchCheckpointIO):
 
 
 def is_archive(path: str | Path) -> bool:
-    """Whether a file is one of ``torch.save``, in the format that it has since torch 1.6."""
+    """Return whether a file was written by ``torch.save``, in its format since torch 1.6."""
     if not Path(path).is_file():
         return False
     with Path(path).open("rb") as file:
@@ -92,13 +92,13 @@ def is_archive(path: str | Path) -> bool:
 
 
 def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern[str]) -> Any:
-    """Load a file of ``torch.save`` to the host, of which each tensor is read when it is used.
+    """Load a file of ``torch.save`` to the host; read each tensor only when it is used.
 
     Args:
         path: The path of the file.
-        weights_only: Whether to refuse other than plain data; None: torch's default.
-        is_later: Matches keys, "['state_dict']['head.weight']" say, of tensors that are read when
-            they are used; others are read now.
+        weights_only: Whether to refuse anything but plain data; None: torch's default.
+        is_later: Matches the keys, such as "['state_dict']['head.weight']", of tensors that are
+            read when they are used; others are read now.
     """
     copied: dict[int, Any] = {}
 
@@ -125,7 +125,7 @@ def stored(mapped: Tensor) -> StoredTensor:
 
 def _copy_and_release(mapped: Tensor) -> Tensor:
     value = mapped.clone()
-    # Else its pages would count as this process's memory for as long as the file is mapped.
+    # Otherwise its pages would count as this process's memory while the file is mapped.
     start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = mapped.data_ptr() + mapped.nbytes - start
     if size:
@@ -134,19 +134,19 @@ def _copy_and_release(mapped: Tensor) -> Tensor:
 
 
 def on_host(storage: Any, location: str) -> Any:
-    """Load a storage to the host, whatever device it was on: a ``map_location``."""
+    """Load a storage to the host from any device, as a ``map_location``."""
     return storage
 
 
 @contextmanager
 def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
-    """Give a new file or folder to write to, which is moved to ``path`` when the block ends.
+    """Yield the path of a new file or folder, which is moved to ``path`` when the block ends.
 
-    If the block raises, the new one is deleted, and ``path`` stays as it was. Files that killed
-    runs were writing in the same folder are deleted first: they may fill the disk.
+    If the block raises, the new file is deleted and ``path`` is unchanged. Unfinished files of
+    killed runs in the same folder are deleted first: they may fill the disk.
 
     Raises:
-        OSError: There is no space, say; the message names the checkpoint.
+        OSError: Writing failed, as on a full disk; the message names the checkpoint.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def showing_first_error() -> Iterator[None]:
-    """Raise the error of torch's write, not the one that torch raises as it closes the file."""
+    """Raise torch's error of the write, not the later error of closing the file."""
     try:
         yield
     except RuntimeError as error:
@@ -178,10 +178,10 @@ def showing_first_error() -> Iterator[None]:
 
 
 def _move_into_place(part: Path, path: Path) -> None:
-    """Move a file or a folder to ``path``; at any moment the old or the new one is there, whole.
+    """Move a file or a folder to ``path``; at any moment the old or the new one is complete.
 
-    Where the file system cannot exchange two names (NFS), the old folder is first renamed to where
-    :func:`present` finds it.
+    If the file system cannot exchange two names (NFS), the old folder is first renamed to a name
+    that :func:`present` finds.
     """
     _flush(part)
     if not os.path.lexists(path) or not (part.is_dir() or path.is_dir()):
@@ -198,7 +198,7 @@ def _move_into_place(part: Path, path: Path) -> None:
 
 
 def present(path: str | Path) -> str | Path:
-    """Return where a checkpoint is: at ``path``, or where a kill during a move has left it."""
+    """Return ``path``, or the name under which a kill during a move has left the checkpoint."""
     if is_remote(path) or os.path.lexists(path):
         return path
     aside = _aside(Path(path))
@@ -206,7 +206,7 @@ def present(path: str | Path) -> str | Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link or a folder, if it is there."""
+    """Delete a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         with suppress(FileNotFoundError):  # another run deletes it too
             shutil.rmtree(path)
@@ -215,7 +215,7 @@ def delete(path: Path) -> None:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete the parts that killed runs were writing in a folder, not those being written."""
+    """Delete the unfinished files of killed runs in a folder, not those of running ones."""
     for part in folder.glob(f"{_BEING_WRITTEN}.{'[0-9a-f]' * _TOKEN_LENGTH}{_PART}"):
         lock = _lock(part)
         if lock is not None:
@@ -224,12 +224,12 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def _new_part(path: Path) -> Path:
-    # Without the checkpoint's name, in which Lightning looks for hpc_ckpt_ and a number.
+    # Without the checkpoint's name: Lightning searches names for hpc_ckpt_ and a number.
     return path.with_name(f"{_BEING_WRITTEN}.{secrets.token_hex(_TOKEN_LENGTH // 2)}{_PART}")
 
 
 def _aside(path: Path) -> Path:
-    """Return the path of an old checkpoint until the new one is in place.
+    """Return the path to which an old checkpoint is renamed until the new one is in place.
 
     For ``last.ckpt`` it is ``last.being-replaced.ckpt``, which ``ckpt_path="last"`` finds too.
     """
@@ -237,7 +237,7 @@ def _aside(path: Path) -> Path:
 
 
 def _lock(part: Path) -> int | None:
-    """Lock a part that is being written; None if another process has, or files have no locks.
+    """Lock an unfinished file; None if another process holds it, or there are no file locks.
 
     The lock ends with the process, even when it is killed.
     """
@@ -254,12 +254,12 @@ def _lock(part: Path) -> int | None:
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether a path is a URL, which fsspec writes to."""
+    """Return whether a path is a URL, which is written with fsspec."""
     return "://" in str(path)
 
 
 def _flush(path: Path) -> None:
-    """Write the file or the folder's files to the disk, before the name is changed."""
+    """Flush the file, or the folder's files, to the disk before the move."""
     for file in path.iterdir() if path.is_dir() else (path,):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -269,7 +269,7 @@ def _flush(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where that cannot be done."""
+    """Exchange two names atomically; return False if the file system cannot."""
     # Python has no renameat2, and rename refuses a folder that is not empty.
     rename = getattr(_LIBC, "renameat2", None)
     if rename is None:

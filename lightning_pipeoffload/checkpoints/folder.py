@@ -1,9 +1,9 @@
-"""Checkpoint folders of torch's distributed checkpoint, in which each rank writes what it owns.
+"""Checkpoint folders of torch's distributed checkpoint, to which each rank writes its tensors.
 
 The layout is that of Lightning's FSDPStrategy (``model``, ``optimizer_0``, ``meta.pt``), so that
-``python -m lightning.pytorch.utilities.consolidate_checkpoint`` makes one file of it, with the
-optimizer's state by the names of the parameters. A tensor is read when it is used; one that FSDP
-has written in several pieces is put together by torch's planner.
+``python -m lightning.pytorch.utilities.consolidate_checkpoint`` converts it to one file, with the
+optimizer's state by the names of the parameters. A tensor is read when it is used; torch's planner
+joins a tensor that FSDP has written in several pieces.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 
 META_FILE = "meta.pt"
 _METADATA_FILE = ".metadata"
-# All that a .metadata may name, by module.
+# All names that a .metadata may refer to, by module.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
         *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
         "_MEM_FORMAT_ENCODING",
     },
-    # Where torch had two of them before.
+    # The former module of two of them.
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},  # returns one of torch's layouts by its name
@@ -75,12 +75,12 @@ _CLASSES = {
 
 
 def is_checkpoint_folder(path: str | Path) -> bool:
-    """Whether there is a checkpoint in FSDPStrategy's layout."""
+    """Return whether a path is a checkpoint in FSDPStrategy's layout."""
     return (Path(path) / META_FILE).is_file()
 
 
 class WholeCheckpoints(ParallelStrategy):
-    """Writes files by :class:`MovingCheckpointIO`, also those of a plugin that wraps another."""
+    """Writes files with :class:`MovingCheckpointIO`, also inside of a plugin that wraps another."""
 
     _save_distributed_checkpoint: bool
 
@@ -121,15 +121,14 @@ def write_checkpoint_folder(
     """Write a Lightning checkpoint; every process of the run calls this.
 
     Args:
-        checkpoint: A whole checkpoint. Of its ``state_dict`` each rank writes the tensors that are
-            not shape-only, of ``optimizer_states`` all that it has; the rest is that of global rank
-            0.
-        path: The path of the folder, the same on every rank; a checkpoint there is replaced.
-        world: The processes. A tensor that several have is written by one of them.
+        checkpoint: A whole checkpoint. Each rank writes the tensors of its ``state_dict`` that are
+            not shape-only, and its ``optimizer_states``; global rank 0 writes the rest.
+        path: The path of the folder, the same on every rank; an old checkpoint there is replaced.
+        world: The processes. One of them writes a tensor that several have.
         weights_key: The key of the ``state_dict`` in the folder.
 
     Raises:
-        RuntimeError: A rank could not write; all of them raise it, and ``path`` stays as it was.
+        RuntimeError: A rank could not write; all ranks raise it, and ``path`` is unchanged.
     """
     is_first = dist.get_rank() == 0
     with replacing(path, folder=True) if is_first else nullcontext() as own:
@@ -144,7 +143,7 @@ def write_checkpoint_folder(
 
 
 class PartWriter(FileSystemWriter):
-    """Writes one rank's part; all ranks get the error that broke its write."""
+    """Writes one rank's part; if a write fails, all ranks get the error."""
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -153,18 +152,18 @@ class PartWriter(FileSystemWriter):
 
 
 def _take_tensors(rest: dict[str, Any], weights_key: str) -> dict[str, Any]:
-    """Take what each rank writes itself out of a checkpoint."""
+    """Remove from a checkpoint the tensors that each rank writes itself, and return them."""
     model = rest.pop("state_dict").items()
     states = {weights_key: {k: v for k, v in model if not isinstance(v, ShapeOnly)}}
     for index, state in enumerate(rest.pop("optimizer_states", ())):
         states[f"optimizer_{index}"] = state
-    # torch writes an empty dict as an entry, next to those that other ranks write below it.
+    # torch writes an empty dict as an entry, although other ranks write entries below it.
     return {key: state for key, state in states.items() if state}
 
 
 @contextmanager
 def _naming_ranks(error_text: str, group: HostGroup) -> Iterator[None]:
-    """Raise one line that names the ranks that failed and why; the same on all of them."""
+    """Raise, on all ranks, one line with the ranks that failed and the reasons."""
     try:
         with blaming_peers(f"lost a rank: {error_text}"):
             yield
@@ -182,12 +181,12 @@ def _naming_ranks(error_text: str, group: HostGroup) -> Iterator[None]:
 def read_checkpoint_folder(
     path: Path, rest: dict[str, Any], weights_only: bool | None, fits: bool
 ) -> dict[str, Any]:
-    """Read a checkpoint as Lightning's loops take it; its tensors are read when they are used.
+    """Read a checkpoint in the form that Lightning expects; read tensors when they are used.
 
     Args:
         path: The path of the folder.
         rest: The content of its ``meta.pt``.
-        weights_only: Whether to refuse other than plain data; None: torch's default.
+        weights_only: Whether to refuse anything but plain data; None: torch's default.
         fits: Whether the optimizers' states are used too.
 
     Raises:
@@ -222,7 +221,7 @@ class StoredFolder:
         self._written = self._stamp()
 
     def load(self, kinds: tuple[str, ...]) -> dict[str, Any]:
-        """Return what was saved under first keys that begin with one of ``kinds``."""
+        """Return the entries whose first key begins with one of ``kinds``."""
         keys: dict[str, tuple[Any, ...]] = self._metadata.planner_data
         flat: dict[str, Any] = {}
         for name, entry in self._metadata.state_dict_metadata.items():
@@ -241,10 +240,10 @@ class StoredFolder:
         return target[name]
 
     def _read(self, flat: dict[str, Any]) -> None:
-        """Read into a flat dict; by this rank alone, since others do not know what it uses."""
+        """Read into a flat dict on this rank only, since other ranks use other entries."""
         if self._stamp() != self._written:
             raise RuntimeError(f"the checkpoint {self._path} was replaced while it was read")
-        # Not torch's load, which warns of each read by a rank alone.
+        # Not torch's load, which warns of each read by a single rank.
         planner = _CarefulPlanner(self._weights_only)
         planner.set_up_planner(flat, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -258,7 +257,7 @@ class StoredFolder:
 
 
 class _CarefulPlanner(DefaultLoadPlanner):
-    """Fills a flat dict; unpickles as carefully as ``weights_only`` asks for."""
+    """Fills a flat dict; unpickles as ``weights_only`` allows."""
 
     def __init__(self, weights_only: bool | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -271,7 +270,7 @@ class _CarefulPlanner(DefaultLoadPlanner):
 
 
 class MetadataReader(FileSystemReader):
-    """Reads a folder without running code that its ``.metadata``, a pickle, may contain."""
+    """Reads a folder without running code in its ``.metadata``, which is a pickle."""
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

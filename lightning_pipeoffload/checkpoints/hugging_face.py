@@ -1,8 +1,8 @@
-"""Converts weights between the names and pieces of a Hugging Face model and those of the hub.
+"""Converts weights between the layouts of a Hugging Face model and of the hub.
 
-Transformers renames, merges and splits weights when it loads and saves. Its own rules are applied
-here to weights that are still in a file: first to their shapes, to learn which weights are made
-from which, then to the values when one of the results is used.
+Transformers renames, merges and splits weights when it loads and saves. This module applies the
+same rules to weights that are still in a file: first to their shapes, to find the inputs of each
+result, and to values when a result is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Made = Callable[[Callable[[], _Weights]], _Weights]
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers."""
+    """Return whether a module is a model of transformers."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
@@ -90,7 +90,7 @@ def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
 
     names = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     kept = {tensor: name for name, tensor in reversed(names.items())}
-    # Of tied weights the name of the source, from which transformers makes the others.
+    # For tied weights, the name of the source, to which transformers ties the others.
     kept |= {names[name]: name for name in _tied_to(model) if name in names}
     once = {name: weights[name] for name in names if kept[names[name]] == name}
     revert = partial(revert_weight_conversion, model)
@@ -107,7 +107,7 @@ def _find_groups(
     weights: _Weights,
     expected: Mapping[str, torch.Size],
 ) -> Iterator[list[str]]:
-    """Yield groups of weights that are converted together, as small as possible: by submodule."""
+    """Yield the smallest groups of weights that must be converted together, by submodule."""
     left = {name: (_shape_of(tensor), name.split(".")) for name, tensor in weights.items()}
     for depth in range(max(len(parts) for _, parts in left.values()), -1, -1):
         groups: dict[tuple[str, ...], list[str]] = {}

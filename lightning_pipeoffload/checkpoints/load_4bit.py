@@ -1,7 +1,7 @@
-"""Loads 4-bit weights of bitsandbytes: quantized as they are read, or packed as they are stored.
+"""Loads 4-bit weights of bitsandbytes: quantizes full weights, or loads packed ones.
 
-A tensor is read, quantized and dropped before the next one. A folder that was saved quantized has
-beside each packed weight the entries of its quantization state (``q_proj.weight.absmax``, ...).
+A tensor is read, quantized and dropped before the next one. In a folder that was saved quantized,
+each packed weight has entries of its quantization state (``q_proj.weight.absmax``, ...).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Entries = dict[str, Tensor]
 
 
 def take_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
-    """Take what bitsandbytes saves beside 4-bit weights from a dict; return it by the weight."""
+    """Remove the quantization states of 4-bit weights from a dict; return them by weight."""
     found: dict[str, Entries] = {}
     for key in list(weights):
         entry = _ENTRY.fullmatch(key)
@@ -40,7 +40,7 @@ def take_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
 
 
 def _shape_in(entries: Entries) -> tuple[int, ...]:
-    """Return the shape in full that the entries of a packed weight tell."""
+    """Return the full shape of a packed weight from its entries."""
     from bitsandbytes.utils import unpack_tensor_to_dict  # noqa: PLC0415 - the module has 4 bits
 
     packed = next((value for key, value in entries.items() if ".quant_state." in key), None)
@@ -48,7 +48,7 @@ def _shape_in(entries: Entries) -> tuple[int, ...]:
 
 
 def explain_misfit(slot: Slot, stored: Tensor, entries: Entries) -> str:
-    """Return what differs between a 4-bit weight's shape and a stored one's; "" if nothing."""
+    """Describe how a stored weight's shape differs from a 4-bit weight's; "" if it does not."""
     there = _shape_in(entries) if entries else (*_as_layer(slot, stored).shape,)
     here = (*full_shape(slot.tensor),)
     return "" if there == here else f"of shape {there} in the files and of {here} here"
@@ -57,13 +57,13 @@ def explain_misfit(slot: Slot, stored: Tensor, entries: Entries) -> str:
 def load_4bit(
     slots: Sequence[Slot], stored: Tensor, entries: Entries, device: torch.device
 ) -> None:
-    """Fill a 4-bit weight under all its names; where it has no value, only shapes are made.
+    """Fill a 4-bit weight under all its names; a remote weight gets shapes only.
 
     Args:
-        slots: Where the weight is.
-        stored: What the files have: values to quantize, or packed ones.
-        entries: The quantization state of packed ones.
-        device: Where a weight that is on the meta device gets memory.
+        slots: The slots of the weight.
+        stored: The tensor in the files: values to quantize, or a packed weight.
+        entries: The quantization state of a packed weight.
+        device: The device on which a weight on the meta device gets memory.
     """
     weight: Any = slots[0].tensor
     if weight.is_meta:

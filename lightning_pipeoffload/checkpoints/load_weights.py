@@ -1,4 +1,4 @@
-"""Loads weights of files into a module, of which a rank reads those that it has."""
+"""Loads weights from files into a module; each rank reads only the weights that it owns."""
 
 from __future__ import annotations
 
@@ -43,21 +43,20 @@ def load_weights(
     """Load weights from files into a module, or into a submodule.
 
     Call it in ``configure_model`` after the layers are made, or anywhere else before training. A
-    rank reads what it owns, one tensor at a time. Values are cast to the module's dtypes. What is
-    on the meta device gets memory on the default device; a 4-bit layer of bitsandbytes gets a
-    weight that is quantized as it is read, or is packed in the files already.
+    rank reads the tensors that it owns, one at a time, and casts them to the module's dtypes. A
+    tensor on the meta device gets memory on the default device. The weight of a 4-bit layer of
+    bitsandbytes is quantized when it is read, or loaded packed.
 
     Args:
-        module: The module that the weights belong to; ``self.model``, say, for the weights of the
+        module: The module that the weights belong to, such as ``self.model`` for the weights of the
             Hugging Face model in a LightningModule.
         path: A Lightning checkpoint, as a file or a folder (FSDPStrategy's too); a file with a
             state dict; a file of safetensors, or a folder of them as ``save_pretrained`` writes it.
-        prefix: A prefix that keys of the files have and names in the module have not: "model.",
-            say, for the entries of a checkpoint that belong to ``self.model``. Other keys are left
-            out.
+        prefix: A prefix of the files' keys that the module's names do not have, such as "model."
+            for the entries of a checkpoint that belong to ``self.model``. Other keys are ignored.
         key_mapping: Regular expressions and their replacements, or a function that returns the name
-            of a key; a key for which it returns None is left out.
-        strict: Whether to refuse weights that either the files or the module lack.
+            of a key, or None to ignore it.
+        strict: Whether to refuse weights that are missing in the files or in the module.
 
     Raises:
         FileNotFoundError: There is no such file or folder, or a shard is missing.
@@ -97,7 +96,7 @@ def load_weights(
 
 
 def _with_memory(slots: Sequence[Slot], tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor; one that is on the meta device is replaced by one with memory."""
+    """Return the tensor; replace one on the meta device with one that has memory."""
     if not tensor.is_meta or device.type == "meta":
         return tensor
     if isinstance(tensor, RemoteTensor):
@@ -132,13 +131,13 @@ def _new_name(key: str, mapping: KeyMapping | None) -> str | None:
 
 
 class _Fit:
-    """The weights that belong to a module, and the refusals of those that do not.
+    """Assigns weights to a module, and refuses those that do not fit.
 
     Args:
         module: The module.
         own: Its tensors by name.
-        weights: The weights, renamed as in the module.
-        entries: The quantization states of those that are packed.
+        weights: The weights, by the module's names.
+        entries: The quantization states of packed weights.
         path: The path of the weights.
     """
 
@@ -168,7 +167,7 @@ class _Fit:
             )
 
     def refuse_packed(self) -> None:
-        """Refuse 4-bit weights for layers that are none of bitsandbytes."""
+        """Refuse packed 4-bit weights for layers that are not of bitsandbytes."""
         for name in self._entries:
             if name in self._own and not is_4bit(self._own[name]):
                 raise ValueError(
@@ -194,7 +193,7 @@ class _Fit:
                 )
 
     def refuse_missing(self) -> None:
-        """Refuse that the files lack weights; of tied weights one name is enough."""
+        """Refuse files with missing weights; one name of a tied weight is enough."""
         there = {id(self._own[name]) for name in self.names}
         missing = [name for name, tensor in self._own.items() if id(tensor) not in there]
         missing = _without(missing, getattr(self._module, "_keys_to_ignore_on_load_missing", None))
@@ -214,7 +213,7 @@ class _Fit:
             )
 
     def refuse_apart(self) -> None:
-        """Refuse two values for one tensor."""
+        """Refuse different values for one tied tensor."""
         first: dict[int, str] = {}
         for name in self.names:
             other = first.setdefault(id(self._own[name]), name)
@@ -242,11 +241,11 @@ def open_weights(path: str | Path) -> dict[str, Tensor]:
     """Return the weights in a file or a folder by their keys; each is read when it is used.
 
     Args:
-        path: As that of :func:`load_weights`.
+        path: As in :func:`load_weights`.
 
     Raises:
         FileNotFoundError: There is no such file or folder, or a shard is missing.
-        ValueError: It is of another kind.
+        ValueError: The file or folder has another format.
     """
     path = Path(path)
     if path.is_dir():

@@ -35,22 +35,22 @@ def save_pretrained(
 ) -> None:
     """Write the weights of a checkpoint as ``PreTrainedModel.save_pretrained`` does, or adapters.
 
-    Weights are read and written one shard at a time. Other files in the folder, a tokenizer's say,
-    stay. Adapters are written alone, as ``PeftModel.save_pretrained`` does.
+    Weights are read and written one shard at a time. Other files in the folder, such as those of a
+    tokenizer, stay. Adapters are written alone, as ``PeftModel.save_pretrained`` does.
 
     Args:
         source: A Lightning checkpoint, as a file or a folder. Or the LightningModule, in a hook and
-            on all ranks: writes the adapters of its peft model.
-        folder: A folder that ``from_pretrained`` is to read.
+            on all ranks, to write the adapters of its peft model.
+        folder: The folder to write, for ``from_pretrained``.
         config: The model's configuration, which names its class (``config.architectures``, else the
-            class that ``AutoModelForCausalLM`` takes). None: the keys are written as they are. Or a
-            peft model, maybe on the meta device: writes the checkpoint's adapters.
-        prefix: The prefix of the model's keys in the checkpoint, "model." say, if the
+            class that ``AutoModelForCausalLM`` takes). None: the keys are written unchanged. Or a
+            peft model, possibly on the meta device, to write the checkpoint's adapters.
+        prefix: The prefix of the model's keys in the checkpoint, such as "model." if the
             LightningModule has the model as ``self.model``. None: found.
-        max_shard_size: Bytes of a file, or "5GB".
+        max_shard_size: The most bytes of a file, as a number or as in "5GB".
 
     Raises:
-        ValueError: The checkpoint has no such model's weights, or the module no peft model.
+        ValueError: The checkpoint lacks the model's weights, or the module has no peft model.
     """
     folder = Path(folder)
     if isinstance(source, LightningModule):
@@ -162,7 +162,7 @@ def _share_out(weights: Mapping[str, Tensor], max_bytes: int) -> Iterator[list[s
 
 
 def is_peft_model(given: Any) -> bool:
-    """Whether an object is a model that peft has given adapters."""
+    """Return whether an object is a model with adapters of peft."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(given, peft.PeftModel)
 
@@ -183,7 +183,7 @@ def save_adapters(module: LightningModule, folder: Path) -> None:
     model: Any = found[0]
     strategy: Any = module.trainer.strategy
     entries = adapter_entries(model)
-    # peft may ask the hub which entries it saves, so that ranks might disagree.
+    # peft may query the hub for the entries to save, and ranks might get different answers.
     names = strategy.broadcast([*entries])
     values = {name: _gather(strategy, entries[name]).cpu() for name in names}
     if strategy.is_global_zero:

@@ -1,8 +1,7 @@
-"""The values of a checkpoint file, which come to global rank 0 one by one as it writes them.
+"""Sends the values of a checkpoint file to global rank 0 one by one as it writes them.
 
-Every rank makes the checkpoint of what it has, since hooks read and change it: values that this
-rank owns, and shapes of the others. ``torch.save`` writes the structure first, then the bytes of
-one tensor after the other::
+Every rank makes a checkpoint with the values that it owns and shapes of the others, since hooks
+read and change it. ``torch.save`` writes the structure first, then the bytes of each tensor::
 
     global rank 0   structure | own 0 | asks for 1 | own 2 | asks for 3 | done
     rank 1                            | sends 1                         | goes on
@@ -36,7 +35,7 @@ _DONE = -1
 
 
 def shapes_of(tree: Any, global_rank: int) -> Any:
-    """Return a pytree with shapes in place of tensors, whose values are on ``global_rank``."""
+    """Replace the tensors of a pytree with shapes, whose origins name ``global_rank``."""
     host = torch.device("cpu")
 
     def shape(path: KeyPath, leaf: Any) -> Any:
@@ -50,14 +49,14 @@ def shapes_of(tree: Any, global_rank: int) -> Any:
 
 
 class SavedValues:
-    """The values of one checkpoint. All ranks of all replicas make one at a time.
+    """The values of one checkpoint; all ranks of all replicas make it together.
 
     Args:
-        checkpoint: This rank's checkpoint; it is not changed, as a callback may use parts of it.
+        checkpoint: This rank's checkpoint; it is not changed, since callbacks may use it.
         group: This process's groups.
 
     Raises:
-        RuntimeError: No rank has a value; all of them raise it.
+        RuntimeError: A value is on no rank; all ranks raise it.
     """
 
     def __init__(self, checkpoint: dict[str, Any], group: PipelineGroup) -> None:
@@ -76,7 +75,7 @@ class SavedValues:
         ]
 
     def _number_values(self) -> list[int | None]:
-        """Number the absent values that this rank has; names of one tensor have one number."""
+        """Number this rank's values that are absent on rank 0; tied names share a number."""
         numbers: dict[Any, int] = {}
         leaves = [self._leaves.get(path) for path in self._absent]
         return [
@@ -88,10 +87,10 @@ class SavedValues:
 
     @contextmanager
     def coming(self, one_by_one: bool) -> Iterator[dict[str, Any]]:
-        """Give the checkpoint, on global rank 0 with all values; the others send them at the end.
+        """Yield the checkpoint; on global rank 0 with all values, which others send at the end.
 
         Args:
-            one_by_one: Whether each value comes when ``torch.save`` writes it; else all come now.
+            one_by_one: Whether to send a value when ``torch.save`` writes it; else send all now.
         """
         owners = sorted({rank for rank, _ in self._owners} - {0})
         if self._group.global_rank in owners:
@@ -111,7 +110,7 @@ class SavedValues:
         for path, leaf in self._leaves.items():
             if _is_elsewhere(leaf):
                 fetches[path] = _memory_of(leaf), partial(_on_host, leaf)
-        # One after the other into the same memory: allocating each would fragment it.
+        # All into the same memory, one after the other: separate allocations would fragment it.
         largest = max((self._leaves[path].nbytes for path in self._absent), default=0)
         room = torch.empty(largest if one_by_one else 0, dtype=torch.uint8)
         for path, (owner, number) in zip(self._absent, self._owners, strict=True):
@@ -152,7 +151,7 @@ class SavedValues:
 
 
 class LateTensor:
-    """Stands for a tensor in the argument of ``torch.save``; it is loaded as any other one.
+    """Replaces a tensor in the argument of ``torch.save``; the file contains a normal tensor.
 
     Args:
         like: A tensor of the same shape and dtype.
@@ -163,11 +162,11 @@ class LateTensor:
         self._shape = tuple(like.shape)
         self._dtype = like.dtype
         self._storage = torch.UntypedStorage(like.numel() * like.element_size(), device="meta")
-        # What torch.save calls for the bytes of a tensor that is on a device.
+        # torch.save calls it for the bytes of a tensor on a device.
         self._storage.cpu = lambda: _bytes_of(fetch())  # type: ignore[method-assign]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle what a tensor of this shape would, with the storage of its own."""
+        """Pickle as a tensor of this shape, with the late storage."""
         strides = torch.empty(self._shape, device="meta").stride()
         rebuild, arguments = torch.empty(0, dtype=self._dtype).__reduce_ex__(protocol)
         storage, _, _, _, *rest = arguments
@@ -191,7 +190,7 @@ def _restore(storage: Any, location: str) -> None:
     return None
 
 
-# Before torch's own, which takes a storage without memory for one of the meta device.
+# Before torch's own, which treats a storage without memory as one of the meta device.
 torch.serialization.register_package(0, _tag, _restore)
 
 
@@ -201,7 +200,7 @@ def _on_host(leaf: Tensor) -> Tensor:
 
 
 def _is_elsewhere(leaf: Any) -> bool:
-    """Whether a tensor has a value that is not in this process's host memory."""
+    """Return whether a tensor's value is not in this process's host memory."""
     if (
         not isinstance(leaf, Tensor)
         or isinstance(leaf, ShapeOnly)
@@ -212,14 +211,14 @@ def _is_elsewhere(leaf: Any) -> bool:
 
 
 def _memory_of(leaf: Any) -> Any:
-    """Return a key that names of one tensor have in common, such as those of a tied weight."""
+    """Return a key that is equal for all names of one tensor, such as a tied weight."""
     if isinstance(leaf, StoredTensor) or leaf.layout is not torch.strided or not leaf.numel():
         return id(leaf)
     return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
 
 
 def _owner(path: KeyPath, on_rank: dict[int, int | None]) -> tuple[int, int]:
-    """Return the first global rank that has a value, and the number that it has there."""
+    """Return the first global rank that has a value, and the value's number there."""
     for rank, number in on_rank.items():
         if number is not None:
             return rank, number

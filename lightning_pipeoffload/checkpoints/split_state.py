@@ -1,7 +1,7 @@
 """State dicts of a module and its optimizers that are spread over ranks.
 
-Keys are those of the plain module, and an optimizer's state has the layout of the plain optimizer:
-so a checkpoint loads into the plain module, and into a pipeline of another size.
+Keys are those of the plain module, and an optimizer's state has the layout of the plain optimizer.
+So a checkpoint loads into the plain module and into a pipeline of another size.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 
 class SplitState:
-    """The state dicts of a split module, as each rank has them.
+    """One rank's state dicts of a split module and its optimizers.
 
     Args:
         pipeline: This rank's part of the module.
         group: The pipeline's processes.
         parameters: The parameters of the optimizers.
-        masters: The masters of parameters, which are saved in their place; None: there are none.
+        masters: The master weights, which are saved in place of parameters; None: there are none.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SplitState:
         return {n: found[n] for n in sorted(found, key=lambda n: place.get(n, len(place)))}
 
     def _part(self) -> dict[str, Any]:
-        """Return the entries that this rank can write: its own, and those of no stage."""
+        """Return the entries that this rank can write: those of its stages and of no stage."""
         state = self._pipeline.module.state_dict()
         owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
         if self._masters is not None:
@@ -92,7 +92,7 @@ class SplitState:
         }
 
     def _of_all(self, mine: dict[str, Any], ranks: HostGroup) -> dict[str, Any]:
-        """Return the entries of some ranks: values where this is the lowest that has them."""
+        """Return the entries of some ranks, with values on the lowest rank that has them."""
         own = self._group.global_rank
         found: dict[str, Any] = {}
         listed = dict(ranks.gather((own, shapes_of(mine, own))))
@@ -101,11 +101,11 @@ class SplitState:
         return found
 
     def of_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
-        """Return the plain optimizer's state, with shapes where other ranks have the values.
+        """Return the plain optimizer's state, with shapes for values of other ranks.
 
         Args:
             optimizer: One of the trainer's optimizers.
-            by_name: Return this rank's part only, by the names of the parameters.
+            by_name: Whether to return this rank's part only, by the names of the parameters.
         """
         names = self._parameters.names_in(optimizer)
         mine = self._named_state(optimizer)
@@ -155,7 +155,7 @@ class SplitState:
         """Load this rank's part of the plain optimizers' states.
 
         Raises:
-            ValueError: The states are of other groups.
+            ValueError: The states belong to other groups.
         """
         own = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
@@ -165,7 +165,7 @@ class SplitState:
 
 
 def make_whole(module: nn.Module, group: PipelineGroup) -> None:
-    """Give every rank the values of a module that an earlier pipeline left on others.
+    """Send the values of a module that an earlier pipeline left on single ranks to all ranks.
 
     All ranks call it.
 

@@ -1,4 +1,4 @@
-"""The cause of a run's end, in one line and an exit status; and how a process says it and exits."""
+"""The cause of a failed run: one line and an exit status; printing it and exiting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GONE = re.compile(r"global rank (\d+)(?=, which)")
 
 @dataclass(frozen=True)
 class Failure:
-    """The cause of a run's end, as every rank reads it.
+    """The cause of a failed run, which every rank reads.
 
     Attributes:
         cause: One line that names the rank at fault.
@@ -53,12 +53,12 @@ class Failure:
 
     @classmethod
     def decode(cls, value: bytes) -> Failure:
-        """Return the failure that ``encode`` was called on."""
+        """Return the failure that ``encode`` has encoded."""
         status, is_gone, cause = value.decode().split(" ", 2)
         return cls(cause, int(status), is_gone == "1")
 
     def cause_with_place(self, place_of: Callable[[int], str]) -> str:
-        """Return the cause; a rank that could not name its place in the pipeline gets it here."""
+        """Return the cause, with the rank's place in the pipeline if the rank did not name it."""
         found = _GONE.match(self.cause) if self.is_gone else None
         place = place_of(int(found[1])) if found is not None else ""
         return _GONE.sub(rf"\g<0> ({place})", self.cause, count=1) if place else self.cause
@@ -78,7 +78,7 @@ def describe(exception: BaseException) -> str:
 
 def _hook_of(exception: BaseException) -> str:
     frames = (frame for frame, _ in traceback.walk_tb(exception.__traceback__))
-    # The variable's name in Lightning's functions that call hooks.
+    # The name of the variable in Lightning's functions that call hooks.
     hooks = [frame.f_locals["hook_name"] for frame in frames if "hook_name" in frame.f_locals]
     return hooks[-1] if hooks else ""
 
@@ -86,8 +86,8 @@ def _hook_of(exception: BaseException) -> str:
 def first_line(exception: BaseException) -> str:
     """Return the first line of an exception's message.
 
-    A DataLoader puts a worker's whole traceback into the message: its last line, the worker's own
-    exception, is appended then.
+    A DataLoader puts a worker's whole traceback into the message; then its last line, the worker's
+    own exception, is appended.
     """
     lines = str(exception).strip().splitlines() or [""]
     from_worker = lines[0].startswith("Caught ") and len(lines) > 1
@@ -97,7 +97,7 @@ def first_line(exception: BaseException) -> str:
 def status_after(exception: BaseException, has_trained: bool) -> int:
     """Return the exit status of a rank at fault, which is never 0.
 
-    Before the first step a ValueError is a refusal; a plan that cannot be is one at any time.
+    A ValueError is a refusal before the first step; a ScheduleError is one at any time.
     """
     if isinstance(exception, SIGTERMException):
         return SIGTERM_STATUS
@@ -110,7 +110,7 @@ def status_after(exception: BaseException, has_trained: bool) -> int:
 
 
 def says_connection_ended(line: str) -> bool:
-    """Whether gloo says of a lost rank that its connection has ended, not that it timed out."""
+    """Return whether gloo reports that a connection was closed, not that it timed out."""
     return any(words in line for words in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
@@ -124,7 +124,7 @@ def cause_of_absence(global_ranks: Sequence[int], suspicion: str) -> str:
 
 
 def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
-    """Return the failure that the exit status of another rank's process stands for."""
+    """Return the failure that the exit status of another rank's process indicates."""
     status = process.returncode
     if status >= 0:
         return Failure(f"global rank {global_rank}, which ended with status {status}", is_gone=True)
@@ -135,7 +135,7 @@ def cause_of_end(process: subprocess.Popen[bytes], global_rank: int) -> Failure:
 
 
 def polls(seconds: float) -> Iterator[None]:
-    """Yield every ``POLL_SECONDS``; counted, not timed, since a loaded machine may stand still."""
+    """Yield every ``POLL_SECONDS``; counts polls, not time, since a loaded machine may stall."""
     for _ in range(max(1, round(seconds / POLL_SECONDS))):
         yield
         time.sleep(POLL_SECONDS)
@@ -148,7 +148,7 @@ def say(line: str) -> None:
 
 
 def exit_soon(exception: BaseException, status: int) -> None:
-    """Exit in a while, in case something blocks the process's regular end."""
+    """Exit after a delay, in case something blocks the process's regular exit."""
 
     def exit_in_the_end() -> None:
         for _ in polls(_EXIT_SECONDS):
@@ -163,7 +163,7 @@ def exit_soon(exception: BaseException, status: int) -> None:
 
 
 def say_instead(exception: BaseException, line: str) -> None:
-    """Print a line instead of the traceback if nobody catches an exception."""
+    """Print a line instead of the traceback if an exception is not caught."""
     setattr(exception, _LINE, line)
     if not isinstance(sys.excepthook, _LineHook):
         sys.excepthook = _LineHook()

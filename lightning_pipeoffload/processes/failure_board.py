@@ -1,7 +1,7 @@
-"""How all ranks of a run end when one of them fails.
+"""The protocol by which all ranks of a run exit when one of them fails.
 
 A thread of each rank reads and writes the run's store, because the main thread may wait inside gloo
-or NCCL, where it runs no Python. The main thread hands its own failure to this thread, and waits.
+or NCCL, where it runs no Python. The main thread passes its own failure to this thread, and waits.
 
 Rank 2 raises an exception::
 
@@ -60,15 +60,15 @@ from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 
 log = logging.getLogger(__name__)
 
-# For the cause of a broken connection to show up: a core may stand still for a while.
+# Timeout for the cause of a broken connection to be announced: a core may stall for a while.
 _CAUSE_SECONDS = 5.0
-# For all ranks to acknowledge a failure.
+# Timeout for all ranks to acknowledge a failure.
 _SEEN_SECONDS = 30.0
-# For a rank to raise an error of its own after another has: all may raise the same.
+# Timeout for other ranks to raise an error too: all may raise the same.
 _OWN_ERROR_SECONDS = 1.0
-# For the thread to end: it does at its next poll, unless the store does not answer.
+# Timeout for the thread to end, at its next poll unless the store does not answer.
 _LAST_POLL_SECONDS = 5.0
-# For the ranks of one machine to connect.
+# Timeout for the ranks of one machine to connect.
 _CONNECT_SECONDS = 30.0
 
 _RANK_ZERO_GONE = Failure("global rank 0, which is gone", is_gone=True)
@@ -82,11 +82,11 @@ class FailureBoard:
         global_rank: The global rank of this process.
         world_size: The world size of the run.
         launched: The other processes of this machine.
-        timeout: How long global rank 0, which hosts the store, may not answer.
+        timeout: The longest time without an answer of global rank 0, which hosts the store.
 
     Attributes:
-        also_look: Functions of the store that the thread calls at each poll while nothing has
-            failed; they return why the run has to end, or None.
+        also_look: Functions of the store that the thread calls at each poll before a failure; each
+            returns a reason to end the run, or None.
         place_of: A function that returns the place of a global rank in the pipelines, or "".
     """
 
@@ -118,23 +118,23 @@ class FailureBoard:
     # Called by the main thread
 
     def connect(self, store: Store) -> None:
-        """Read and write ``store`` from now on, a connection that nothing else uses."""
+        """Use ``store`` from now on, a connection that no other code uses."""
         self._store = store
         if self._global_rank != 0:
             threading.Thread(target=self._guard, name="failure-guard", daemon=True).start()
 
     def report(self, exception: BaseException, place: str, status: int) -> bool:
-        """Pass a failure of this rank on, and wait until the others have seen it.
+        """Report a failure of this rank, and wait until all ranks have acknowledged it.
 
-        If another rank has reported the same words, this process exits without repeating them.
+        If another rank has reported the same message, this process exits without repeating it.
 
         Args:
-            exception: What this rank has raised.
+            exception: The exception that this rank has raised.
             place: The place in the plan, such as "stage 3, B of microbatch 5"; empty between steps.
-            status: The exit status of this process; the others take it over.
+            status: The exit status of this process; the other ranks exit with it too.
 
         Returns:
-            Whether every rank has raised the same, and may go on; else this process exits soon.
+            Whether every rank has raised the same and may continue; else this process exits soon.
         """
         if place:
             say(f"{self._name} failed in {place}")
@@ -148,19 +148,19 @@ class FailureBoard:
         """End this process because another rank is lost.
 
         Args:
-            suspicion: The error of this rank; said where nothing else explains it.
+            suspicion: The error of this rank; reported if no other cause is found.
         """
         self._run_in_thread(lambda: self._exit(self._find_failure(suspicion)))
 
     def expect_end(self) -> None:
-        """From now on take a rank that has ended for one that is done."""
+        """From now on treat the end of a rank as regular."""
         self._is_ending = True
 
     def stop(self) -> None:
         """Stop watching.
 
-        Waits for the thread: one that the interpreter's end finds inside a call of torch aborts the
-        process, and a successful run would end with a bad status.
+        It waits for the thread: a thread inside a call of torch at the interpreter's exit aborts
+        the process, and a successful run would end with a bad status.
         """
         self._is_over.set()
         self._has_task.set()
@@ -202,7 +202,7 @@ class FailureBoard:
         return any(self._has_task.wait(POLL_SECONDS) for _ in range(num_polls))
 
     def _poll(self) -> Failure | None:
-        """Return why the run has failed, if it has."""
+        """Return the failure of the run; None if it has not failed."""
         failure = self._find_reported()
         self._num_polls += 1
         return failure
@@ -212,7 +212,7 @@ class FailureBoard:
         if self._store is None:
             return lost or self._launched.find_ended_child(is_connecting=True)
         try:
-            # torch prints much about a store that is gone, so it is not read then.
+            # torch prints long messages about a store that is gone, so it is not read then.
             failure = self._read(self._store) if lost != _RANK_ZERO_GONE else None
             if failure is not None:
                 return failure
@@ -230,13 +230,13 @@ class FailureBoard:
         return Failure.decode(store.get("failure")) if store.check(["failure"]) else None
 
     def _announce(self, failure: Failure) -> Failure:
-        """Write a failure unless there is one; return the one that is there."""
+        """Write the failure unless the store has one; return the failure in the store."""
         if self._store is None or failure == _RANK_ZERO_GONE:
             return failure
         return Failure.decode(self._store.compare_set("failure", "", failure.encode()))
 
     def _guard(self) -> None:
-        """Exit when a poll of the store has taken as long as the timeout; a thread of its own."""
+        """Exit when a poll of the store takes as long as the timeout; runs in another thread."""
         num_waits, seen = 0, -1
         while not self._is_over.wait(POLL_SECONDS):
             num_waits = num_waits + 1 if seen == self._num_polls else 0
@@ -292,7 +292,7 @@ class FailureBoard:
         return False
 
     def _go_on(self, exception: Exception, failure: Failure) -> None:
-        """Let the exception reach the caller; if nobody catches it, one rank shows it."""
+        """Let the exception propagate; if it is not caught, only one rank prints it."""
         self._write("seen")
         self._write("done")
         if self._global_rank == 0:  # it may exit at once, and it hosts the store
@@ -311,10 +311,10 @@ class FailureBoard:
     # Tasks of the thread: another rank has failed
 
     def _find_failure(self, suspicion: str) -> Failure:
-        """Return the announced failure; else blame the ranks that do not answer, or ``suspicion``.
+        """Return the announced failure; else one with the silent ranks, or ``suspicion``.
 
-        A rank that waits for messages may find out before the rank at fault, or the process that
-        launched it, has announced the cause.
+        A rank that waits for messages may detect the loss before the rank at fault, or the process
+        that launched it, has announced the cause.
         """
         self._is_ending = False
         if self._store is None:
@@ -363,10 +363,10 @@ class FailureBoard:
             self._store.set(f"{key}/{self._global_rank}", "")
 
     def _wait_until_seen(self, failure: Failure) -> None:
-        """Wait until all ranks that can have acknowledged the failure; kill local ones that do not.
+        """Wait until all live ranks have acknowledged the failure; kill local ones that do not.
 
-        They may be stopped for ever. Global rank 0, with which the store ends, waits until they
-        read it no more: torch prints a long trace where one does.
+        Such a rank may be stopped for ever. Global rank 0, which hosts the store, waits until no
+        rank reads it any more: torch prints a long trace in a rank that does.
         """
         if self._store is None:
             return
@@ -385,7 +385,7 @@ class FailureBoard:
         if self._store.check(["roll"]):
             absent = self._without("present")
             return [rank for rank in alive if rank not in absent]
-        # One of them is gone, and which one is not known: it is on another machine.
+        # One of them, on another machine, is gone; it is not known which one.
         return alive[1:] if alive == unseen else alive
 
     def _without(self, key: str) -> list[int]:

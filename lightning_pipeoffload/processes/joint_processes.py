@@ -37,7 +37,7 @@ _RANK, _SIZE = "PIPEOFFLOAD_DATA_PARALLEL_RANK", "PIPEOFFLOAD_DATA_PARALLEL_SIZE
 
 
 def data_parallel_rank() -> int:
-    """Return the replica that this process belongs to; 0 where no pipeline runs.
+    """Return the replica of this process; 0 without a pipeline.
 
     All ranks of a pipeline, which must read the same batches, and the workers of their loaders have
     the same replica.
@@ -46,7 +46,7 @@ def data_parallel_rank() -> int:
 
 
 def data_parallel_size() -> int:
-    """Return the number of replicas that divide the data; 1 where no pipeline runs."""
+    """Return the number of replicas that divide the data; 1 without a pipeline."""
     return int(os.environ.get(_SIZE, 1))
 
 
@@ -62,11 +62,11 @@ def forget_replica() -> None:
 
 
 class NeedsOthersError(RuntimeError):
-    """Raised by what needs all ranks, on one that has failed."""
+    """An operation of all ranks was called on a rank that has failed."""
 
 
 class JointProcesses(ParallelStrategy):
-    """Ends every rank when one fails, and ends all together when they are done."""
+    """Ends all ranks together, when one fails or when all are done."""
 
     num_nodes = 1
     # Connects all processes; None before the first run.
@@ -100,7 +100,7 @@ class JointProcesses(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    # Collective operations; before the first run no other rank is there to wait for
+    # Collective operations; before the first run there is no other rank to wait for
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -121,10 +121,10 @@ class JointProcesses(ParallelStrategy):
     # Start
 
     def _make_launcher(self) -> JointLauncher:
-        """Return what starts the ranks of this machine.
+        """Return the launcher of this machine's ranks.
 
         Raises:
-            ValueError: Nothing says where the ranks of other machines are.
+            ValueError: The environment does not define the ranks of other machines.
         """
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
@@ -162,7 +162,7 @@ class JointProcesses(ParallelStrategy):
     # Regular end
 
     def give_back(self) -> None:
-        """Leave the user's objects as they were; called after the run's last hook."""
+        """Restore the user's objects; called after the run's last hook."""
         forget_replica()
 
     def _end_together(self) -> None:
@@ -184,7 +184,7 @@ class JointProcesses(ParallelStrategy):
     # Failure
 
     def _fail(self, exception: BaseException) -> None:
-        """Pass an exception on to the other ranks; called before callbacks see it."""
+        """Report an exception to the other ranks; called before callbacks get it."""
         self.give_back()
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
             exception.code = SIGTERM_STATUS
@@ -213,7 +213,7 @@ class JointProcesses(ParallelStrategy):
             exception.code = 1
 
     def _break_off(self, is_of_all: bool) -> None:
-        """Wait for no rank; after an error that all have raised, another run may follow."""
+        """End without waiting for ranks; after an error of all ranks, another run may follow."""
         if is_of_all:
             self._must_reconnect = True
             self._watch_between_runs()
@@ -225,7 +225,7 @@ class JointProcesses(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """End with a shell's status after a Ctrl-C, not with Lightning's 1.
+        """Exit with the shell's status for Ctrl-C, not with Lightning's 1.
 
         Raises:
             SystemExit: The exception is a Ctrl-C.
@@ -237,7 +237,7 @@ class JointProcesses(ParallelStrategy):
             raise SystemExit(SIGINT_STATUS)
 
     def _run_alone(self, plain: Callable[..., None], *args: Any) -> None:
-        """Run a callback's ``on_exception``, up to where it needs other ranks."""
+        """Run a callback's ``on_exception`` until it calls an operation of all ranks."""
         try:
             plain(*args)
         except NeedsOthersError as error:
@@ -246,7 +246,7 @@ class JointProcesses(ParallelStrategy):
             self._warns = False
 
     def _refuse_alone(self, name: str) -> None:
-        """Refuse an operation of all ranks where the others do not take part.
+        """Refuse an operation of all ranks in which the other ranks do not take part.
 
         Raises:
             NeedsOthersError: This rank has failed.

@@ -46,7 +46,7 @@ from lightning_pipeoffload.schedule.quantities import bytes_text
 
 log = logging.getLogger(__name__)
 
-# For the reason why a rank has aborted itself to show up.
+# Timeout for the cause of a rank's abort to be announced.
 _CAUSE_SECONDS = 5.0
 
 _LAUNCHER = "PIPEOFFLOAD_LAUNCHER"
@@ -61,7 +61,7 @@ Made in configure_model, each makes its own part only:
 
 @contextmanager
 def signing_as_launcher() -> Iterator[None]:
-    """Give the processes that are started meanwhile the id of this one, their launcher."""
+    """Pass the id of this process, the launcher, to processes that are started inside."""
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
         yield
@@ -70,7 +70,7 @@ def signing_as_launcher() -> Iterator[None]:
 
 
 class LaunchedProcesses:
-    """The other processes of a machine, as one of them sees them.
+    """One process's record of the other processes of its machine.
 
     Args:
         global_rank: The global rank of this process.
@@ -99,8 +99,8 @@ class LaunchedProcesses:
         """Return the failure of a child that should not have ended.
 
         Args:
-            is_connecting: Whether the ranks have yet to connect: then none may end, not even with
-                status 0; later a rank that is done may end a moment before the others.
+            is_connecting: Whether the ranks are not connected yet: then no rank may end, not even
+                with status 0; later a rank may end regularly a moment before the others.
         """
         for global_rank, child in self._children.items():
             has_ended = child.poll() is not None and (is_connecting or child.returncode)
@@ -110,10 +110,9 @@ class LaunchedProcesses:
         return None
 
     def _is_only_cause(self, global_rank: int) -> bool:
-        """Whether no other failure has come up since a rank was first seen to have aborted.
+        """Return whether there is no other failure since a rank's abort was detected.
 
-        NCCL's watchdog aborts a rank that waits for one that is gone, maybe before that one is
-        noticed.
+        NCCL's watchdog aborts a rank that waits for a lost one, maybe before the loss is detected.
         """
         first_seen = self._aborted_at.setdefault(global_rank, time.monotonic())
         return time.monotonic() - first_seen > _CAUSE_SECONDS
@@ -124,7 +123,7 @@ class LaunchedProcesses:
         return bool(self._children)
 
     def kill(self, global_ranks: Sequence[int]) -> None:
-        """Kill those of these ranks that this process launched."""
+        """Kill the given ranks, as far as this process has launched them."""
         for global_rank in global_ranks:
             if global_rank in self._children and not self.has_ended(global_rank):
                 self._children[global_rank].send_signal(signal.SIGKILL)
@@ -134,12 +133,12 @@ class LaunchedProcesses:
         self.kill(list(self._children))
 
     def kill_launcher(self) -> None:
-        """Kill the process that launched this one, if it is still there."""
+        """Kill the process that launched this one, if it still runs."""
         if self._launcher and self.find_lost_launcher() is None:
             os.kill(self._launcher, signal.SIGKILL)
 
     def has_ended(self, global_rank: int) -> bool:
-        """Whether that rank is known to have ended."""
+        """Return whether a rank is known to have ended."""
         child = self._children.get(global_rank)
         return child is not None and child.poll() is not None
 
@@ -147,8 +146,8 @@ class LaunchedProcesses:
 class BetweenRuns:
     """Watches the launched ranks between two calls of the trainer, in a thread of the launcher.
 
-    When one of them ends badly, all end, as with Lightning's own launcher: the next call would wait
-    for it for ever.
+    When one of them fails, all end, as with Lightning's own launcher: the next call would wait for
+    it for ever.
     """
 
     _current: ClassVar[BetweenRuns | None] = None
@@ -162,7 +161,7 @@ class BetweenRuns:
 
     @classmethod
     def end(cls) -> None:
-        """Stop watching: a run begins, whose failure board does."""
+        """Stop watching: a run begins, and its failure board watches."""
         if cls._current is not None:
             cls._current._is_over.set()
             cls._current = None
@@ -179,21 +178,21 @@ class BetweenRuns:
 class JointLauncher(_SubprocessScriptLauncher):
     """Calls ``end`` after a run's last hook, or ``fail`` when it has raised an exception.
 
-    Lightning ends a strategy before the hooks ``on_fit_end`` and ``teardown``, and passes an
-    exception on to it after callbacks, which may wait for the other ranks to save a checkpoint.
+    Lightning ends a strategy before the hooks ``on_fit_end`` and ``teardown``, and passes it an
+    exception only after callbacks, which may wait for other ranks to save a checkpoint.
 
     Args:
         environment: The cluster environment; if it starts processes, this launcher starts none.
         num_processes: The number of processes of this machine.
         num_nodes: The number of machines.
         end: A function that waits for the other ranks.
-        fail: A function that passes an exception on to them.
+        fail: A function that reports an exception to the other ranks.
 
     Raises:
-        ValueError: Slurm's batch script has started this process alone.
+        ValueError: Slurm's batch script has started only this process.
 
     Attributes:
-        started: The processes that all launchers of this process have started: later trainers use
+        started: The processes that all launchers of this process have started; later trainers use
             them too.
     """
 
@@ -247,7 +246,7 @@ class JointLauncher(_SubprocessScriptLauncher):
             ValueError: A notebook cannot start the ranks; Lightning's own message would advise
                 ddp_notebook.
         """
-        # After a run of one rank, LightningEnvironment says that others start processes.
+        # After a run of one rank, LightningEnvironment reports that others start processes.
         is_local = isinstance(self.cluster_environment, LightningEnvironment)
         starts_processes = is_local or self._starts_processes
         if self.num_processes * self.num_nodes > 1 and starts_processes:
@@ -263,7 +262,7 @@ class JointLauncher(_SubprocessScriptLauncher):
         return not self.cluster_environment.creates_processes_externally
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the processes, which cannot be pickled."""
+        """Omit the processes, which cannot be pickled."""
         return {**self.__dict__, "procs": []}
 
     @override
@@ -287,7 +286,7 @@ def _refuse_without_script(num_processes: int) -> None:
 
 
 def _refuse_without_srun(environment: ClusterEnvironment, num_ranks: int) -> None:
-    """Refuse to be a rank in Slurm's batch script, where Lightning would wait for the others."""
+    """Refuse to run a rank in Slurm's batch script, which would wait for the others for ever."""
     is_script = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
     if num_ranks > 1 and is_script and isinstance(environment, SLURMEnvironment):
         raise ValueError(
@@ -297,7 +296,7 @@ def _refuse_without_srun(environment: ClusterEnvironment, num_ranks: int) -> Non
 
 
 def warn_of_copies(module: nn.Module, num_processes: int) -> None:
-    """Warn where a machine's copies of a module take more than half of its free memory."""
+    """Warn if the copies of a module take more than half of the machine's free memory."""
     tensors = {id(t): t for t in chain(module.parameters(), module.buffers())}
     held = (t for t in tensors.values() if t.device.type == "cpu" and not isinstance(t, ShapeOnly))
     size = sum(tensor.nbytes for tensor in held)

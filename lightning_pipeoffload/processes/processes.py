@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.schedule import Schedule
 
-# For all ranks to come to a hook that needs them.
+# Timeout for all ranks to reach a hook that needs them.
 _PATIENCE = timedelta(seconds=60)
 
 
@@ -47,7 +47,7 @@ class PipelineProcesses(JointProcesses):
     _metrics_store: Store | None = None
     _meeting: Meeting | None = None
     _group: PipelineGroup | None = None
-    # Returns the result of the next broadcast in place of a broadcast that would wait.
+    # Replaces the next broadcasts, which would wait: returns the result.
     answer: Callable[[Any], Any] | None = None
 
     @property
@@ -130,7 +130,7 @@ class PipelineProcesses(JointProcesses):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _refuse_other_settings(self, schedule: Schedule) -> None:
-        """Compare the settings that decide on the pipeline's groups, before these are made."""
+        """Compare the settings that define the pipeline's groups, before the groups are made."""
         if self.world_size > 1:
             group = dist.new_group(timeout=self._timeout, backend="gloo")
             refuse_differences(describe_settings(self.settings, schedule), group)
@@ -164,14 +164,14 @@ class PipelineProcesses(JointProcesses):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather this rank's tensor of each replica; with one replica return it as it is."""
+        """Gather this rank's tensor over replicas; with one replica return it unchanged."""
         if self._group is None or self._group.num_replicas == 1:
             return tensor
         return self._group.replicas.gather_tensor(tensor, differentiable=sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce this rank's tensor of each replica."""
+        """Reduce this rank's tensor over replicas."""
         if self._group is None or self._group.num_replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
         if self._group.replicas.is_alone_with(tensor):
@@ -184,7 +184,7 @@ def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> T
     """Return a copy of a parameter, buffer or gradient on every rank; all ranks call it.
 
     Raises:
-        ValueError: The tensor is none of these, or the other ranks gather another one.
+        ValueError: The tensor is no parameter, buffer or gradient, or ranks pass different ones.
     """
     name = next((name for name, found in _known(pipeline) if found is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)

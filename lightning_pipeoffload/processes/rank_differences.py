@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.schedule import Schedule
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# Differs between processes or machines.
+# Names of attributes that differ between processes or machines.
 _OF_RANK = re.compile("rank|device|seed|host_memory")
 _LONGEST = 200
 _PLAIN = (bool, int, float, str, type(None))
@@ -51,7 +51,7 @@ Described = dict[str, str]
 
 
 def refuse_differences(described: Mapping[str, str], group: Any, advice: str = _MAKE_ALIKE) -> None:
-    """Compare descriptions with the other ranks; all call it, and raise the same error.
+    """Compare descriptions with the other ranks; all ranks call it and raise the same error.
 
     Args:
         described: Descriptions by name.
@@ -91,7 +91,7 @@ def _shown(value: str | None) -> str:
 
 
 def describe_settings(settings: PipelineSettings, schedule: Schedule) -> Described:
-    """Describe a strategy's arguments; the schedule by its actions, a callable by its name."""
+    """Describe a strategy's arguments: the schedule by its actions, a callable by its name."""
     arguments = {**vars(settings), "schedule": schedule}
     return {
         f"the strategy's {name}": _described(value)
@@ -114,7 +114,7 @@ def describe_module(module: nn.Module) -> Described:
     described = {}
     for path, part in module.named_modules():
         where = f"{path} of the module" if path else "the module"
-        # One of the user's may contain values, of weights say.
+        # An extra_repr of the user's may contain values, such as those of weights.
         is_of_torch = type(part).extra_repr.__module__.startswith("torch.")
         options = _described(part.extra_repr()) if is_of_torch else ""
         described[where] = f"{type(part).__qualname__}({options})"
@@ -129,7 +129,7 @@ def describe_module(module: nn.Module) -> Described:
 
 
 def _settings_of(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers that a module's constructor takes and stores; counters are none."""
+    """Yield the numbers that a module's constructor takes and stores, but no counters."""
     for name in inspect.signature(type(part).__init__).parameters:
         value = vars(part).get(name)
         if isinstance(value, bool | int | float) and not _OF_RANK.search(name):

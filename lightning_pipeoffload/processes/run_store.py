@@ -1,4 +1,4 @@
-"""The store of a run, which every rank can read and write, and the meetings that are held in it."""
+"""The store of a run, which every rank can read and write, and barriers that use it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 )
 from torch.distributed.constants import default_pg_timeout
 
-# Below those that a system hands out by itself: between the choice and its use, no other process
-# gets one of these without asking for it.
+# Below the ephemeral ports: between the choice of a port and its use, the system gives it to no
+# other process.
 _PORTS = range(15_000, 30_000)
 
 
 def free_port() -> int:
     """Return a port of this machine that no process uses.
 
-    Lightning takes one that the system hands out, which another process, gloo of another run say,
-    may be given before the ranks listen there: the run would end with ``EADDRINUSE``.
+    Lightning takes an ephemeral port, which the system may give to another process, such as gloo of
+    another run, before the ranks listen there: the run would end with ``EADDRINUSE``.
 
     Raises:
         RuntimeError: No free port is found.
@@ -58,12 +58,12 @@ def connect_store(run: str, timeout: timedelta | None) -> Store:
 
 
 class Meeting:
-    """Calls that all ranks of a pipeline make in the same order; it notices who does not come.
+    """A barrier that ranks enter in the same order; it returns the ranks that have arrived.
 
     Args:
         store: A connection to the run's store.
         global_rank: The global rank of this process.
-        global_ranks: The global ranks that come.
+        global_ranks: The global ranks that should arrive.
         patience: How long a rank waits for the others.
     """
 
@@ -77,7 +77,7 @@ class Meeting:
         self._count = 0
 
     def come(self, purpose: str) -> dict[int, str]:
-        """Wait for all ranks; return the purpose of each that has come within the patience."""
+        """Wait for all ranks; return the purpose of each rank that arrives within ``patience``."""
         self._count += 1
         keys = {rank: f"meeting/{self._count}/{rank}" for rank in self._global_ranks}
         self._store.set(keys[self._global_rank], purpose)
