@@ -20,12 +20,12 @@ from lightning_pipeoffload.pictures.figures import (
 )
 from lightning_pipeoffload.runtime.memory.stage_store import Held
 from lightning_pipeoffload.schedule import Costs, Timeline, simulate
-from lightning_pipeoffload.schedule.quantities import bytes_text
 from lightning_pipeoffload.schedule.simulation.memory import (
     Curve,
     host_memory_curves,
     memory_curves,
 )
+from lightning_pipeoffload.schedule.text import bytes_text
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from lightning_pipeoffload.planning.report import print_timeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule, simulate
-from lightning_pipeoffload.schedule.quantities import seconds_text, share_text
+from lightning_pipeoffload.schedule.text import seconds_text, share_text
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 __all__ = ["PipelineMonitor"]

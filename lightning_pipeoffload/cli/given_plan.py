@@ -39,9 +39,9 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_limit, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
-from lightning_pipeoffload.schedule.quantities import share_text
 from lightning_pipeoffload.schedule.solver.optpipe import solved
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.text import share_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

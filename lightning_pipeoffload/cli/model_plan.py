@@ -23,7 +23,7 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.candidates import options
 from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
-from lightning_pipeoffload.schedule.quantities import bytes_text, share_text
+from lightning_pipeoffload.schedule.text import bytes_text, share_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -27,8 +27,8 @@ from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError,
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
-from lightning_pipeoffload.schedule.quantities import seconds_text
 from lightning_pipeoffload.schedule.schedule import stages_on
+from lightning_pipeoffload.schedule.text import seconds_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -22,7 +22,7 @@ from lightning_pipeoffload.planning.figures import (
 from lightning_pipeoffload.schedule import copy_ratios, draw, free_share, simulate_steps
 from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.messages import send_after
-from lightning_pipeoffload.schedule.quantities import share_text
+from lightning_pipeoffload.schedule.text import share_text
 
 __all__ = [
     "comparison_table",

@@ -45,7 +45,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     simulate,
 )
-from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
+from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

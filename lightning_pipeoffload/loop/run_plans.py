@@ -46,10 +46,10 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.quantities import bytes_text
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
+from lightning_pipeoffload.schedule.text import bytes_text
 
 log = logging.getLogger(__name__)
 

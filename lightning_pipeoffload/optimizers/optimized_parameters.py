@@ -39,7 +39,7 @@ from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, staging_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.text import bytes_text
 
 
 class OptimizedParameters:

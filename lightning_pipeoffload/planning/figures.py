@@ -25,7 +25,7 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.candidates import Candidate
 from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
+from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 Write = Callable[[float], str]
 

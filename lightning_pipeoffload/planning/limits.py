@@ -10,7 +10,7 @@ import torch
 
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_bytes
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
-from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.text import bytes_text
 
 # The rest is for the allocator's fragments, and for memory that no plan counts.
 _SHARE_PLANNED = 0.9

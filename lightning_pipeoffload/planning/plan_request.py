@@ -27,7 +27,7 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import HostShortageError, Plan, PlanRequest, make_plan
-from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.text import bytes_text
 
 _NO_LIMITS = MachineLimits()
 

@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share
 from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.quantities import bytes_text, seconds_text, share_text
+from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 _NUM_COLUMNS = 80  # of the text that other handlers get
 _NAME_WIDTH = 24  # of a stage's blocks, so that the table of stages fits these

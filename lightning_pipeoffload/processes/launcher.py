@@ -42,7 +42,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
 from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
-from lightning_pipeoffload.schedule.quantities import bytes_text
+from lightning_pipeoffload.schedule.text import bytes_text
 
 log = logging.getLogger(__name__)
 

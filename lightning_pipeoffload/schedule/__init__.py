@@ -16,7 +16,6 @@ from .actions import (
 from .build import SCHEDULES, build, check_name
 from .builders.grouped import UNMEASURED
 from .costs import Costs, copy_ratios, estimated_copy_ratio, free_share, with_copy_ratio
-from .draw import draw
 from .families import Recipe, accept
 from .passes.last_weights import (
     Tail,
@@ -45,6 +44,7 @@ from .simulation.memory import (
     peak_message_memory,
 )
 from .simulation.simulate import period_bubble, simulate, simulate_steps, steady_period
+from .text import draw
 from .timeline import Event, Timeline
 from .validate import validate
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from .families import FAMILIES
 from .passes.offload import OffloadReport
-from .quantities import share_text
 from .schedule import Schedule
+from .text import share_text
 
 __all__ = ["Candidate", "Option", "best_of", "options", "period_to_compare"]
 

@@ -20,11 +20,11 @@ from .families import FAMILIES, Recipe, build_by
 from .passes.last_weights import postpone_weights
 from .passes.offload import OffloadReport, offload_activations
 from .passes.transfer import as_it_runs, split_every_backward, split_fused_backward
-from .quantities import share_text
 from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds
 from .solver.plan_problem import earliest_end, most_work
+from .text import share_text
 
 __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
 

@@ -1,12 +1,10 @@
-"""Draws a schedule as text: one row per rank, time from left to right, dots for idle time.
-
-If the plan has REDUCE or STEP, a second row below each rank shows them.
-"""
+"""Writes schedules, times, bytes and shares as text."""
 
 from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from math import ceil
 
 from .actions import COMPUTE_LANE, HOST_LANE, REDUCE_LANE, Action
 from .costs import Costs
@@ -14,14 +12,17 @@ from .schedule import Schedule
 from .simulation.simulate import simulate
 from .timeline import Event, Timeline
 
-__all__ = ["draw"]
+__all__ = ["bytes_text", "draw", "seconds_text", "share_text"]
 
 IDLE = {COMPUTE_LANE: ".", REDUCE_LANE: " ", HOST_LANE: " "}
 UNIT = replace(Costs.unit(), reduce=1.0, step=1.0)
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
-    """Draw the actions of each rank over time.
+    """Draw the actions of each rank over time, a row for each rank, with dots for idle time.
+
+    If the plan has REDUCE or STEP, a second row below each rank shows them.
 
     The width of an action is proportional to its time. ``F3`` is the forward of microbatch 3;
     ``1F3`` is that of stage 1, if ranks have several stages. An action that is too narrow for its
@@ -82,3 +83,21 @@ def _fit(label: str, action: Action, width: int) -> str:
     needed = len(label) + label[0].isdigit()
     shown = label if needed <= width else action.kind.value
     return shown[:width].ljust(width)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Format bytes, rounded up: "1.50 MiB", from 10 GiB on "12.25 GiB"."""
+    size, unit = (_GIB, "GiB") if num_bytes >= 10 * _GIB else (_MIB, "MiB")
+    return f"{ceil(num_bytes / size * 100) / 100:,.2f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a time: "12.34 s", "48.4 ms" or "120 µs"."""
+    if seconds >= 1:
+        return f"{seconds:.4g} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"
+
+
+def share_text(share: float) -> str:
+    """Format a share, such as a bubble: "14.1 %"."""
+    return f"{100 * share:.1f} %"
