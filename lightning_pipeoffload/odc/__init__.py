@@ -1,1 +1,1 @@
-"""On-demand communication: sharded data parallelism whose ranks meet once per minibatch."""
+"""On-demand communication: sharded data parallelism that synchronizes once per minibatch."""

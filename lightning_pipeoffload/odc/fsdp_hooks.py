@@ -21,10 +21,10 @@ class OnDemandHooks:
     """Routes the communication of every group over a transport, during steps.
 
     At other times, as in a hook after the optimizer's step, FSDP2's own collectives run: the
-    published shards are not the current ones then.
+    published shards are outdated then.
 
     Attributes:
-        reached: (group, parameter) indices that have had a gradient in this minibatch.
+        reached: (group, parameter) indices of parameters with a gradient in this minibatch.
     """
 
     def __init__(self, groups: Sequence[ShardedGroup], transport: OnDemandTransport) -> None:
@@ -56,7 +56,7 @@ class OnDemandHooks:
             self._is_on_demand = before
 
     def watch(self) -> None:
-        """Note from now on which parameters get a gradient; all ranks call it."""
+        """Start to record the parameters that get a gradient; all ranks call it."""
         for index, group in enumerate(self._groups):
             group.module.unshard()
             for place in group.trained:
@@ -75,7 +75,7 @@ class OnDemandHooks:
         return parameters
 
     def release(self) -> None:
-        """Stop noting gradients, and release the transport."""
+        """Stop recording gradients, and release the transport."""
         while self._handles:
             self._handles.pop().remove()
         self._transport = None

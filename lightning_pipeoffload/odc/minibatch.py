@@ -1,4 +1,4 @@
-"""A minibatch: one rank's microbatches with their weights, and how a loader makes it."""
+"""A minibatch: one rank's microbatches with their weights; the sampler and collate function."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_pipeoffload.processes.joint_processes import data_parallel_rank, 
 class Minibatch:
     """One rank's microbatches of a minibatch, in order; there may be none.
 
-    It is no list, whose elements Lightning would move to a device without the weights.
+    It is no list, since Lightning would move a list's elements to a device without the weights.
 
     Args:
-        microbatches: The arguments of the module's step, one after the other.
-        weights: The share of each in the minibatch's loss. Those of all ranks add up to one.
-        total: The number of samples, or tokens, of all ranks: the weight of the minibatch in the
+        microbatches: The arguments of the module's steps, in order.
+        weights: The share of each microbatch in the minibatch's loss; the sum over all ranks is 1.
+        total: The number of samples or tokens of all ranks: the weight of the minibatch in the
             means that are logged for an epoch.
 
     Attributes:
@@ -30,7 +30,7 @@ class Minibatch:
         total: As above.
 
     Raises:
-        ValueError: The number of weights is not that of the microbatches.
+        ValueError: The numbers of weights and of microbatches differ.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Minibatch:
         return iter(self._microbatches)
 
     def map(self, change: Callable[[Any], Any]) -> Minibatch:
-        """Return a minibatch with the results of a function of each microbatch."""
+        """Return a minibatch with ``change`` applied to each microbatch."""
         return Minibatch(map(change, self), self.weights, self.total)
 
     def pin_memory(self) -> Minibatch:
@@ -66,16 +66,16 @@ class Minibatch:
 
 
 class PackedIndices(list[int]):
-    """The indices of a rank's samples, microbatch after microbatch, in one flat list for a loader.
+    """The indices of a rank's samples in a flat list for a loader, one microbatch after another.
 
-    A loader reads the samples and calls its collate function in the same process, one right after
-    the other. ``last_read`` gives that function the sizes of the microbatches.
+    A loader reads the samples and then calls its collate function in the same process. That
+    function reads the sizes of the microbatches from ``last_read``.
 
     Attributes:
         sizes: The number of samples of each microbatch.
         weights: The weight of each microbatch.
         total: The total of the minibatch.
-        last_read: The indices that were read last, until ``MinibatchCollate`` takes them.
+        last_read: The last list that was read, until ``MinibatchCollate`` takes it.
     """
 
     last_read: ClassVar[PackedIndices | None] = None
@@ -98,17 +98,17 @@ class PackedIndices(list[int]):
 
 
 class MinibatchCollate:
-    """Makes a microbatch of each group of samples of a :class:`MinibatchSampler`.
+    """Collates each group of samples of a :class:`MinibatchSampler` into a microbatch.
 
     Args:
-        collate: A function that makes the argument of the module's step from a list of samples.
+        collate: A function that collates a list of samples into the argument of the module's step.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         self._collate = collate
 
     def __call__(self, samples: Sequence[Any]) -> Minibatch:
-        """Make a minibatch of the samples that were read last.
+        """Collate the samples that were read last into a minibatch.
 
         Raises:
             ValueError: A ``MinibatchSampler`` has not yielded their indices.
@@ -128,9 +128,9 @@ class MinibatchCollate:
 class MinibatchSampler(Sampler[list[int]]):
     """Yields this rank's part of each minibatch, packed into microbatches.
 
-    Give it to a loader as ``batch_sampler``, with ``collate_fn=MinibatchCollate(...)``. Every rank
-    computes the parts of all ranks from the lengths, the seed and the epoch, and takes its own. The
-    numbers of microbatches differ, and a rank may have none.
+    Pass it to a loader as ``batch_sampler``, with ``collate_fn=MinibatchCollate(...)``. Every rank
+    computes the parts of all ranks from the lengths, the seed and the epoch, and yields its own.
+    The numbers of microbatches differ, and a rank may have none.
 
     Args:
         lengths: The tokens of each sample of the dataset.
@@ -142,16 +142,16 @@ class MinibatchSampler(Sampler[list[int]]):
             curves of transformers of these sizes.
         samples_per_rank: Samples of a minibatch, divided by the ranks. The last minibatch of an
             epoch has the remaining samples.
-        weight: The weight of a microbatch's loss in the minibatch's: "samples" or "tokens", their
-            number, if its loss is the mean over these; or a number for each sample of the dataset,
-            such as its tokens with a label.
-        shuffle: Whether each epoch has an order of its own.
-        seed: The seed of these orders.
+        weight: The weight of a microbatch's loss in the minibatch's loss: the number of "samples"
+            or "tokens", if its loss is the mean over these; or a number for each sample of the
+            dataset, such as its tokens with a label.
+        shuffle: Whether to shuffle the samples in each epoch.
+        seed: The seed of the shuffling.
         rank: The rank whose parts are yielded; None: the strategy's.
         num_ranks: The number of ranks that share a minibatch; None: the strategy's.
 
     Attributes:
-        epoch: The epoch whose order comes next; Lightning sets it.
+        epoch: The next epoch, which determines the order; Lightning sets it.
         sampler: The sampler itself, on which Lightning calls ``set_epoch``.
 
     Raises:
@@ -203,7 +203,7 @@ class MinibatchSampler(Sampler[list[int]]):
         return self._samples_per_rank * self.num_ranks
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order that comes next."""
+        """Set the epoch, which determines the next order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -235,7 +235,7 @@ class MinibatchSampler(Sampler[list[int]]):
         return PackedIndices(microbatches, weights, total)
 
     def _weight(self, samples: Sequence[int]) -> float:
-        """Return the sum of the samples' weights; where it is zero, a loss has no mean."""
+        """Return the sum of the samples' weights; for 0 a loss has no mean."""
         return sum(self._weights[sample] for sample in samples)
 
 

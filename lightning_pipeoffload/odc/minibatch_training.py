@@ -26,7 +26,7 @@ _ROUNDING = 1e-4  # of a sum of many weights
 
 @dataclass
 class _RankNote:
-    """One rank's part of a minibatch, as the other ranks read it."""
+    """A summary of one rank's part of a minibatch, for the other ranks."""
 
     loss: float
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class _RankNote:
 
 
 class MinibatchTraining(BackwardHooks):
-    """Turns a batch of the loader, one rank's microbatches, into gradients of all ranks' loss.
+    """Computes the gradients of all ranks' loss from one rank's microbatches.
 
     Attributes:
         microbatch: The microbatch whose step runs; None between minibatches.
@@ -128,7 +128,7 @@ class MinibatchTraining(BackwardHooks):
 
 
 def _mean_loss(notes: Sequence[_RankNote]) -> Tensor:
-    """Return the loss of all ranks, the same bits on each, in the widest dtype of a rank."""
+    """Return the loss of all ranks in their widest dtype, with the same bits on each rank."""
     weight = sum(note.weight for note in notes) or 1.0  # no rank has a microbatch
     _refuse_weights(weight)
     dtype = reduce(torch.promote_types, [note.dtype for note in notes], torch.float32)
@@ -136,7 +136,7 @@ def _mean_loss(notes: Sequence[_RankNote]) -> Tensor:
 
 
 def _refuse_unlike(notes: Sequence[_RankNote]) -> None:
-    """Refuse different numbers of minibatches: some ranks would wait for others for ever."""
+    """Refuse different numbers of minibatches, with which ranks would wait for ever."""
     counts = [note.num_minibatches for note in notes]
     ended = [rank for rank, note in enumerate(notes) if note.is_end]
     if 0 < len(ended) < len(notes):
@@ -172,7 +172,7 @@ def _refuse_several(batch: Any) -> None:
 
 @contextmanager
 def _naming_shards() -> Iterator[None]:
-    """Explain torch's error about a step that uses a parameter of a block where it is a shard."""
+    """Explain torch's error about a step that uses a block's parameter while it is sharded."""
     try:
         yield
     except RuntimeError as error:
@@ -214,7 +214,7 @@ _OF_RANKS = ("sync_dist", "sync_dist_group")
 
 @dataclass
 class _MetricPlace:
-    """Stands for a metric of the module in what is sent to other ranks."""
+    """Replaces a metric of the module in logged values that are sent to other ranks."""
 
     name: str
 
@@ -225,7 +225,7 @@ class LoggedName:
 
     Attributes:
         name: The name.
-        repeat: The number of earlier calls of that name in the step.
+        repeat: The number of earlier calls with that name in the step.
         values: The value of each microbatch.
         weights: The samples, or tokens, of each microbatch.
         args: The other positional arguments of ``self.log``.
@@ -245,13 +245,13 @@ class MinibatchLogs(LogCapture):
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__(module)
-        # By identity: a metric is equal to others, and its hash changes with its state.
+        # By identity: metrics compare as equal, and a metric's hash changes with its state.
         self._paths = {
             id(part): name for name, part in module.named_modules() if isinstance(part, Metric)
         }
 
     def take(self, sizes: Sequence[float]) -> list[LoggedName]:
-        """Return the calls since the last time, for other processes.
+        """Return the calls since the last :meth:`take`, for other processes.
 
         Args:
             sizes: The samples, or tokens, of each microbatch.

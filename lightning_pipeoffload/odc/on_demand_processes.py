@@ -1,4 +1,4 @@
-"""The processes of ``odc``, as Lightning starts, connects and ends them."""
+"""The processes of ``odc``: start, connections and end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Lightning's own mesh, which a user's configure_model finds, is of these sizes.
+        # The sizes of Lightning's own mesh, which a user's configure_model may read.
         self._data_parallel_size, self._tensor_parallel_size = (
             self.num_nodes * self.num_processes,
             1,
@@ -57,7 +57,7 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        # Private: here Lightning connects the ranks, which have to watch each other by then.
+        # Private: Lightning connects the ranks here; they have to watch each other before.
         self.set_world_ranks()
         self._watch()
         super()._setup_distributed()

@@ -57,14 +57,14 @@ class OnDemandRun:
         return self._transport.place
 
     def on_demand(self) -> AbstractContextManager[None]:
-        """Let this rank gather and push without the others; outside, FSDP2's collectives do it."""
+        """Gather and push on demand within the context; outside, FSDP2's collectives run."""
         return self._hooks.on_demand()
 
     def open(self, adds_up: bool) -> None:
         """Begin a minibatch with the current weights; all ranks wait for each other.
 
         Args:
-            adds_up: Whether its gradients are added to those of the minibatch before.
+            adds_up: Whether to add its gradients to those of the previous minibatch.
         """
         if not adds_up:
             self._start_sums()
@@ -101,7 +101,7 @@ class OnDemandRun:
         return [note for note, _, _ in found]
 
     def reshard(self) -> None:
-        """Reshard weights that a forward without a backward has left whole."""
+        """Reshard weights that a forward without a backward has left unsharded."""
         for group in self._groups:
             group.module.reshard()
 
@@ -112,7 +112,7 @@ class OnDemandRun:
         self._world.barrier()
 
     def end(self) -> None:
-        """Return the module to FSDP2, and close threads and files."""
+        """Restore FSDP2's communication, and close threads and files."""
         self._hooks.release()
         self._transport.close()
 
@@ -169,7 +169,7 @@ class OnDemandRun:
 
 
 def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
-    """Return the sum as this rank's shard of the parameter's gradient, in the same memory."""
+    """Return a view of the sum as this rank's shard of the parameter's gradient."""
     assert isinstance(parameter.data, DTensor)
     local = local_part(parameter.detach())
     own = total[: local.numel()].view(local.shape).to(parameter.dtype)
@@ -184,11 +184,11 @@ def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
 
 
 class StepBuffers:
-    """Makes buffers that steps change the same on all ranks after each minibatch.
+    """Synchronizes buffers that steps change, after each minibatch.
 
-    Such as the running statistics of a BatchNorm, which differ with each rank's texts. The value of
-    the lowest rank that has changed a buffer counts, as replica 0's does in a pipeline. Buffers
-    that no checkpoint has are mostly constants, and are left alone.
+    For example, the running statistics of a BatchNorm depend on a rank's texts. All ranks get the
+    value of the lowest rank that has changed a buffer, as of replica 0 in a pipeline. Buffers that
+    are not persistent are mostly constants, and are not synchronized.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -197,13 +197,13 @@ class StepBuffers:
             f"{path}.{key}": (part, key)
             for path, part in module.named_modules()
             for key in part._buffers
-            # Private: which buffers no state dict has.
+            # Private: the names of the non-persistent buffers.
             if key not in part._non_persistent_buffers_set
         }
         self._before = self._now()
 
     def open(self) -> None:
-        """Note the buffers before a minibatch."""
+        """Record the versions of the buffers before a minibatch."""
         self._before = self._now()
 
     def changed(self) -> dict[str, Tensor]:

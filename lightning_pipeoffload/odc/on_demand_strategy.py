@@ -1,4 +1,4 @@
-"""The Lightning strategy ``odc``: sharded data parallelism that synchronizes once a minibatch."""
+"""The Lightning strategy ``odc``: sharded data parallelism, synchronized once per minibatch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
 
     FSDP2 shards the module. A rank reads weights from their owners when it needs them, and adds
     gradients to their owners' sums when it has them. So ranks with different work wait for each
-    other only once in a minibatch. The result is FSDP2's, but for the order of sums.
+    other only once per minibatch. The result equals FSDP2's, except for the order of sums.
 
     Args:
         blocks: The blocks that are gathered one by one: the name of a ModuleList or Sequential
@@ -69,11 +69,11 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
             found.
         deterministic: Sum whole gradients on each rank and reduce them once per minibatch, always
             in the same order; needs the memory of a whole gradient.
-        group_size: Ranks that share the parameters; None: those of a machine. Several such groups
-            have copies of the parameters, and sum their gradients once per minibatch.
+        group_size: The number of ranks that share the parameters; None: those of a machine. Each
+            group has a copy of the parameters; groups sum their gradients once per minibatch.
         mp_policy: FSDP2's mixed precision, besides Lightning's; None: the parameters' own dtype.
-        save_distributed_checkpoint: Write a checkpoint as a folder, in which each rank writes what
-            it owns, instead of one file from global rank 0. Both are read either way.
+        save_distributed_checkpoint: Write a checkpoint as a folder, to which each rank writes its
+            shards, instead of one file from global rank 0. Both can be read in any case.
         process_group_backend: The backend of ``torch.distributed``; None: gloo on CPU, nccl on
             CUDA.
         timeout: Limit of the process groups: a rank that waits longer than this for another one
@@ -175,7 +175,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
 
     def _join_loaders(self, trainer: Trainer) -> None:
         connector = trainer._data_connector
-        # Private: here Lightning decides to put a sampler of its own into a loader.
+        # Private: Lightning's decision to put its own sampler into a loader.
         connector._requires_distributed_sampler = partial(  # type: ignore[method-assign]
             _requires_distributed_sampler, type(connector)._requires_distributed_sampler, connector
         )
@@ -194,7 +194,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Check a loader of minibatches, and skip the batches that a resumed epoch has had."""
+        """Check a loader of minibatches, and skip the batches that a resumed epoch has read."""
         if isinstance(dataloader, DataLoader) and _reads_ungrouped(dataloader):
             raise ValueError(
                 "a loader with a MinibatchSampler needs collate_fn=MinibatchCollate(...), which "
@@ -352,5 +352,5 @@ def _reads_ungrouped(loader: DataLoader[Any]) -> bool:
 def _requires_distributed_sampler(
     plain: Callable[[Any, DataLoader[Any]], bool], connector: Any, loader: DataLoader[Any]
 ) -> bool:
-    """Keep a loader that reads this rank's part already; Lightning shares out the others."""
+    """Return False for a loader that already reads this rank's part; else ask Lightning."""
     return not _reads_minibatches(loader) and plain(connector, loader)

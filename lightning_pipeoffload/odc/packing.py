@@ -1,9 +1,9 @@
-"""Packs the texts of a minibatch into microbatches: which rank gets which texts.
+"""Distributes the texts of a minibatch over ranks and microbatches, as in arXiv 2601.19362.
 
-As in arXiv 2601.19362. Texts of unequal cost are divided into parts of nearly equal cost by the
-largest differencing method of Karmarkar and Karp: of two partial divisions, those that differ most,
-the heaviest part of one is joined with the lightest of the other, until one division is left. Then
-the heaviest part swaps texts with others for as long as that makes it lighter.
+Texts of unequal cost are divided into parts of nearly equal cost by the largest differencing method
+of Karmarkar and Karp: it takes the two partial divisions with the largest differences and joins the
+heaviest part of one with the lightest of the other, until one division is left. Then the heaviest
+part swaps texts with others as long as that makes it lighter.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def tokens(length: int) -> float:
     return float(length)
 
 
-# The two curves are of arXiv 2601.19362, without the constant cost of a forward, which the texts of
-# a microbatch have together.
+# Two curves are from arXiv 2601.19362, without the constant cost of a forward, which occurs once
+# per microbatch.
 COSTS: dict[str, Cost] = {
     "tokens": tokens,
     "1.5b": quadratic(1.982, 2.612),
@@ -46,7 +46,7 @@ COSTS: dict[str, Cost] = {
 
 
 def find_cost(cost: str | Cost) -> Cost:
-    """Return a cost function by its name, or the function that is given."""
+    """Return the cost function of a name; return a function unchanged."""
     if not isinstance(cost, str):
         return cost
     if cost not in COSTS:
@@ -63,9 +63,9 @@ Microbatches = list[list[int]]
 def lb_mini(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[Microbatches]:
-    """Give every rank equal work, in as few microbatches as it needs.
+    """Assign every rank equal work, in as few microbatches as it needs.
 
-    For ranks that do not wait for each other inside of a minibatch.
+    For ranks that do not wait for each other within a minibatch.
     """
     costs = [cost(length) for length in lengths]
     shares = partition(costs, num_ranks)
@@ -75,7 +75,7 @@ def lb_mini(
 def lb_micro(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[Microbatches]:
-    """Give every rank equally many texts and microbatches, the heaviest first.
+    """Assign every rank the same number of texts and of microbatches, the heaviest first.
 
     For ranks that wait for each other at every layer of every microbatch.
     """
@@ -93,7 +93,7 @@ def lb_micro(
 def local_sort(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost
 ) -> list[Microbatches]:
-    """Give the texts to the ranks in turn; each is a microbatch, the longest of a rank first."""
+    """Assign texts to ranks in turn; each is a microbatch, a rank's longest text first."""
     shares = [range(rank, len(lengths), num_ranks) for rank in range(num_ranks)]
     return [[[i] for i in sorted(share, key=lambda i: -lengths[i])] for share in shares]
 
@@ -157,12 +157,12 @@ _MAX_SWAPS = 100
 
 
 def partition(costs: Sequence[float], num_parts: int, equal_counts: bool = False) -> Parts:
-    """Divide texts into parts so that the heaviest part is as light as possible.
+    """Divide texts into parts, and minimize the cost of the heaviest part.
 
     Args:
         costs: The cost of each text.
         num_parts: The number of parts; some may be empty.
-        equal_counts: Whether the numbers of texts of two parts may differ by one only.
+        equal_counts: Whether the numbers of texts of two parts may differ by at most one.
 
     Returns:
         The indices of the texts in each part.
@@ -195,7 +195,7 @@ _Entry = tuple[float, int, list[tuple[float, list[int]]]]
 
 
 def _entry(parts: Parts, costs: Sequence[float], tie: int) -> _Entry:
-    """Return a partial division with its key: that with the largest difference is first."""
+    """Return a partial division with its heap key: the largest difference comes first."""
     pairs = zip(_weights(parts, costs), parts, strict=True)
     weighted = sorted(pairs, key=lambda pair: pair[0], reverse=True)
     return weighted[-1][0] - weighted[0][0], tie, weighted
@@ -206,7 +206,7 @@ def _weights(parts: Parts, costs: Sequence[float]) -> list[float]:
 
 
 def _improved(parts: Parts, costs: Sequence[float]) -> Parts:
-    """Swap texts of the heaviest part for lighter ones of others, while that helps."""
+    """Swap texts of the heaviest part with lighter ones of others, as long as that helps."""
     weights = _weights(parts, costs)
     for _ in range(_MAX_SWAPS):
         heavy = max(range(len(parts)), key=weights.__getitem__)

@@ -33,7 +33,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has sharded a part of a module."""
+    """Return whether FSDP2 has sharded any submodule."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
@@ -66,7 +66,7 @@ def shard(
 def share_initial_values(module: nn.Module, host: HostGroup) -> None:
     """Broadcast global rank 0's values of a module that is not sharded yet.
 
-    Without a seed they differ. Tensors on an accelerator are sent over the default group.
+    Without a seed, ranks have different values. Accelerator tensors use the default group.
     """
     tensors = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
     with blaming_peers("lost a rank while sharing the initial weights"):
@@ -77,7 +77,7 @@ def share_initial_values(module: nn.Module, host: HostGroup) -> None:
 
 
 def _blocks_of(module: nn.Module, blocks: str | Sequence[str] | None) -> list[nn.Module]:
-    """Return the blocks that have parameters, and share none with other modules."""
+    """Return the blocks that have parameters and share none with other modules."""
     if blocks is None and not _has_containers(module):
         return []
     owners: dict[Tensor, set[str]] = {}
@@ -103,7 +103,7 @@ def _has_containers(module: nn.Module) -> bool:
 
 
 def _explicit(policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
-    """Set the dtype of gradient sums: the meaning of None depends on torch's version."""
+    """Set the dtype of gradient sums explicitly: None means different things in torch versions."""
     dtype = next((parameter.dtype for parameter in module.parameters()), None)
     return MixedPrecisionPolicy(
         policy.param_dtype,
@@ -120,7 +120,7 @@ class ShardedGroup:
     Attributes:
         name: The module's name, for messages.
         module: The module.
-        members: FSDP2's own record of each parameter, in its order.
+        members: FSDP2's record of each parameter, in FSDP2's order.
         names: The parameters' names.
         sizes: The elements of each parameter's shard, padded to be the same on every rank.
         trained: The indices of the parameters that are trained.
@@ -151,7 +151,7 @@ class ShardedGroup:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether ``trained`` still holds."""
+        """Whether ``trained`` is up to date."""
         return self.trained == _trained(self.members)
 
     @property
@@ -165,11 +165,11 @@ class ShardedGroup:
         return sum(self.sizes[place] for place in self.trained)
 
     def starts(self, places: Sequence[int]) -> list[int]:
-        """Return where the shards of some parameters begin in their concatenation."""
+        """Return the offsets of some parameters' shards in their concatenation."""
         return [0, *accumulate(self.sizes[place] for place in places)][: len(places)]
 
     def local_shards(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield where each shard begins, and this rank's shard, flat and without padding."""
+        """Yield each shard's offset, and this rank's shard, flat and without padding."""
         starts = self.starts(range(len(self.sizes)))
         for start, parameter in zip(starts, self.parameters, strict=True):
             yield start, local_part(parameter.detach()).reshape(-1)
@@ -203,7 +203,7 @@ def sharded_groups(root: nn.Module) -> list[ShardedGroup]:
 
 
 def _members(module: FSDPModule) -> tuple[Any, ...]:
-    # Private: which parameters FSDP2 communicates together, in which order and how padded.
+    # Private: FSDP2's group of parameters, with its order and padding.
     group = module._get_fsdp_state()._fsdp_param_group
     return () if group is None else tuple(group.fsdp_params)
 
@@ -263,9 +263,9 @@ def refuse_optimizers(optimizers: Sequence[Any]) -> None:
 
 @contextmanager
 def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
-    """Make an optimizer's steps inside give the results of one device.
+    """Make an optimizer's steps inside return the same results as on one device.
 
-    Most optimizers compute element by element, for which shards suffice; some need whole matrices.
+    Most optimizers are elementwise, for which shards suffice; some need whole matrices.
     """
     with ExitStack() as modes:
 
@@ -287,7 +287,7 @@ def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure that runs without the modes, which are for the optimizer's operations."""
+    """Return a closure that runs without the modes, which are for the optimizer only."""
 
     def call() -> Any:
         modes.close()
@@ -299,10 +299,10 @@ def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _AsIfWhole(TorchFunctionMode):
-    """Replicates results that are sums over ranks, or rounded before they are multiplied.
+    """Replicates results that are pending sums over ranks, or are rounded before a product.
 
-    Adafactor squares norms in place, which sums that are not added up yet do not allow. Muon goes
-    on in bfloat16, in which what the ranks' rows add up to is not the product of the matrices.
+    Adafactor squares norms in place, which is not possible for pending sums. Muon multiplies in
+    bfloat16, in which the sum of the ranks' products differs from the product of whole matrices.
     """
 
     @override
@@ -330,19 +330,19 @@ def _is_rounded(func: Callable[..., Any], result: DTensor) -> bool:
 def whole_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """Gather the state of an optimizer of shards on the host; all ranks call it.
 
-    Parameters are numbered as in the optimizer, so that other strategies read the state, and this
-    one theirs.
+    Parameters are numbered as in the optimizer, so that this and other strategies can read each
+    other's states.
 
     Args:
         optimizer: An optimizer of sharded parameters.
-        keep: Whether to return it on this rank; else nothing.
+        keep: Whether to return the state on this rank; otherwise the result is empty.
     """
     found = tree_map(partial(_gathered, keep=keep), optimizer.state_dict())
     return found if keep else {}
 
 
 def load_whole_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load this rank's shards of a whole state into an optimizer of shards."""
+    """Load this rank's shards of a whole state into an optimizer of sharded parameters."""
     parameters = chain(*(group["params"] for group in optimizer.param_groups))
     numbers = chain(*(group["params"] for group in state["param_groups"]))
     owners = dict(zip(numbers, parameters, strict=False))  # load_state_dict says where they differ
@@ -361,12 +361,12 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _shard_like(parameter: nn.Parameter | None, value: Any) -> Any:
-    """Return this rank's shard of a tensor with the parameter's shape; anything else as it is."""
+    """Return this rank's shard of a tensor with the parameter's shape; others unchanged."""
     sharded = None if parameter is None else parameter.data
     if not isinstance(value, Tensor) or not value.ndim or not isinstance(sharded, DTensor):
         return value
     placements = sharded.placements
     if value.shape != sharded.shape:
         placements = (Replicate(),) * sharded.device_mesh.ndim
-    # Without a source nothing is sent: each rank has read all.
+    # Without a source nothing is sent: each rank has read the whole tensor.
     return distribute_tensor(value, sharded.device_mesh, placements, src_data_rank=None)

@@ -1,7 +1,7 @@
-"""Memory of each rank that the other ranks of its machine read and write.
+"""Memory of each rank that the other ranks of its machine can read and write.
 
-On the host it is a file in memory that all map; it has no name, so that nothing is left when they
-are killed. On an accelerator ``torch.multiprocessing`` shares it.
+On the host it is an anonymous file in memory that all ranks map; it disappears when they are
+killed. On an accelerator ``torch.multiprocessing`` shares it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
 
 
 def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) -> list[Tensor]:
-    """Allocate shared memory on each rank; all ranks call it, with one size.
+    """Allocate shared memory on each rank; all ranks call it with the same size.
 
     Args:
         size: Bytes of each rank.
@@ -34,7 +34,7 @@ def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) ->
         The bytes of each rank, all zero.
 
     Raises:
-        RuntimeError: A machine has not enough memory.
+        RuntimeError: A machine has too little memory.
     """
     if device.type == "cpu":
         return _share_host_bytes(max(size, 1), group)
@@ -47,7 +47,7 @@ def _share_device_bytes(
     own = torch.zeros(size, dtype=torch.uint8, device=device)
     torch.accelerator.synchronize(device)
     others = [peer for peer in group.gather(rank) if peer != rank]
-    # One for each: torch counts the users of a memory, and each offer can be opened once.
+    # A separate offer for each peer: torch counts references, and an offer can be opened once.
     offers = group.gather({peer: reduce_tensor(own) for peer in others})
     return [
         own if peer == rank else _opened(offer[rank], device, peer)
@@ -56,10 +56,10 @@ def _share_device_bytes(
 
 
 def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
-    """Map another rank's memory into the address space of this rank's device.
+    """Map another rank's memory as a tensor of this rank's device.
 
-    As a tensor of the other device it would need a context there for each rank, and could not be
-    added to tensors of this one. No event is waited for: the other rank has synchronized.
+    A tensor of the other device would need a context there for each rank, and could not be added to
+    tensors of this device. It waits for no event: the other rank has synchronized.
     """
     rebuild, args = reduction
     given = signature(rebuild).bind(*args)
@@ -97,7 +97,7 @@ def _share_host_bytes(size: int, group: HostGroup) -> list[Tensor]:
 
 @contextmanager
 def _file_in_memory() -> Iterator[tuple[int, str]]:
-    """Make a file without a name; other processes open it by this path as long as this one does."""
+    """Create an anonymous file; others can open it by its path until this process closes it."""
     descriptor = os.memfd_create("pipeoffload-odc")
     try:
         yield descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -109,7 +109,7 @@ def _reserve(descriptor: int, size: int) -> str:
     """Allocate the memory now, since a later write without memory would kill the process.
 
     Returns:
-        Why there is none, or "".
+        The reason of a failure, or "".
     """
     machine = machine_memory()
     if machine.total and size > machine.available:
@@ -119,7 +119,7 @@ def _reserve(descriptor: int, size: int) -> str:
 
 
 class OwnerLocks:
-    """One lock for each rank's part of each group of parameters; they end with their process.
+    """A lock for each rank's part of each group; the system releases locks of ended processes.
 
     Args:
         num_groups: The number of groups of parameters.

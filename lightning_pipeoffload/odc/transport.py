@@ -1,11 +1,11 @@
-"""Moves shards and gradients between ranks that do not wait for each other.
+"""Transfers shards and gradients between ranks that do not wait for each other.
 
-Four operations make a minibatch::
+A minibatch consists of four operations::
 
-    publish      every rank copies its shards to where others can read them
-    gather       a rank reads the shards of all, whenever it needs them
-    accumulate   a rank adds its gradients to each owner's sum, whenever it has them
-    finish       after the last of all ranks, each has the sums of its own shards
+    publish      every rank copies its shards to shared memory
+    gather       a rank reads the shards of all ranks whenever it needs them
+    accumulate   a rank adds its gradients to each owner's sum whenever it has them
+    finish       after all ranks have added theirs, each has the sums of its own shards
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class OnDemandTransport(ABC):
         return self._gathering or self._pushing
 
     def publish(self) -> None:
-        """Copy this rank's shards to where others read them; the caller waits for all ranks."""
+        """Copy this rank's shards to shared memory; the caller waits for all ranks."""
         for group, target in zip(self._groups, self._published[self._rank], strict=True):
             for start, shard in group.local_shards():
                 target[start : start + len(shard)].copy_(shard)
         self._settle()
 
     def gather(self, index: int, out: Tensor) -> None:
-        """Read the shards of the other ranks into ``out``, which has this rank's own."""
+        """Read the other ranks' shards into ``out``, which contains this rank's own shard."""
         self._check(index, out.numel(), self._groups[index].size * self._num_ranks)
         shards = out.view(self._num_ranks, -1)
         for rank in _others_after(self._rank, self._num_ranks):
@@ -86,7 +86,7 @@ class OnDemandTransport(ABC):
 
         Args:
             index: The group.
-            gradients: The gradients of some of its parameters, one owner's shards after another's.
+            gradients: The gradients of some of its parameters, concatenated by owner.
             parameters: The indices of these parameters in the group.
         """
 
@@ -96,7 +96,7 @@ class OnDemandTransport(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Complete the sums; every rank calls it when all have added theirs."""
+        """Complete the sums; every rank calls it when all have added their gradients."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class OnDemandTransport(ABC):
             )
 
     def _spans(self, index: int, parameters: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return spans of gradients: start in the sum, start in what is given, and length."""
+        """Return spans of gradients: start in the sum, start in the given gradients, and length."""
         group = self._groups[index]
         starts = dict(zip(group.trained, group.starts(group.trained), strict=True))
         given = group.starts(parameters)
@@ -141,10 +141,10 @@ class OnDemandTransport(ABC):
 
 
 class SharedSums(OnDemandTransport):
-    """Adds gradients to sums in shared memory, in the order in which they come.
+    """Adds gradients to sums in shared memory, in order of arrival.
 
-    A thread with a stream of its own adds them: a backward goes on while an owner's sum is locked,
-    until the gradients of two groups wait.
+    A thread with a separate stream adds them: the backward continues while an owner's sum is
+    locked, until the gradients of two groups wait.
     """
 
     def __init__(
@@ -163,7 +163,10 @@ class SharedSums(OnDemandTransport):
             total.zero_()
 
     def accumulate(self, index: int, gradients: Tensor, parameters: Sequence[int]) -> None:
-        """Start to add gradients to each owner's sum, this rank's last; they must not change."""
+        """Start to add gradients to each owner's sum, to this rank's own last.
+
+        The caller must not change the gradients until :meth:`wait`.
+        """
         group = self._groups[index]
         size = sum(group.sizes[parameter] for parameter in parameters)
         self._check(index, gradients.numel(), size * self._num_ranks)
@@ -203,7 +206,7 @@ class SharedSums(OnDemandTransport):
         pass  # the sums are in this rank's memory
 
     def close(self) -> None:
-        # Its own sums stay: they are gradients.
+        # This rank's sums stay in memory: gradients are views of them.
         self._thread.shutdown(cancel_futures=True)
         super().close()
         self._sums = []
@@ -218,11 +221,11 @@ class WholeGradients(OnDemandTransport):
     """Sums whole gradients on every rank, and reduces them once, always in the same order.
 
     Args:
-        groups: As of :class:`OnDemandTransport`, as are the next three.
+        groups: This and the next three arguments are as in :class:`OnDemandTransport`.
         rank: This rank.
         ranks: The ranks.
         device: The device.
-        reduction: The ranks' process group, which reduces as FSDP2 would.
+        reduction: The ranks' process group for the reduction, as in FSDP2.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class WholeGradients(OnDemandTransport):
 
 
 def _others_after(rank: int, num_ranks: int) -> list[int]:
-    """List the other ranks, beginning with the next one, so that not all begin with the same."""
+    """List the other ranks from the next one on, so that ranks start with different peers."""
     return [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
 
