@@ -1,1 +1,1 @@
-"""Optimizers that have the whole module's parameters and step with one rank's."""
+"""Optimizers that refer to the whole module's parameters and step those of one rank."""

@@ -1,20 +1,20 @@
 """An optimizer's step in host memory, where its state stays.
 
-The user's own optimizer steps tensors of the host, which take the places of its parameters while it
-does. Gradients and weights pass through two staging buffers, a bucket of parameters at a time::
+The user's own optimizer steps host tensors, which replace its parameters during the step. Gradients
+and weights are copied through two staging buffers, a bucket of parameters at a time::
 
     to the host     [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
     STEP                        [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
     to the device                           [ bucket 0 ][ bucket 1 ]            [ bucket 2 ]
 
-A rank's last W's run parameter by parameter. Where nothing has to see all gradients first, a thread
-steps buckets whose gradients are final while others are computed::
+A rank's last W's run parameter by parameter. Unless clipping or a hook needs all gradients first, a
+thread steps buckets with final gradients while other gradients are computed::
 
     device   W of bucket 0 | W of bucket 1 | W of bucket 2
     host                   | STEP 0        | STEP 1       | STEP 2
 
-An optimizer that has to see all its parameters at once has one bucket. The optimizer's own call of
-``step`` computes the last one, so hooks, schedulers and counters count one step.
+An optimizer that needs all its parameters at once has a single bucket. The user's call of ``step``
+computes the last bucket, so hooks, schedulers and counters count one step.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Staged(NamedTuple):
     """A parameter in a staging buffer.
 
     Attributes:
-        weight: Room for its value, on its way to the host and back.
-        gradient: Room for its gradient.
+        weight: A view of the buffer for its value, copied to the host and back.
+        gradient: A view of the buffer for its gradient.
     """
 
     parameter: Tensor
@@ -61,7 +61,7 @@ class _Buffer:
         self.left: Any = None  # reached when its weights are back on the device
 
     def stage(self, parameters: Sequence[Tensor]) -> list[_Staged]:
-        """Give each parameter and its gradient room."""
+        """Return views of the buffer for each parameter and its gradient."""
         start, staged = 0, []
         for parameter in parameters:
             room = []
@@ -87,12 +87,12 @@ class HostStep:
         optimizer: The user's optimizer.
         device: The device of its parameters.
         by_bucket: Whether it may step some of the parameters at a time.
-        masters: The masters of its parameters in half precision; None: those are stepped as they
-            are.
+        masters: The masters of its parameters in half precision; None: the optimizer steps these
+            themselves.
 
     Attributes:
-        num_early: How many parameters were stepped before all gradients were final, in all steps.
-        seconds: Seconds of the last step, without what it waited for gradients.
+        num_early: The number of parameters stepped before all gradients were final, in all steps.
+        seconds: Seconds of the last step, without waits for gradients.
     """
 
     num_early = 0
@@ -129,13 +129,13 @@ class HostStep:
         self._taken, self._waiting, self._waiting_bytes = {}, [], 0
         self._own = [group["params"] for group in self._optimizer.param_groups]
         self._members = {p for own in self._own for p in own}
-        # The first step has shown that several buckets are needed, and how large one is.
+        # Whether several buckets are needed is known after the first step.
         self._is_early = self._by_bucket and len(self._buffers) > 1
 
     def take(self, parameter: Tensor) -> None:
-        """Step a parameter whose gradient is final, with others, in a thread.
+        """Add a parameter whose gradient is final to the next bucket, which a thread steps.
 
-        Outside of the optimizer's step, of which :meth:`begin` is part, it does nothing.
+        It does nothing before :meth:`begin` or after the optimizer's step.
         """
         if not self._is_early or parameter.grad is None or parameter not in self._members:
             return
@@ -156,7 +156,7 @@ class HostStep:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Step all buckets but the last, which is in the optimizer's groups then."""
+        """Step all buckets but the last, which is then in the optimizer's groups."""
         self._is_early = False
         if self._last is not None:
             self._last.result()
@@ -175,7 +175,7 @@ class HostStep:
             self._stand_in(self._coming, is_last=True)
 
     def finish(self) -> None:
-        """Send the last bucket's weights to the device, after the optimizer has stepped them."""
+        """Copy the last bucket's weights to the device, after the optimizer has stepped them."""
         if self._standing:
             self._write_back()
             self._lanes.h2d.hold_compute(self._lanes.h2d.mark())
@@ -183,7 +183,7 @@ class HostStep:
         self._coming, self._taken, self._spent = None, {}, 0.0
 
     def put_back(self) -> None:
-        """Leave the optimizer with its own parameters, after an error in its step too."""
+        """Restore the optimizer's own parameters, also after an error in its step."""
         if self._last is not None:
             wait([self._last])
         self._restore()
@@ -237,7 +237,7 @@ class HostStep:
         return self._masters if is_half(parameter) else None
 
     def _stand_in(self, coming: _Coming, is_last: bool) -> None:
-        """Put the host's tensors of a bucket into the optimizer's groups and state."""
+        """Put a bucket's host tensors into the optimizer's groups and state."""
         self._lanes.d2h.finish(coming.buffer.filled)
         self._stepping = coming
         standing = self._standing = {s.parameter: self._on_host(s) for s in coming.staged}
@@ -264,7 +264,7 @@ class HostStep:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Start to copy stepped weights to the device; the optimizer has its own parameters."""
+        """Start to copy stepped weights to the device; restore the optimizer's own parameters."""
         for parameter, weight, _ in self._stepping.staged:
             stepped = self._standing[parameter].detach()
             if stepped.data_ptr() != weight.data_ptr():
@@ -278,10 +278,10 @@ class HostStep:
 
 
 class EarlyStep:
-    """Gives final gradients to the host's step; in place of a sum over replicas.
+    """Passes final gradients to the step on the host; replaces a sum over replicas.
 
     Args:
-        stages: For each parameter that one stage of the pipeline uses alone, that stage.
+        stages: The stage of each parameter that only one stage of the pipeline uses.
         take: Called with parameters whose gradients are final.
     """
 
@@ -289,23 +289,23 @@ class EarlyStep:
         self._stages, self._take = stages, take
 
     def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
-        """Note that a stage's last B has run: its gradients are final but for ``coming``."""
+        """Record that a stage's last B has run: its gradients are final except ``coming``."""
         later = {*coming}
         for parameter, own in self._stages.items():
             if own == stage and parameter not in later:
                 self._take(parameter)
 
     def finish(self, parameter: Tensor) -> None:
-        """Note that the last W of a parameter has run."""
+        """Record that the last W of a parameter has run."""
         if parameter in self._stages:
             self._take(parameter)
 
 
 @contextmanager
 def state_on_host(optimizer: Optimizer, masters: MasterWeights | None) -> Iterator[None]:
-    """Let ``load_state_dict`` leave state on the host inside, in the type that the host steps in.
+    """Make ``load_state_dict`` load state to the host inside, in the dtype of the host's step.
 
-    Elsewhere it moves and casts each tensor to the device and type of its parameter.
+    By default it moves and casts each tensor to the device and dtype of its parameter.
     """
     found = []
     for group in optimizer.param_groups:
@@ -358,6 +358,6 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 
 def _plain_step(optimizer: Optimizer) -> None:
-    """Step without hooks: torch wraps the ``step`` of a class, marked so, to run them around it."""
+    """Step without hooks: torch wraps a class's ``step`` to run them, and marks it as wrapped."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)

@@ -1,7 +1,7 @@
 """Float32 copies, on the host, of parameters in half precision; the optimizer steps the copies.
 
-A parameter is its master, rounded. Code that writes to parameters between two steps writes to the
-rounded ones: where those no longer are the master's, the master takes their value.
+A parameter is its rounded master. Code that writes parameters between two steps writes the rounded
+values: where a parameter no longer equals its rounded master, its value is copied to the master.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def is_half(parameter: Tensor) -> bool:
-    """Whether a parameter has a type that masters are kept for."""
+    """Return whether a parameter has a dtype that needs a master."""
     return parameter.dtype in _HALF
 
 
 class MasterWeights:
-    """The masters of one rank's parameters; of those that never stepped there are none."""
+    """The masters of one rank's parameters, for those that have been stepped."""
 
     def __init__(self) -> None:
         self._masters: dict[Tensor, Tensor] = {}
@@ -31,15 +31,15 @@ class MasterWeights:
         self._loaded: dict[str, Any] = {}
 
     def expect(self, state: Mapping[str, Any]) -> None:
-        """Keep the values that a module is loaded from; its parameters round them."""
+        """Record the values that a module is loaded from, which its parameters round."""
         self._loaded = {k: v for k, v in state.items() if isinstance(v, Tensor)}
 
     def read(self) -> None:
-        """Read what is still in a checkpoint's file."""
+        """Read the values that are still in a checkpoint's file."""
         self._loaded = read_stored(self._loaded)
 
     def begin(self, own: Mapping[str, Tensor]) -> None:
-        """Begin with what was loaded.
+        """Make masters of the loaded values.
 
         Args:
             own: The parameters that this process steps, by name.
@@ -51,7 +51,7 @@ class MasterWeights:
         self._loaded = {}
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether the master is known, and nothing has written to the parameter since."""
+        """Return whether there is a master and the parameter was not written since."""
         return self._versions.get(parameter) == parameter._version
 
     def of(self, parameter: Tensor) -> Tensor:
@@ -59,14 +59,14 @@ class MasterWeights:
         return self._masters[parameter]
 
     def current(self, parameter: Tensor) -> Tensor:
-        """Return the master of a parameter in half precision, made now if there is none."""
+        """Return the master of a parameter in half precision; make it if there is none."""
         if not self.has(parameter):
             self.follow(parameter, parameter.detach().cpu())
         return self._masters[parameter]
 
     @torch.no_grad()
     def follow(self, parameter: Tensor, weight: Tensor) -> None:
-        """Give the master the parameter's value where it is not the master's.
+        """Update the elements of the master whose rounded values differ from the parameter.
 
         Args:
             parameter: The parameter.
@@ -80,12 +80,12 @@ class MasterWeights:
         self.note(parameter)
 
     def note(self, parameter: Tensor) -> None:
-        """Note that a parameter has its master's value now."""
+        """Record that a parameter now equals its rounded master."""
         self._versions[parameter] = parameter._version
 
     @torch.no_grad()
     def replace_in(self, state: dict[str, Any], module: nn.Module) -> None:
-        """Replace, in a module's state dict, parameters by their masters."""
+        """Replace parameters in a module's state dict with their masters."""
         for name, parameter in module.state_dict(keep_vars=True).items():
             if name not in state or not isinstance(parameter, Tensor) or not is_half(parameter):
                 continue

@@ -1,8 +1,8 @@
-"""The parameters of the optimizers: the whole module's, of which a rank trains its own.
+"""The parameters of the optimizers: those of the whole module; each rank trains its own.
 
 Code that freezes, unfreezes and groups parameters (``configure_optimizers``, a callback) is the
-same on every rank and refers to the whole module's. Once the module is split, it sees those of
-other ranks as shapes.
+same on every rank and refers to the whole module's. Once the module is split, remote parameters are
+shapes.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from lightning_pipeoffload.schedule.text import bytes_text
 
 
 class OptimizedParameters:
-    """The parameters of each optimizer, and those of them that this rank trains.
+    """The parameters of each optimizer, and the subset that this rank trains.
 
     Args:
         pipeline: This rank's part of the module.
         group: The pipeline's processes.
-        optimizers: A function that returns the trainer's optimizers, which every fit makes anew.
+        optimizers: Returns the trainer's optimizers, which every fit makes again.
         num_sharing: The number of replicas that divide steps and optimizer state.
         is_declared: The user's ``per_parameter_optimizer``.
         on_host: Whether optimizers step on the host.
-        masters: The masters that they step there; None: parameters are stepped as they are.
+        masters: The masters that they step there; None: they step the parameters themselves.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class OptimizedParameters:
         return list(zip(self._optimizers(), self.names, strict=True))
 
     def narrow_steps(self) -> None:
-        """Narrow steps to this rank's parameters, even where a closure splits the module.
+        """Narrow steps to this rank's parameters, even if the step's closure splits the module.
 
         Raises:
-            ValueError: An optimizer's step may depend on its other parameters, or cannot run on the
-                host where it is to.
+            ValueError: An optimizer's step may depend on other parameters, or cannot run on the
+                host although it should.
         """
         if self._group.world_size == 1 and not self._on_host:
             return
@@ -120,16 +120,16 @@ class OptimizedParameters:
         return HostStep(optimizer, self._pipeline.device, by_bucket, self._masters)
 
     def loading_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Return the context in which an optimizer loads state: to where it steps."""
+        """Return the context in which an optimizer loads state to the place of its step."""
         return state_on_host(optimizer, self._masters) if self._on_host else nullcontext()
 
     def start_training(self) -> None:
-        """Run after the hooks that were registered with the optimizers since."""
+        """Register the step's hooks again, to run after hooks that were registered since."""
         for narrowed in self._narrowed:
             narrowed.come_last()
 
     def leave_remote(self) -> None:
-        """Drop what other ranks own; called once, before the first training step."""
+        """Drop the parameters of other ranks; called once, before the first training step."""
         names = self.names
         self._bring_states()
         self._pipeline.commit()
@@ -143,7 +143,7 @@ class OptimizedParameters:
                     follow_parameters(optimizer)
 
     def early_step(self) -> EarlyStep:
-        """Return what steps parameters as their gradients become final."""
+        """Return the object that steps parameters as their gradients become final."""
         tensors = self._pipeline.tensors
         shared = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
         own = tensors.with_local_stages().values()
@@ -157,16 +157,16 @@ class OptimizedParameters:
         return EarlyStep(alone, take)
 
     def host_step_seconds(self) -> float:
-        """Return the seconds of this rank's steps on the host; 0 where they are on the device."""
+        """Return the seconds of this rank's steps on the host; 0 if they run on the device."""
         return sum(n.host.seconds for n in self._narrowed if n.host is not None)
 
     def is_of_another(self, parameter: Tensor) -> bool:
-        """Whether another replica steps a parameter of this rank."""
+        """Return whether another replica steps a parameter of this rank."""
         shares = [n.shares for n in self._narrowed if n.shares is not None]
         return any(each.is_of_another(parameter) for each in shares)
 
     def _adopt(self) -> None:
-        """Put parameters into the groups that the first batch has brought to this rank."""
+        """Add to the groups the parameters that the first batch has moved to this rank."""
         for narrowed in self._narrowed:
             narrowed.adopt()
 
@@ -182,14 +182,14 @@ class OptimizedParameters:
                     optimizer.state[parameter] = state
 
     def reserve_host(self, host: HostMemory, takes_back: bool) -> None:
-        """Leave the host's memory to the optimizers that step there; called before they have any.
+        """Reserve host memory for the optimizers that step there; called before they allocate.
 
         Args:
             host: The host memory of this rank.
             takes_back: Whether snapshots are taken.
 
         Raises:
-            HostMemoryError: It does not suffice.
+            HostMemoryError: The host has too little memory.
         """
         if not self._on_host:
             return
@@ -224,12 +224,12 @@ class OptimizedParameters:
                 self._masters.begin({n: p for n, p in parameters if not self.is_of_another(p)})
 
     def shares_of(self, optimizer: Optimizer) -> StepShares | None:
-        """Return the parameters of each replica; None where all replicas step all."""
+        """Return the parameters that each replica steps; None if each replica steps all."""
         found = [n.shares for n in self._narrowed if n.optimizer is optimizer]
         return found[0] if found else None
 
     def _refuse_lost_states(self) -> None:
-        """Refuse an optimizer of an earlier fit whose states stayed on another rank.
+        """Refuse an optimizer of an earlier fit with states that are on another rank.
 
         Raises:
             RuntimeError: This rank trains a parameter that another rank trained before.

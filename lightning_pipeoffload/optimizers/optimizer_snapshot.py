@@ -1,8 +1,7 @@
-"""A copy of all that an optimizer's step changes, so that the step can be undone and repeated.
+"""A copy of all tensors that an optimizer's step changes, to undo or repeat the step.
 
-Undoing by arithmetic does not give the same bits: float32 loses digits of Adam's second moment, and
-of a sum from which a summand is subtracted again. So weights ``w`` and optimizer state ``m``, ``v``
-are copied before the step::
+Undoing a step by arithmetic does not give the same bits, since float32 rounds Adam's second moment
+and sums. So weights ``w`` and optimizer state ``m``, ``v`` are copied before the step::
 
     before   w  m  v       step         w' m' v'
       |                                   |
@@ -30,20 +29,20 @@ _RESERVE = 0.05  # of a device, for memory that torch does not allocate
 
 
 def has_snapshots(optimizer: Optimizer) -> bool:
-    """Whether all that the optimizer's step changes is known: it is one of torch's own."""
+    """Return whether all effects of the optimizer's step are known: it is one of torch's."""
     return is_torchs(optimizer) and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's own."""
+    """Return whether an optimizer is one of torch's own."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 class OptimizerSnapshot:
-    """Weights, state and, where a step writes into them, gradients before an optimizer's last step.
+    """Weights, state and, if the step writes into them, gradients before an optimizer's step.
 
-    The copies are on the device if it has room for them, else on the host, as are those of what is
-    there.
+    Copies of device tensors are on the device if they fit, else on the host; copies of host tensors
+    are on the host.
 
     Args:
         optimizer: An optimizer for which :func:`has_snapshots` is true.
@@ -51,7 +50,7 @@ class OptimizerSnapshot:
 
     Attributes:
         optimizer: The optimizer.
-        has_room: Whether the device has room for the copies; None before the first are made.
+        has_room: Whether the copies fit on the device; None before the first copies are made.
     """
 
     def __init__(self, optimizer: Optimizer, masters: MasterWeights | None = None) -> None:
@@ -67,7 +66,7 @@ class OptimizerSnapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what the next step may change."""
+        """Copy the tensors that the next step may change."""
         groups = self.optimizer.param_groups
         self._stepping = self._parameters_now()
         self._groups = [{name: _copied(value) for name, value in g.items()} for g in groups]
@@ -93,7 +92,7 @@ class OptimizerSnapshot:
             self.take()
 
     def end_step(self) -> None:
-        """Note after the step whether it has written into gradients, and what state it has made."""
+        """Record, after the step, its writes into gradients and the state that it has created."""
         self._changes_gradients = not _are_same(self._versions, self._versions_now())
         self._versions = []
         states = [self.optimizer.state.get(p, {}) for p in self._stepping]
@@ -101,11 +100,11 @@ class OptimizerSnapshot:
         self._changed_states = [_ChangedState(*each) for each in changed]
 
     def free_gradients(self) -> None:
-        """Free the gradients, which would take memory beside the next ones."""
+        """Free the gradients, so that they take no memory beside the next ones."""
         self._gradients.forget_tensors()
 
     def changed(self) -> list[Tensor]:
-        """Return the tensors that are not final until it is known whether the step is."""
+        """Return the tensors whose values may still change, if the step is undone or repeated."""
         states = [self.optimizer.state.get(p, _NO_STATE) for p in self._stepping]
         return [*self._stepping, *self._gradients_now(), *_tensors_of(states)]
 
@@ -119,10 +118,10 @@ class OptimizerSnapshot:
                     self.optimizer.state.pop(changed.parameter, None)
 
     def repeat(self, change_gradients: Callable[[], None]) -> None:
-        """Step again, by the step's own groups, which a hook or scheduler may have changed since.
+        """Step again, with the options of the undone step, which a hook may have changed since.
 
         Args:
-            change_gradients: A function that makes the gradients what they should have been.
+            change_gradients: A function that changes the gradients to their correct values.
         """
         optimizer = self.optimizer
         with self._keeping_later_changes():
@@ -154,7 +153,7 @@ class OptimizerSnapshot:
 
     @contextmanager
     def _keeping_later_changes(self) -> Iterator[None]:
-        """Apply again what hooks have put into the state since the step."""
+        """Reapply the changes that hooks have made to the state since the step."""
         states = self.optimizer.state
         now = [(each, states.get(each.parameter), each.later()) for each in self._changed_states]
         yield
@@ -180,12 +179,12 @@ class OptimizerSnapshot:
         self.has_room = num_bytes <= _bytes_left(device)
 
     def _notice_branches(self) -> None:
-        """Copy gradients where the step may take a branch that it has not taken before.
+        """Copy gradients if the step may take a new branch, which might write into them.
 
-        The branch depends on which options are zero, and on parameters that step for the first
+        The branch depends on the options that are zero, and on parameters that step for the first
         time.
         """
-        # Of a tensor it does not: the host would have to wait for it.
+        # It does not depend on a tensor's value, for which the host would have to wait.
         options = [[isinstance(v, Tensor) or bool(v) for v in g.values()] for g in self._groups]
         branches = [options, [*map(id, self._stepping)], [*map(len, self._states_before)]]
         self._changes_gradients |= branches != self._branches
@@ -211,7 +210,7 @@ class _ChangedState(NamedTuple):
     after: dict[str, Any]
 
     def later(self) -> dict[str, Any]:
-        """Return what others have put into the state since the step."""
+        """Return the changes that other code has made to the state since the step."""
         names = dict.fromkeys((*self.after, *self.state))
         now = {name: self.state.get(name, _REMOVED) for name in names}
         return {n: value for n, value in now.items() if value is not self.after.get(n, _REMOVED)}
@@ -225,7 +224,7 @@ class _ChangedState(NamedTuple):
 
     @torch.no_grad()
     def keep_tensors(self) -> None:
-        """Put values into the tensors that the step had made, to which hooks may refer."""
+        """Copy values into the tensors that the step had created, since hooks may refer to them."""
         for name, tensor in self.after.items():
             value = self.state.get(name)
             if isinstance(value, Tensor) and isinstance(tensor, Tensor) and value is not tensor:
@@ -233,7 +232,7 @@ class _ChangedState(NamedTuple):
 
 
 class _Copies:
-    """Copies of tensors, in memory that is the same step after step."""
+    """Copies of tensors, in memory that is reused in every step."""
 
     def __init__(self) -> None:
         self._tensors: Sequence[Tensor] = ()
@@ -271,14 +270,14 @@ def _allocate(tensor: Tensor, on_host: bool) -> Tensor:
 
 
 def _bytes_left(device: torch.device) -> float:
-    """Return the bytes of a device that no step has needed so far."""
+    """Return the bytes of a device that no step has used so far."""
     if device.type == "cpu":
         return inf
     return bytes_usable(device) - torch.accelerator.max_memory_reserved(device)
 
 
 def bytes_usable(device: torch.device) -> float:
-    """Return the bytes of a device that are free or this process's, without a reserve.
+    """Return the bytes of a device that are free or used by this process, less a reserve.
 
     Infinite for the host.
     """
@@ -290,7 +289,7 @@ def bytes_usable(device: torch.device) -> float:
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     pairs = list(zip(targets, sources, strict=True))
-    # Numbers of steps are on the host: with them in the list each tensor would have its own kernel.
+    # Step counts are on the host: a list with them would need a separate kernel per tensor.
     for on_host in (False, True):
         found = [pair for pair in pairs if (pair[0].device == _CPU) == on_host]
         if found:  # private: one kernel for all of them, as optimizers do it

@@ -1,4 +1,4 @@
-"""An optimizer's groups and state in the layout of the plain module's: by number, or by name."""
+"""An optimizer's groups and state in the plain optimizer's layout, by number or by name."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def number_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[
     """Return a state dict with numbers in place of the parameters' names, as the plain one has.
 
     Args:
-        state: An optimizer's state dict, by number or by name in whatever order.
+        state: An optimizer's state dict, by number or by name in any order.
         names: The names of the parameters in each group.
 
     Raises:
-        ValueError: The state is of other parameters.
+        ValueError: The state belongs to other parameters.
     """
     groups = state["param_groups"]
     _check_sizes(state, names)
@@ -128,7 +128,7 @@ def load_optimizer_state(
         shares: The parameters of each replica; None: all replicas step all.
 
     Raises:
-        ValueError: The state is of other groups.
+        ValueError: The state belongs to other groups.
     """
     state = number_optimizer_state(state, names)
     place_of = {id(p): i for i, p in enumerate(_parameters(optimizer))}
@@ -159,5 +159,5 @@ def read_states(optimizer: Optimizer) -> None:
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to where ``load_state_dict`` does; step counts stay on the host."""
+    """Move an optimizer's state to its parameters' devices; step counts stay on the host."""
     optimizer.load_state_dict(optimizer.state_dict())

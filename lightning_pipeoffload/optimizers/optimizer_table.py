@@ -1,10 +1,10 @@
-"""The optimizers that may step some of the parameters only, and the bytes of their state.
+"""A table of optimizers that may step a subset of the parameters, and the bytes of their state.
 
-A rank's optimizer has this rank's parameters only. It does what one device does if the new value
-and state of a parameter depend only on its own value, gradient and state and the numbers of its
-group: on no other parameter, no random number drawn for several, no communication, no loss of a
-closure. Optimizers of libraries are known by their ``step`` function; for any other the user says
-so with ``per_parameter_optimizer=True``.
+A rank's optimizer has this rank's parameters only. It gives the same result as on one device if the
+new value and state of a parameter depend only on its own value, gradient and state and the options
+of its group: not on other parameters, random numbers for several parameters, communication, or a
+closure's loss. Libraries' optimizers are identified by their ``step`` function; the user declares
+any other with ``per_parameter_optimizer=True``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_pipeoffload.optimizers.narrowed_optimizer import narrows
 Group = Mapping[str, Any]
 StateBytes = Callable[[Any, Group, Tensor], float]
 
-# Smaller parameters are kept in float32 by optimizers of eight bits.
+# 8-bit optimizers keep the state of smaller parameters in float32.
 _SMALLEST_QUANTIZED = 4096
 
 
@@ -32,13 +32,14 @@ class Row(NamedTuple):
     """The properties of an optimizer whose steps are per parameter.
 
     Attributes:
-        state_bytes: From optimizer, group and parameter: bytes of the state but for single numbers.
+        state_bytes: Returns the bytes of state, without scalars, for optimizer, group and
+            parameter.
         elementwise: Whether an element's new value depends on that element alone.
-        may_step_by_bucket: Whether several steps, each with some of the parameters, are one step
-            with all of them; not where a group counts its steps.
-        of_device: Whether it steps by kernels that the host has not.
-        obstacle: From an optimizer: why its options make its steps depend on other parameters,
-            else "".
+        may_step_by_bucket: Whether steps of subsets of the parameters equal one step of all; False
+            if a group counts its steps.
+        of_device: Whether its kernels do not exist for the host.
+        obstacle: Returns why an optimizer's options make its steps depend on other parameters; ""
+            if they do not.
     """
 
     state_bytes: StateBytes
@@ -49,13 +50,13 @@ class Row(NamedTuple):
 
 
 def _copies(count: float | Callable[[Group], float]) -> StateBytes:
-    """Keep tensors of the parameter's shape and type: so many, or as the group's options say."""
+    """State of ``count`` tensors of the parameter's shape and dtype; may depend on options."""
     number = count if callable(count) else lambda group: count
     return lambda optimizer, group, p: number(group) * p.nbytes
 
 
 def _rows_and_columns(p: Tensor) -> float:
-    """Return the elements of a mean over rows and one over columns; of a vector all of it."""
+    """Return the number of elements of the row and column means; of a vector, its length."""
     if p.dim() < 2:
         return p.numel()
     return p.numel() / p.shape[-1] + p.numel() / p.shape[-2]
@@ -69,7 +70,7 @@ def _factorized(copies: Callable[[Group], float], pairs: int = 1) -> StateBytes:
 
 
 def _preconditioned(copies: int, per_side: int) -> StateBytes:
-    """Keep square matrices for each side of a parameter, up to the longest that it treats."""
+    """State of square matrices for each dimension, up to the optimizer's size limit."""
 
     def count(optimizer: Any, group: Group, p: Tensor) -> float:
         longest = group.get("max_precond_dim", math.inf)
@@ -196,7 +197,7 @@ TABLE: dict[str, Row] = {
 }
 """Classes whose ``step`` is per parameter, by module and name."""
 
-# Names of classes that use all their parameters, whatever the user declares.
+# Names of classes whose step depends on all parameters, whatever the user declares.
 _OVER_ALL = {
     "AdaLomo",
     "Adai",
@@ -218,7 +219,7 @@ _UNKNOWN = Row(_copies(2))  # counted as Adam
 def refuse_optimizer(
     optimizer: Any, num_ranks: int, num_sharing: int = 1, is_declared: bool = False
 ) -> None:
-    """Refuse an optimizer whose step of a parameter may depend on its other parameters.
+    """Refuse an optimizer whose step of one parameter may depend on other parameters.
 
     Args:
         optimizer: The user's optimizer.
@@ -263,7 +264,7 @@ def refuse_optimizer(
 
 
 def refuse_on_host(optimizer: Any) -> None:
-    """Refuse an optimizer that cannot step tensors that take the places of its parameters.
+    """Refuse an optimizer that cannot step host tensors in place of its parameters.
 
     Raises:
         ValueError: The message has its class, the reason, and what to do.
@@ -286,7 +287,7 @@ def refuse_on_host(optimizer: Any) -> None:
 
 
 def may_step_by_bucket(optimizer: Any) -> bool:
-    """Whether several steps, each with some of the parameters, are known to be one step."""
+    """Return whether steps of subsets of the parameters are known to equal one step of all."""
     row, own = TABLE.get(_step_of(optimizer)), vars(optimizer).get("step")
     is_replaced = own is not None and inspect.unwrap(own) is not inspect.unwrap(
         type(optimizer).step
@@ -296,20 +297,20 @@ def may_step_by_bucket(optimizer: Any) -> bool:
 
 
 def _step_of(optimizer: Any) -> str:
-    """Return module and name of the class that defines an optimizer's ``step``."""
+    """Return the module and name of the class that defines an optimizer's ``step``."""
     step = inspect.unwrap(type(optimizer).step)
     return f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}"
 
 
 def _changed_step(optimizer: Any) -> str:
-    """Return why an optimizer's step may not be that of its class; "" if it is."""
+    """Return why an optimizer's step may differ from that of its class; "" if it does not."""
     own = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
     if own is not None and inspect.unwrap(own) is not inspect.unwrap(type(optimizer).step):
         return "its step has been replaced"
     changed = _changed_helpers(type(optimizer))
     if changed:
         return f"its step is {_step_of(optimizer)}'s, and it has its own {changed}"
-    # Private: hooks have no other list, and may reach for any parameter that they know.
+    # Private: the only lists of the hooks, which may use any parameter.
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         for hook in getattr(optimizer, hooks, {}).values():
             if not narrows(hook):  # of a fit before this one
@@ -318,7 +319,7 @@ def _changed_step(optimizer: Any) -> str:
 
 
 def _changed_helpers(kind: type) -> str:
-    """Return a method that the step may call and a subclass of another library overrides; or ""."""
+    """Return a method that the step may call and that another library overrides; "" if none."""
     step = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
     classes = inspect.getmro(kind)
     owner = next(c for c in reversed(classes) if inspect.unwrap(vars(c).get("step", c)) is step)
@@ -335,12 +336,12 @@ def _changed_helpers(kind: type) -> str:
 def measure_states(optimizers: Iterable[Optimizer], has_masters: bool = False) -> dict[int, int]:
     """Return the bytes of optimizer state of each parameter, by its id.
 
-    Single numbers, such as the count of steps, are left out. An optimizer that is not in the table
-    counts as Adam.
+    Scalars, such as the step count, are not included. An optimizer that is not in the table counts
+    as Adam.
 
     Args:
         optimizers: The optimizers.
-        has_masters: Whether they step masters of parameters in half precision, which count too.
+        has_masters: Whether they step masters of half-precision parameters; these are included.
     """
     found: dict[int, int] = {}
     for optimizer in optimizers:

@@ -1,6 +1,6 @@
-"""Processes that wait for each other, and so have to end together; and the replica of each.
+"""Processes that wait for each other and therefore end together; the replica of a process.
 
-The base class of both strategies' processes, those of a pipeline and those of ``odc``.
+The base class of both strategies' processes, of a pipeline and of ``odc``.
 """
 
 from __future__ import annotations

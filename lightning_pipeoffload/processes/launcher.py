@@ -1,8 +1,7 @@
-"""Starts the ranks of a machine, as Lightning does for a script, and ends them together.
+"""Starts the ranks of a machine as Lightning does for a script, and ends them together.
 
-They watch each other before they can communicate. Global rank 0's process, or the first one of a
-machine, starts the others as its children: it sees their exit statuses, and they see when it is
-gone.
+They watch each other before they can communicate. The first process of a machine starts the others
+as its children: it reads their exit statuses, and they detect its end.
 """
 
 from __future__ import annotations

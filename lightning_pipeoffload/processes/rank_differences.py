@@ -1,6 +1,6 @@
 """Compares modules, optimizers, options and plans of all ranks before a run, and in each step.
 
-Ranks with different ones would train something unintended, or wait for each other. Values of
+Ranks with different settings would train wrongly or wait for each other for ever. Values of
 weights, devices, ranks and paths may differ.
 """
 
