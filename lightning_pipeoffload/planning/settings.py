@@ -31,7 +31,8 @@ from lightning_pipeoffload.schedule.actions import FINAL
 from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, build_by
-from lightning_pipeoffload.schedule.solver.optpipe import check_solver, check_solver_seconds
+from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds
+from lightning_pipeoffload.schedule.solver.plan_model import check_solver
 
 ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeoffload.cli.model_plan import ModelPlanner
+from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
 from lightning_pipeoffload.schedule.candidates import options

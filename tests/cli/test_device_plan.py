@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeoffload.cli.configuration import build as make
 from lightning_pipeoffload.cli.devices import DEVICES, kind_of_precision
-from lightning_pipeoffload.cli.model_plan import ModelPlanner
+from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option

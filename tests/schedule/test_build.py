@@ -13,6 +13,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     validate,
 )
+from tests.support import golden_plans
 from tests.support.pairs import pairs
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in sorted({1, p - 1, p, p + 1, 2 * p}) if m]
@@ -85,3 +86,15 @@ def test_a_schedule_that_takes_minutes_says_so(caplog, monkeypatch):
     monkeypatch.setattr(families, "_MANY_PASSES", 7)
     build("1f1b", num_ranks=2, num_microbatches=4)
     assert "building a schedule of 4 microbatches over 2 stages, 8 passes" in caplog.text
+
+
+SLOW = [setting for setting in golden_plans.SETTINGS if not golden_plans.is_quick(setting)]
+QUICK = [setting for setting in golden_plans.SETTINGS if golden_plans.is_quick(setting)]
+
+
+@pytest.mark.parametrize("settings", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
+def test_period_makespan_and_peaks_are_those_of_the_table(settings):
+    """Where they are meant to change: ``python -m tests.support.golden_plans``."""
+    table = golden_plans.read()
+    assert table.keys() == {*golden_plans.SETTINGS}
+    assert [golden_plans.row(setting) for setting in settings] == [table[s] for s in settings]

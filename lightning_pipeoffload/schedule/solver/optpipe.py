@@ -32,7 +32,6 @@ __all__ = [
     "Improvement",
     "SolvedPlans",
     "best_of_families",
-    "check_solver",
     "check_solver_seconds",
     "optpipe",
     "optpipe_placement",
