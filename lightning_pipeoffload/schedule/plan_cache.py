@@ -19,7 +19,7 @@ from typing import Any
 
 from .actions import ScheduleError
 from .costs import Costs
-from .schedule import Schedule, from_numbers, to_numbers
+from .schedule import Schedule
 from .validate import validate
 
 __all__ = ["CachedPlan", "PlanCache", "PlanQuestion"]
@@ -181,7 +181,7 @@ def _written(schedule: Schedule, numbers: list[int], remarks: Mapping[str, Any])
         {
             "name": schedule.name,
             "remarks": dict(remarks),
-            "ranks": to_numbers(schedule),
+            "actions": str(schedule),
         }
     )
     # The short line of numbers comes first: a search for hints reads only that line.
@@ -204,13 +204,13 @@ def _read(path: Path, wanted: list[int]) -> CachedPlan | None:
         if _digest(plan) != digest:
             raise ScheduleError("its contents are not what was written")
         return _parsed(json.loads(plan), is_exact=json.loads(numbers) == wanted)
-    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         _say_damaged(path, error)
         return None
 
 
 def _parsed(plan: Mapping[str, Any], is_exact: bool) -> CachedPlan:
-    schedule = from_numbers(plan["ranks"], plan["name"])
+    schedule = Schedule.parse(plan["actions"], plan["name"])
     validate(schedule)
     return CachedPlan(schedule, is_exact, plan["remarks"])
 

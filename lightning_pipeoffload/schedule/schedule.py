@@ -19,11 +19,9 @@ from .actions import COPIES, FINAL, TRANSFERS, Action, Kind, ScheduleError
 
 __all__ = [
     "Schedule",
-    "from_numbers",
     "loop_placement",
     "stages_on",
     "sums_alike",
-    "to_numbers",
     "v_placement",
 ]
 
@@ -52,6 +50,15 @@ class Schedule:
     def of(cls, actions: Iterable[Iterable[Action]], name: str = "custom") -> Schedule:
         """Make a schedule from any nesting of iterables, one for each rank."""
         return cls(tuple(tuple(rank) for rank in actions), name)
+
+    @classmethod
+    def parse(cls, text: str, name: str = "custom") -> Schedule:
+        """Read a schedule or a lowered plan as it prints, one line per rank; it is not validated.
+
+        Raises:
+            ScheduleError: A word is no action.
+        """
+        return cls.of((map(Action.parse, rank.split()) for rank in text.splitlines()), name)
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
@@ -172,32 +179,6 @@ class Schedule:
     def crosses_ranks(self, stage: int) -> bool:
         """Whether a stage and the next one are on different ranks, so that a message is needed."""
         return 0 <= stage < self.num_stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)
-
-
-_KINDS = tuple(Kind)
-
-
-def to_numbers(schedule: Schedule) -> list[list[int]]:
-    """Return three numbers per action of each rank: kind, stage and microbatch."""
-    return [
-        [number for a in rank for number in (_KINDS.index(a.kind), *a[1:])] for rank in schedule
-    ]
-
-
-def from_numbers(ranks: Sequence[Sequence[int]], name: str) -> Schedule:
-    """Return the schedule from the result of :func:`to_numbers`, without validation.
-
-    Raises:
-        ValueError: The length of a rank's numbers is no multiple of three.
-        IndexError: There is no such kind of action.
-    """
-    return Schedule.of(
-        (
-            [Action(_KINDS[kind], *place) for kind, *place in zip(*[iter(rank)] * 3, strict=True)]
-            for rank in ranks
-        ),
-        name,
-    )
 
 
 def _cells(actions: Iterable[Action]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Actions and schedules print, are read back, and say where a stage is."""
 
-import json
 import pickle
+from itertools import pairwise
 
 import pytest
 
@@ -20,12 +20,12 @@ from lightning_pipeoffload.schedule import (
     lower,
     offload_activations,
     sums_alike,
+    validate,
 )
+from lightning_pipeoffload.schedule.actions import KINDS
 from lightning_pipeoffload.schedule.schedule import (
-    from_numbers,
     loop_placement,
     stages_on,
-    to_numbers,
     v_placement,
 )
 from tests.support.plans import SHAPES, plan
@@ -55,6 +55,18 @@ LIVES = [
     "F OFFLOAD FREE RELOAD_B B OFFLOAD_W FREE_W RELOAD_W W",
     "F B OFFLOAD_W FREE_W RELOAD_W W",
 ]
+
+
+def test_each_kind_comes_behind_each_that_it_may_follow_in_a_life():
+    """So what is added to the table is tried below."""
+    lives = [[Kind[name] for name in life.split()] for life in LIVES]
+    found = {pair for life in lives for pair in pairwise(life)}
+    assert found == {(before, kind) for kind, row in KINDS.items() for before in row.follows}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_life_is_valid(life):
+    validate(plan(" ".join(f"0{name}0" for name in life.split())))
 
 
 @pytest.mark.parametrize("effects", [MEMORY_EFFECTS, HOST_EFFECTS])
@@ -87,7 +99,7 @@ def test_placements():
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_pickle_csv_and_json_give_the_schedule_back(name, tmp_path):
+def test_pickle_csv_and_text_give_the_schedule_back(name, tmp_path):
     schedule = add_final_actions(build(name, num_ranks=4, num_microbatches=8))
     schedule.to_csv(tmp_path / "mine.csv")
     read = Schedule.from_csv(tmp_path / "mine.csv")
@@ -96,11 +108,9 @@ def test_pickle_csv_and_json_give_the_schedule_back(name, tmp_path):
     copied = offload_activations(build("zb_h1", 2, 4), costs, "full")[0]
     for each in (schedule, lower(schedule), lower(copied)):
         assert pickle.loads(pickle.dumps(each)) == each
-        again = from_numbers(json.loads(json.dumps(to_numbers(each))), name)
+        again = Schedule.parse(str(each))
         assert again == each
         assert again[0][0].kind is each[0][0].kind
-    with pytest.raises(ValueError, match="zip"):
-        from_numbers([[0, 0, 0, 1]], "cut off")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """Schedules as text, for tests: one line per rank."""
 
-from lightning_pipeoffload.schedule import Action, Schedule
+from lightning_pipeoffload.schedule import Schedule
 
-
-def plan(text):
-    lines = text.strip().splitlines()
-    return Schedule.of([Action.parse(word) for word in line.split()] for line in lines)
+plan = Schedule.parse
 
 
 # One of each shape: BW, several stages per rank, B and W apart, a V, copies.

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..costs import Costs
 from ..plan_cache import PlanCache
-from ..schedule import Schedule, from_numbers, to_numbers
+from ..schedule import Schedule
 from .optpipe import Improvement, SolvedPlans
 from .plan_problem import PlanProblem
 
@@ -95,7 +95,7 @@ class PlanSolver:
         if read:
             *lines, self._unread = (self._unread + read).split(b"\n")
             if lines:
-                self.best = from_numbers(json.loads(lines[-1]), "optpipe")
+                self.best = Schedule.parse(json.loads(lines[-1]), "optpipe")
 
     def close(self) -> None:
         """End it."""
@@ -115,7 +115,7 @@ def _request(problem: PlanProblem, start: Schedule, seconds: float, folder: str 
         "costs": costs,
         "memory_limit": problem.memory_limit,
         "has_barrier": problem.has_barrier,
-        "start": to_numbers(start),
+        "start": str(start),
         "seconds": seconds,
         "folder": folder,
     }
@@ -132,7 +132,7 @@ def _answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
         asked["has_barrier"],
     )
     known = SolvedPlans(PlanCache(asked["folder"]), problem)
-    in_use, seconds = from_numbers(asked["start"], "optpipe"), asked["seconds"]
+    in_use, seconds = Schedule.parse(asked["start"], "optpipe"), asked["seconds"]
     start = known.start(in_use)
     if problem.seconds(start) < problem.seconds(in_use):
         tell(start)
@@ -159,7 +159,7 @@ def main() -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()
 
     def tell(plan: Schedule) -> None:
-        sys.stdout.write(json.dumps(to_numbers(plan)) + "\n")
+        sys.stdout.write(json.dumps(str(plan)) + "\n")
         sys.stdout.flush()
 
     _answer(asked, tell)
