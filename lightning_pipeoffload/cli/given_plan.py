@@ -58,10 +58,7 @@ __all__ = [
 _COSTS = tuple(field.name for field in fields(Costs))
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
 _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
-_SUMMED = (
-    *("forward", "backward_input", "backward_weight", "offload", "reload"),
-    *("activation", "weight_residue", "weight_input"),
-)
+_OF_A_WHOLE_STEP = ("reduce", "step")
 _SYNCS = ("barrier", "post_validation")
 
 # A sweep chooses about so many round limits, up to so many times the fastest plan's memory.
@@ -481,7 +478,9 @@ def write_costs(path: str, costs: Costs, num_ranks: int, num_stages: int) -> Non
     Raises:
         ScheduleError: It cannot be written.
     """
-    mean = {name: sum(costs.per_stage(name, num_stages)) / num_ranks for name in _SUMMED}
+    omitted = (*_OF_THE_MACHINE, *_OF_A_WHOLE_STEP)
+    names = [field.name for field in fields(Costs) if field.name not in omitted]
+    mean = {name: sum(costs.per_stage(name, num_stages)) / num_ranks for name in names}
     latency = max(costs.per_stage("communication", num_stages))
     whole = {**mean, "communication": latency, "copy_lanes": costs.copy_lanes}
     try:

@@ -19,6 +19,7 @@ __all__ = [
     "COMPUTE",
     "COMPUTE_LANE",
     "COPIES",
+    "COPY_LANES",
     "FINAL",
     "HOST_EFFECTS",
     "HOST_LANE",
@@ -166,6 +167,7 @@ WAITING = Part.FOR_W | Part.GRADIENT
 
 COMPUTE_LANE, OFFLOAD_LANE, RELOAD_LANE = "compute", "d2h", "h2d"
 REDUCE_LANE, HOST_LANE = "reduce", "host"
+COPY_LANES = frozenset({OFFLOAD_LANE, RELOAD_LANE})
 
 
 @dataclass(frozen=True)

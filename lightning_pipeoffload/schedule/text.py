@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from math import ceil
+from typing import Any
 
-from .actions import COMPUTE_LANE, HOST_LANE, REDUCE_LANE, Action
+from .actions import COMPUTE_LANE, COPY_LANES, KINDS, Action
 from .costs import Costs
 from .schedule import Schedule
 from .simulation.simulate import simulate
@@ -14,8 +14,10 @@ from .timeline import Event, Timeline
 
 __all__ = ["bytes_text", "draw", "seconds_text", "share_text"]
 
-IDLE = {COMPUTE_LANE: ".", REDUCE_LANE: " ", HOST_LANE: " "}
-UNIT = replace(Costs.unit(), reduce=1.0, step=1.0)
+_SECONDS: dict[str, Any] = {
+    name: 1.0 for row in KINDS.values() if row.lane not in COPY_LANES for name in row.seconds
+}
+_UNIT = Costs(**_SECONDS)
 _MIB, _GIB = 1 << 20, 1 << 30
 
 
@@ -29,19 +31,19 @@ def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
     label shows its kind.
 
     Args:
-        drawn: A timeline, or a schedule, which is timed with ``Costs.unit()`` and a REDUCE or STEP
-            of 1.
+        drawn: A timeline, or a schedule, which is timed without copies: 1 for each action, 2 for
+            BW.
         width: The most characters of a row; None: the width of the terminal. The drawing is
             narrower if every label fits.
     """
-    timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
-    events = [event for event in timeline.events if event.lane in IDLE]
+    timeline = simulate(drawn, _UNIT) if isinstance(drawn, Schedule) else drawn
+    events = [event for event in timeline.events if event.lane not in COPY_LANES]
     labels = _labels(events)
     margin = len(_heading(timeline.num_ranks - 1, COMPUTE_LANE))
     scale = _scale(events, labels, (width or shutil.get_terminal_size().columns) - margin)
     lanes = sorted({event.lane for event in events})
     rows = {
-        (rank, lane): [IDLE[lane]] * round(timeline.makespan * scale)
+        (rank, lane): ["." if lane == COMPUTE_LANE else " "] * round(timeline.makespan * scale)
         for rank in range(timeline.num_ranks)
         for lane in lanes
     }

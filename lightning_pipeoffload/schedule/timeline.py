@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .actions import COMPUTE_LANE, HOST_LANE, REDUCE_LANE, Action
+from .actions import COMPUTE_LANE, COPY_LANES, Action
 
 __all__ = [
     "Event",
@@ -66,7 +66,7 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Busy seconds of each rank's compute lane."""
-        return tuple(sum(e.end - e.start for e in rank) for rank in self._events_on(COMPUTE_LANE))
+        return tuple(sum(e.end - e.start for e in rank) for rank in self._events_on({COMPUTE_LANE}))
 
     @cached_property
     def span(self) -> tuple[float, ...]:
@@ -74,7 +74,7 @@ class Timeline:
 
         The last action may be a REDUCE or a STEP, for which the rank's next step waits.
         """
-        ranks = self._events_on(COMPUTE_LANE, REDUCE_LANE, HOST_LANE)
+        ranks = self._events_on({event.lane for event in self.events} - COPY_LANES)
         return tuple(max(e.end for e in rank) - rank[0].start if rank else 0.0 for rank in ranks)
 
     @property
@@ -93,7 +93,7 @@ class Timeline:
         span, busy = max(zip(self.span, self.busy, strict=True))
         return 1 - busy / span if span else 0.0
 
-    def _events_on(self, *lanes: str) -> list[list[Event]]:
+    def _events_on(self, lanes: Collection[str]) -> list[list[Event]]:
         by_rank: list[list[Event]] = [[] for _ in range(self.num_ranks)]
         for event in self.events:
             if event.lane in lanes:

@@ -149,6 +149,11 @@ def test_ranks_that_wait_for_each_other_are_an_error():
         pipeline.run(torch.randn(2, 4), 1)
 
 
+def test_every_kind_of_action_has_a_method():
+    pipeline = InProcessPipeline(Regression(linear_blocks(2)), build("1f1b", 2, 2), call_step)
+    assert pipeline.executors[0]._handlers.keys() == {*Kind}
+
+
 def test_nothing_is_posted_that_needs_what_is_still_to_be_sent(monkeypatch):
     done = []
     monkeypatch.setattr(InProcessTransport, "post", lambda self, receive, *_: done.append(receive))

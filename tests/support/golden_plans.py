@@ -24,7 +24,6 @@ COLUMNS = ("schedule", "p", "m", "costs", "limit", "offload", "period", "makespa
 SIZES = [(2, 4), (4, 8), (8, 16), (8, 32)]
 # Of the largest rank's peak without a limit, by the amount that is offloaded.
 LIMITS = [("", "none"), ("3/4", "none"), ("", "half"), ("1/2", "auto")]
-SEARCHED = {"v", "v_min", "v_half"}  # whose rows take seconds from p = 4 on
 
 # The solver's plans depend on the machine's speed, so optpipe has no row.
 Setting = tuple[str, int, int, str, str, str]
@@ -40,7 +39,7 @@ SETTINGS = [
 def is_quick(setting):
     """Return whether the default run compares this row."""
     name, p, *_ = setting
-    return p < (4 if name in SEARCHED else 8)
+    return p < (4 if FAMILIES[name].takes_seconds else 8)
 
 
 def row(setting):

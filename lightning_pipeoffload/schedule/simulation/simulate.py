@@ -19,11 +19,10 @@ from typing import NamedTuple
 from ..actions import (
     COMPUTE,
     COMPUTE_LANE,
+    COPY_LANES,
     HOST_EFFECTS,
     KINDS,
     MEMORY_EFFECTS,
-    OFFLOAD_LANE,
-    RELOAD_LANE,
     Action,
     Kind,
     Part,
@@ -151,7 +150,7 @@ class Simulation:
 
     def _lane_of(self, rank: int, lane: str) -> tuple[Hashable, Hashable]:
         """Return the lane of a rank, and the link that it shares with others."""
-        if lane not in (OFFLOAD_LANE, RELOAD_LANE):
+        if lane not in COPY_LANES:
             return (rank, lane), None
         ranks_per_link = self._costs.ranks_per_link
         link = (rank // ranks_per_link, lane) if ranks_per_link > 1 else None
@@ -254,7 +253,7 @@ def copy_seconds(
         host = memory_changes(rank, sizes, HOST_EFFECTS)
         for action, *moved in zip(rank, device, host, strict=True):
             kind, stage, _ = action
-            if KINDS[kind].lane in (OFFLOAD_LANE, RELOAD_LANE):
+            if KINDS[kind].lane in COPY_LANES:
                 # What is moved appears on the other side: one of the two changes is 0.
                 share = max(moved) / activation[stage] if activation[stage] else 1.0
                 durations[action] = whole[kind][stage] * share
