@@ -29,11 +29,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from examples.benchmarks.harness import Sleep
-from lightning_pipeoffload.odc.on_demand_processes import Ranks
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.odc.sharding import ShardedGroup
 from lightning_pipeoffload.odc.transport import SharedSums
 from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.runtime.host_group import HostGroup
 
 WIDTH, NUM_BLOCKS = 64, 4
 LONG, SHORT = 0.03, 0.003  # seconds of a block's forward, and of its backward
@@ -88,7 +88,7 @@ def skewed(balanced: bool = False, turns: int = 3) -> dict[str, float]:
     """Time minibatches of both kinds on one of the ranks; return the median of each."""
     rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    world = Ranks(timedelta(minutes=2))
+    world = HostGroup(dist.new_group(timeout=timedelta(minutes=2), backend="gloo"))
     seconds = microbatches(rank, num_ranks, balanced)
     plain, module = sharded(), sharded()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,17 +16,10 @@ from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.runtime.host_group import HostGroup
 
 
-class Ranks(HostGroup):
-    """Some of the processes, or all if ``global_ranks`` is None, with a group over gloo."""
-
-    def __init__(self, timeout: timedelta | None, global_ranks: list[int] | None = None) -> None:
-        self.host_group = dist.new_group(global_ranks, timeout=timeout, backend="gloo")
-
-
 class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
     """Starts one process for each rank; those of a machine share the parameters."""
 
-    _shard_ranks: Ranks
+    _shard_ranks: HostGroup
     _group_size: int | None
     _why_alone = "ranks have different numbers of microbatches"
 
@@ -64,7 +56,7 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
 
     def _make_groups(self, size: int) -> None:
         """Connect all ranks, and those that share parameters: the same ranks on one machine."""
-        self._world = self._shard_ranks = Ranks(self._timeout)
+        self._world = self._shard_ranks = self._make_host_group()
         if size == self.world_size:
             return
         shape = (self.world_size // size, size, 1)
@@ -73,9 +65,12 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         for first in range(0, self.world_size, size):
-            ranks = Ranks(self._timeout, list(range(first, first + size)))
+            ranks = self._make_host_group(list(range(first, first + size)))
             if first <= self.global_rank < first + size:
                 self._shard_ranks = ranks
+
+    def _make_host_group(self, global_ranks: list[int] | None = None) -> HostGroup:
+        return HostGroup(dist.new_group(global_ranks, timeout=self._timeout, backend="gloo"))
 
     def _check_group_size(self, world_size: int) -> int:
         """Return the number of ranks that share the parameters."""
