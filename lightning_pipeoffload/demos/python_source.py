@@ -5,6 +5,7 @@ of their path: the split is the same on every machine with the same Python.
 """
 
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
@@ -98,12 +99,14 @@ def find_source_files() -> list[Path]:
     Raises:
         FileNotFoundError: If this Python was installed without its sources.
     """
-    root = standard_library()
-    files = (path for path in root.rglob("*.py") if not is_skipped(path.relative_to(root)))
-    found = sorted(files, key=Path.as_posix)
+    found = []
+    for folder, folders, files in os.walk(standard_library()):
+        folders[:] = {*folders} - SKIPPED_FOLDERS
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
     if not found:
+        root = standard_library()
         raise FileNotFoundError(f"no Python sources under {root}: this Python has none installed")
-    return found
+    return sorted(found, key=Path.as_posix)
 
 
 def standard_library() -> Path:
@@ -111,21 +114,17 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def is_skipped(path: Path) -> bool:
-    """Tell whether a path below the standard library's folder is not text to learn from."""
-    return not SKIPPED_FOLDERS.isdisjoint(path.parts)
-
-
 def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Split files into training and validation, about nine to one."""
-    train_files = [path for path in files if not belongs_to_validation(path)]
-    return train_files, [path for path in files if belongs_to_validation(path)]
+    """Split files into training and validation, about nine to one.
 
-
-def belongs_to_validation(path: Path) -> bool:
-    """Draw one file in ten by a hash of its path, which does not move when others come or go."""
-    name = path.relative_to(standard_library()).as_posix()
-    return hashlib.sha256(name.encode()).digest()[0] % 10 == 0
+    A hash of its path decides for each file, so none moves when others come or go.
+    """
+    root = standard_library()
+    parts: tuple[list[Path], list[Path]] = [], []
+    for path in files:
+        name = path.relative_to(root).as_posix()
+        parts[hashlib.sha256(name.encode()).digest()[0] % 10 == 0].append(path)
+    return parts
 
 
 def read_text(files: list[Path]) -> Tensor:

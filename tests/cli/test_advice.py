@@ -15,8 +15,9 @@ from tests.support.composed import composed
 from tests.support.pairs import slow
 
 SIZES = ("data.batch_size=8", "num_microbatches=4", "format=json")
-GPT = ("model=gpt_tiny", "model.heads=2", "model.dropout=0", "data.context=64", *SIZES)
-SMALL, WIDE = (*GPT, "model.width=64", "model.depth=8"), (*GPT, "model.width=128", "model.depth=4")
+GPT = ("model=gpt_tiny", "model.heads=2", "model.dropout=0", "data.context=64")
+SMALL = (*GPT, *SIZES, "model.width=64", "model.depth=8")
+WIDE = (*GPT, *SIZES, "model.width=128", "model.depth=4")
 BY_SGD = (
     *("+model._target_=tests.cli.test_model_estimate.LateGPT", "+model.width=64"),
     *("data.context=256", *SIZES),
@@ -80,8 +81,9 @@ def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, aske
 
 
 def test_more_ranks_are_named_only_where_nothing_fits():
-    sizes = "strategy.recompute=full", "num_microbatches=8"
-    config = composed("plan", *SMALL, "num_ranks=8", "schedule=1f1b", *sizes)
+    sizes = "num_microbatches=2", "data.batch_size=2", "model.width=64", "model.depth=8"
+    asked = *GPT, "schedule=1f1b", *sizes
+    config = composed("plan", *asked, "num_ranks=8", "strategy.recompute=full")
     memory = f"device_memory={int(1.1 * needed(ModelPlanner(config), config))}"
     with pytest.raises(ScheduleError, match="; use num_ranks=[48] "):
-        plan(composed("plan", *SMALL, "num_ranks=2", "schedule=1f1b", memory))
+        plan(composed("plan", *asked, "num_ranks=2", memory))

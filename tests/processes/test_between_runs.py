@@ -127,8 +127,9 @@ def test_a_metric_may_have_a_hook_that_cannot_be_copied():
     module.accuracy.register_forward_hook(lambda *args, lock=lock: None)
     module.accuracy.register_forward_pre_hook(partial(_ignore, lock))
     values = WholeBatchValues(module)
-    with values.watching():
-        module.accuracy(torch.ones(2))
+    values.start_watching()
+    module.accuracy(torch.ones(2))
+    values.stop_watching()
     values.give_to(module.accuracy)
     assert module.accuracy._forward_cache == 1
 
