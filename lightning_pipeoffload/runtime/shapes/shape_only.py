@@ -214,7 +214,7 @@ class ShapeOnly(Tensor):
             return run_members(func, args, kwargs, has_shapes)
         shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
-        if func.overloadpacket in FACTORIES:
+        if func.overloadpacket in FACTORIES and not _is_scratch(func):
             return call_factory(func, device, args, kwargs)
         origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
         if func is aten._local_scalar_dense.default:
@@ -241,6 +241,15 @@ class ShapeOnly(Tensor):
         for written in shape_only_leaves(kwargs.get("out")):
             _tell_of_write(written, written)
         return result
+
+
+def _is_scratch(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operation makes empty memory in a block that is traced.
+
+    Dropout draws its mask there: of an attention that would be heads x length x length numbers.
+    """
+    is_empty = func.overloadpacket is aten.empty_like
+    return is_empty and are_observed() and is_dropped(torch.empty(0))
 
 
 def _known_result(

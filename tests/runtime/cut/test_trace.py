@@ -5,10 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule import build
 from tests.runtime.cut.test_step_refusals import (
     hooks_of_the_step,
@@ -96,6 +98,20 @@ def test_products_of_activations_have_no_weight_gradient():
     found = traced(Step(attend), torch.ones(2, 4))
     assert (found.forward_flops[4], found.input_flops[4]) == (2 * 2 * 4 * 2, 2 * 2 * 2 * 4 * 2)
     assert found.weight_flops[4] == 0
+
+
+def test_the_mask_of_a_block_has_no_values():
+    kinds = []
+
+    class Dropping(nn.Linear):
+        def forward(self, x):
+            mask = torch.empty_like(x).bernoulli_(0.5)  # as dropout draws it
+            kinds.append(type(mask))
+            return super().forward(x * mask)
+
+    blocks = [Dropping(4, 4), Dropping(4, 4)]
+    traced(Regression(blocks), torch.ones(2, 4))
+    assert kinds == [ShapeOnly, ShapeOnly]
 
 
 # What is left
