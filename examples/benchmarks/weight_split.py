@@ -1,7 +1,7 @@
 """What it costs to compute weight gradients apart from input gradients: time and memory.
 
 Eight pre-norm transformer blocks go through F, B and W by three engines: the fused backward of
-autograd (its W is empty), ours (``runtime/weight_grad.py``), and the split of
+autograd (its W is empty), ours (``runtime/weight_grad/``), and the split of
 ``torch.distributed.pipelining``, which walks the autograd graph. Without and with activation
 checkpointing. With ``--compiled`` the fused backward and ours are those of blocks that inductor has
 compiled.
