@@ -253,15 +253,15 @@ def test_trials_in_a_loop_differ_as_on_one_device(ranks):
 def stop_and_go_on(num_devices, folder):
     """Return what fits read and lose that resume after others which ``max_steps`` ended."""
     found = []
-    for steps, accumulated, options in (
-        (2, 1, {}),
-        (7, 2, {"val_check_interval": 2}),
-        (3, 1, {"limit_train_batches": 3}),
+    for steps, more, accumulated, options in (
+        (2, 6, 1, {}),
+        (4, 3, 2, {"val_check_interval": 2}),
+        (3, 3, 1, {"limit_train_batches": 3}),
     ):
         L.seed_everything(7, verbose=False)
         for limit in (
             {"max_steps": steps},
-            {"max_steps": steps + 6, "ckpt_path": f"{folder}/ckpt"},
+            {"max_steps": steps + more, "ckpt_path": f"{folder}/ckpt"},
         ):
             module, record = fits.Net(dropout=0.0, depth=2), fits.Record()
             ckpt_path = limit.pop("ckpt_path", None)

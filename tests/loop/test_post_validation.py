@@ -145,7 +145,7 @@ F32 = {"dtype": torch.float32}
     ("size", "net", "strategy", "options"),
     [
         (2, partial(Net, "nesterov", normed=True, **F32), {"schedule": "zb_v"}, {}),
-        (4, partial(Net, tie=True), SHARDED, {}),
+        slow((4, partial(Net, tie=True), SHARDED, {})),
         slow((2, ClippingTwice, {}, {})),
         slow((2, partial(Net, tie=True), {}, {"gradient_clip_val": 12.0})),
         slow((2, Net, {"offload": "half", "schedule": "zb_2p"}, {"accumulate_grad_batches": 2})),
@@ -353,10 +353,8 @@ def fit_clipped(sync, num_steps, *callbacks):
     trainer = fits.trainer(
         4,
         {
-            "data_parallel_size": 2,
-            "sharding": "optimizer",
+            **SHARDED,
             "num_microbatches": 4,
-            "schedule": "zb_h2",
             "optimizer_sync": sync,
         },
         num_sanity_val_steps=0,
@@ -367,7 +365,7 @@ def fit_clipped(sync, num_steps, *callbacks):
         check_val_every_n_epoch=len(READERS),
         gradient_clip_val=1e-3,
     )
-    trainer.fit(fits.Net(), fits.loader(batch_size=4), fits.loader(batch_size=4))
+    trainer.fit(fits.Net(tie=True), fits.loader(batch_size=4), fits.loader(batch_size=4))
     assert trainer.strategy.report()["steps_taken_back"] == (num_steps if sync != "barrier" else 0)
     return trainer
 

@@ -123,8 +123,8 @@ def stop_and_go_on(folder, distributed):
     return whole_run, fit(2, ckpt_path=f"{folder}/saved.ckpt", options=options)
 
 
-@pytest.mark.parametrize("distributed", [True, slow(False)])
-def test_a_fit_goes_on_within_an_epoch(ranks, tmp_path, distributed):
+@pytest.mark.parametrize(("distributed", "others"), [(True, 1), slow((False, 4))])
+def test_a_fit_goes_on_within_an_epoch(ranks, tmp_path, distributed, others):
     for rank, (uninterrupted, resumed) in enumerate(
         ranks(2).run(stop_and_go_on, str(tmp_path), distributed)
     ):
@@ -141,18 +141,14 @@ def test_a_fit_goes_on_within_an_epoch(ranks, tmp_path, distributed):
         assert len(checkpoint["optimizer_states"][0]["state"]) == 10
     module = Packed()
     module.load_state_dict(checkpoint["state_dict"])
-    for rank in ranks(4).run(fit_on, str(saved)):  # by other ranks, with minibatches as large
+    for rank in ranks(others).run(fit_on, str(saved), others, 4):  # with minibatches as large
         assert_same(rank, uninterrupted)
-    for told in ranks(3).run(message_of, fit_on_with_others, str(saved)):
+    for told in ranks(others).run(message_of, fit_on, str(saved), others, 8):
         assert "after 3 minibatches of 4 samples of an epoch" in told
 
 
-def fit_on(path):
-    return fit(4, ckpt_path=path, data={"samples_per_rank": 1})
-
-
-def fit_on_with_others(path):
-    fit(3, ckpt_path=path)
+def fit_on(path, num_ranks, num_samples):
+    return fit(num_ranks, ckpt_path=path, data={"samples_per_rank": num_samples // num_ranks})
 
 
 class Grouped(Packed):
@@ -178,7 +174,7 @@ def save_and_load(folder, plain):
     fit(2, f"{folder}/parts", kind=Grouped, max_steps=3, options=parts)
     goes_on = [
         fit(2, ckpt_path=f"{saved}/saved.ckpt", kind=Grouped)
-        for saved in (f"{folder}/file", f"{folder}/parts", plain)
+        for saved in (f"{folder}/parts", plain)  # which has what is in the file
     ]
     return fit(2, kind=Grouped), goes_on
 

@@ -182,7 +182,8 @@ LATE = {"optimizer_sync": "post_validation"}
     [
         (1, partial(Net, "adafactor"), {}, {**CLIPS, "accumulate_grad_batches": 2}),
         (2, partial(Net, "sgd", tie=True, watches=False), {"schedule": "zb_v", **LATE}, CLIPS),
-        (4, partial(Net, watches=False), {"schedule": "zb_v", **SHARDED, **LATE}, CLIPS),
+        (2, partial(Net, watches=False), {**SHARDED, **LATE}, CLIPS),
+        slow((4, partial(Net, watches=False), {"schedule": "zb_v", **SHARDED, **LATE}, CLIPS)),
         (2, partial(Net, Counted), {"per_parameter_optimizer": True}, {}),
         (1, partial(Net, CallsItself, watches=False), {}, {}),
         (2, partial(Net, "adafactor", tie=True, watches=False), {"schedule": "zb_v"}, EARLY),

@@ -215,17 +215,19 @@ def test_a_fit_goes_on_in_either_form_with_the_step_shared_out_or_not(ranks, tmp
 
 
 @pytest.mark.parametrize(
-    ("callback", "num_late"),
+    ("callback", "num_ranks", "num_late"),
     [
-        (PipelineMonitor, 3),  # of five steps, of which one ends an epoch
-        (EMAWeightAveraging, 0),  # which reads them after each step
+        (PipelineMonitor, 2, 3),  # of five steps, of which one ends an epoch
+        (EMAWeightAveraging, 1, 0),  # which reads them after each step
     ],
 )
-def test_weights_that_come_with_the_next_batch_are_the_same(ranks, tmp_path, callback, num_late):
+def test_weights_that_come_with_the_next_batch_are_the_same(
+    ranks, tmp_path, callback, num_ranks, num_late
+):
     late, at_once = (str(tmp_path / f"{name}.ckpt") for name in ("late", "at_once"))
     watched = {"callbacks": [callback, replica_fits.Batches], "save": at_once}
     fits_in_turn = [{**SHARED, "callbacks": [callback], "save": late}, {**SHARED, **watched}]
-    for each in ranks(4).run(train, 2, 2, {"tie": True}, fits_in_turn):
+    for each in ranks(2 * num_ranks).run(train, 2, num_ranks, {"tie": True}, fits_in_turn):
         assert [numbers["late"] for numbers in each["numbers"]] == [num_late, 0]
     found, expected = (torch.load(path, weights_only=False) for path in (late, at_once))
     for part in ("state_dict", "optimizer_states"):

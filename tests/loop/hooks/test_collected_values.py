@@ -203,7 +203,7 @@ def fit_with_uses(num_devices):
 
 
 def fit(num_devices, what="", hook="", by="module", schedule="zb_h1"):
-    """Fit for three epochs; return what each rank has then."""
+    """Fit for two epochs; return what each rank has then."""
     module = Net(what, hook if by == "scheduler" else "")
     module.keeps_first = schedule != "zb_v"  # whose rank has the first stage and the last
     callbacks = []
@@ -212,7 +212,7 @@ def fit(num_devices, what="", hook="", by="module", schedule="zb_h1"):
     elif by == "module":
         setattr(module, hook, partial(module.decide, hook))
     records = Records()
-    trainer = _fit(num_devices, module, [*callbacks, records], max_epochs=3, schedule=schedule)
+    trainer = _fit(num_devices, module, [*callbacks, records], max_epochs=2, schedule=schedule)
     group = trainer.optimizers[0].param_groups[0]
     return [
         *records.seen,
