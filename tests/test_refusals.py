@@ -86,9 +86,9 @@ CASES = [
     (
         net(on_fit_start=grow),
         {},
-        "teacher.embed.weight and 19 more came into the module after it was set up, when its "
-        "parameters had been shared out: make it in __init__ or configure_model, or keep a copy "
-        "that averages weights apart from the module's parts, in a callback or a list "
+        "the module got teacher.embed.weight and 19 more after its parameters had been assigned to "
+        "ranks: make it in __init__ or configure_model; keep a copy that averages "
+        "weights outside of the module tree, in a callback or a list "
         "(self.averages = [copy.deepcopy(self)])",
     ),
     (

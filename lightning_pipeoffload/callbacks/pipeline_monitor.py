@@ -76,8 +76,8 @@ class PipelineMonitor(Callback):
         self._files = _TimelineFiles(timeline)
         if (step is None) == bool(self._files.paths):
             raise ValueError(
-                f"step ({step}) and timeline ({timeline}) of a PipelineMonitor belong together: "
-                f"which step to draw, and to which files"
+                f"step ({step}) and timeline ({timeline}) of a PipelineMonitor need each other: "
+                f"give the step to draw and the files to write, or neither"
             )
         if step is not None and (not isinstance(step, int) or step < 1):
             raise ValueError(f"step ({step}) of a PipelineMonitor must be a whole number from 1 on")
@@ -167,8 +167,8 @@ class PipelineMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._chosen is not None and not self._has_drawn:
             rank_zero_warn(
-                f"PipelineMonitor has drawn no timeline: step {self._chosen} did not come in this "
-                f"fit, which has ended after step {trainer.global_step}"
+                f"PipelineMonitor has drawn no timeline: the fit ended after step "
+                f"{trainer.global_step}, before step {self._chosen}; choose an earlier step"
             )
         if self._figures is not None:
             if self._last is not None:

@@ -95,8 +95,8 @@ class WholeCheckpoints(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         if self._save_distributed_checkpoint:
             raise ValueError(
-                f"{type(io).__name__} writes files, and with save_distributed_checkpoint=True each "
-                f"rank writes its part of a folder by itself; leave one of them out"
+                f"{type(io).__name__} writes files, but save_distributed_checkpoint=True writes a "
+                f"folder; remove one of them"
             )
         if isinstance(io, _WrappingCheckpointIO):
             io.checkpoint_io = MovingCheckpointIO()
@@ -292,7 +292,7 @@ def _unpickle(path: Path) -> Metadata:
         except pickle.UnpicklingError as error:
             raise ValueError(f"the checkpoint's {path} cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"the checkpoint's {path} holds a {type(metadata).__name__}, no Metadata")
+        raise ValueError(f"the checkpoint's {path} has a {type(metadata).__name__}, not a Metadata")
     return metadata
 
 
@@ -302,7 +302,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(
-                f"it wants {module}.{name}, which no metadata needs, and code in it might run; "
-                f"load checkpoints that you trust"
+                f"it refers to {module}.{name}, which no metadata needs and which might run code; "
+                f"load only checkpoints that you trust"
             )
         return super().find_class(module, name)

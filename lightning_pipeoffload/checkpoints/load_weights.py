@@ -161,9 +161,9 @@ class _Fit:
         if not self.names:
             there, here = next(iter(self._weights), "nothing"), next(iter(self._own), "nothing")
             raise ValueError(
-                f"no key of {self._path} is one of {self._kind}'s: {there} there, {here} here; "
-                f"give load_weights the part of the module that the weights belong to, prefix=... "
-                f"or key_mapping=..."
+                f"no key of {self._path}, such as {there}, is a name in {self._kind}, such as "
+                f"{here}; give load_weights the submodule of the weights, prefix=... or "
+                f"key_mapping=..."
             )
 
     def refuse_packed(self) -> None:
@@ -171,8 +171,8 @@ class _Fit:
         for name in self._entries:
             if name in self._own and not is_4bit(self._own[name]):
                 raise ValueError(
-                    f"{name} is a packed 4-bit weight of bitsandbytes in {self._path} and none in "
-                    f"{self._kind}; replace its layer by a Linear4bit first "
+                    f"{name} is a packed 4-bit weight of bitsandbytes in {self._path}, but not in "
+                    f"{self._kind}; replace its layer with a Linear4bit first "
                     f"(transformers.integrations.replace_with_bnb_linear)"
                 )
 
@@ -188,8 +188,8 @@ class _Fit:
             there, here = tuple(self._weights[name].shape), tuple(self._own[name].shape)
             if there != here:
                 raise ValueError(
-                    f"{name} is of shape {there} in {self._path} and of shape {here} in "
-                    f"{self._kind}; make the module with the sizes that the weights have"
+                    f"{name} has shape {there} in {self._path} and shape {here} in {self._kind}; "
+                    f"make the module with the sizes of the weights"
                 )
 
     def refuse_missing(self) -> None:
@@ -199,8 +199,8 @@ class _Fit:
         missing = _without(missing, getattr(self._module, "_keys_to_ignore_on_load_missing", None))
         if missing:
             raise ValueError(
-                f"{self._path} lacks {_some(missing)} of {self._kind}; with strict=False they stay "
-                f"as they were made"
+                f"{self._path} lacks {_some(missing)} of {self._kind}; strict=False leaves their "
+                f"values unchanged"
             )
 
     def refuse_unexpected(self) -> None:
@@ -208,8 +208,8 @@ class _Fit:
         left = _without(left, getattr(self._module, "_keys_to_ignore_on_load_unexpected", None))
         if left:
             raise ValueError(
-                f"{self._path} has {_some(left)}, which {self._kind} has not; with strict=False "
-                f"they are left out"
+                f"{self._path} has {_some(left)}, which {self._kind} does not have; strict=False "
+                f"ignores them"
             )
 
     def refuse_apart(self) -> None:
@@ -219,7 +219,7 @@ class _Fit:
             other = first.setdefault(id(self._own[name]), name)
             if other != name and not self._are_equal(name, other):
                 raise ValueError(
-                    f"{other} and {name} are one tensor in {self._kind} and differ in "
+                    f"{other} and {name} are one tied tensor in {self._kind}, but differ in "
                     f"{self._path}; make the module without tied weights"
                 )
 
@@ -275,8 +275,8 @@ def _check_index(found: dict[str, Tensor], shards: Mapping[str, str]) -> dict[st
     absent = [key for key in shards if key not in found]
     if absent:
         raise ValueError(
-            f"{INDEX_FILE} says that {absent[0]} is in {shards[absent[0]]}, which has no such key; "
-            f"the files are of different models, get all of them anew"
+            f"{INDEX_FILE} lists {absent[0]} in {shards[absent[0]]}, which has no such key; the "
+            f"files belong to different models: download all of them again"
         )
     return {key: found[key] for key in shards}
 
@@ -288,12 +288,12 @@ def _open_shards(paths: Iterable[Path]) -> dict[str, Tensor]:
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path.name} is not in {path.parent}, whose index names it; get this file too"
+                f"{path.name} is listed in the index, but missing in {path.parent}; download it too"
             )
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read: {error}; get it anew") from error
+            raise ValueError(f"{path} cannot be read: {error}; download it again") from error
         for key in file.keys():  # noqa: SIM118 - it is no dict
             found[key] = stored(file.get_tensor(key))
     return found
@@ -303,13 +303,15 @@ def _open_file(path: Path) -> dict[str, Tensor]:
     if not is_archive(path):
         raise ValueError(
             f"{path} is no file of torch.save (the format since torch 1.6) and no {_SUFFIX}; "
-            f"save it anew with torch.save(state_dict, path)"
+            f"save it again with torch.save(state_dict, path)"
         )
     saved = load_later(path, weights_only=True, is_later=re.compile(""))
     state = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
     found = _only_tensors(state) if isinstance(state, Mapping) else {}
     if not found:
-        raise ValueError(f"{path} has neither a 'state_dict' nor tensors by their names")
+        raise ValueError(
+            f"{path} has no 'state_dict', and no tensors by name; give a file with either"
+        )
     return found
 
 

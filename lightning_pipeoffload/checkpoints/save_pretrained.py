@@ -176,9 +176,8 @@ def save_adapters(module: LightningModule, folder: Path) -> None:
     found = [child for child in module.modules() if is_peft_model(child)]
     if len(found) != 1:
         raise ValueError(
-            f"save_pretrained was given a {type(module).__name__} with {len(found)} models of "
-            f"peft, and writes the adapters of one; of all weights save a checkpoint, and give "
-            f"save_pretrained its path"
+            f"save_pretrained got a {type(module).__name__} with {len(found)} models of peft, but "
+            f"writes the adapters of one; to write all weights, save a checkpoint and pass its path"
         )
     model: Any = found[0]
     strategy: Any = module.trainer.strategy

@@ -223,6 +223,6 @@ def _owner(path: KeyPath, on_rank: dict[int, int | None]) -> tuple[int, int]:
         if number is not None:
             return rank, number
     raise RuntimeError(
-        f"the checkpoint was not saved: checkpoint{keystr(path)} has a value on no rank; save what "
-        f"a rank has computed from its own part of the module only"
+        f"the checkpoint was not saved: checkpoint{keystr(path)} has a value on no rank; save only "
+        f"values that a rank has computed from its own part of the module"
     )

@@ -188,7 +188,7 @@ class GivenPlans:
         given = mapping(self._config, "options")
         for key in given:
             if key in ("num_ranks", "num_microbatches", "num_chunks", "costs", "memory_limit"):
-                raise ScheduleError(f"options.{key} has a place of its own; set {key}")
+                raise ScheduleError(f"options.{key} is an argument of its own; set {key}")
         option = Option(name, num_chunks, self._config.num_microbatches)
         check_limit(self._limit)
         request = self.request(
@@ -456,7 +456,7 @@ def _costs(config: DictConfig) -> Costs:
     if len(given) < 2 or costs.offload or costs.reload:
         raise ScheduleError(
             "layer needs both hidden_size and sequence_length, and estimates costs.offload and "
-            "costs.reload; give these, or those"
+            "costs.reload; give the two sizes, or the two costs"
         )
     return with_copy_ratio(costs, estimated_copy_ratio(**layer))
 
@@ -494,11 +494,11 @@ def _refuse_arguments_of_a_run(config: DictConfig) -> None:
     limit, recompute = config.strategy.memory_limit, config.strategy.recompute
     if limit is not None:
         raise ScheduleError(
-            f"strategy.memory_limit ({limit}) is in bytes, of a run; here set memory_limit, in the "
-            f"unit of costs.activation"
+            f"strategy.memory_limit ({limit}) is in bytes and for runs; here set memory_limit, in "
+            f"the unit of costs.activation"
         )
     if recompute != "none":
         raise ScheduleError(
-            f"strategy.recompute ({recompute}) is of a run; here it is in the costs that are "
-            f"given: a smaller costs.activation, a larger costs.backward_input"
+            f"strategy.recompute ({recompute}) is for runs; here express it by a smaller "
+            f"costs.activation and a larger costs.backward_input"
         )

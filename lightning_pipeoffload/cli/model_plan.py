@@ -87,7 +87,7 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
     sizes = [config.num_microbatches], None, config.num_chunks, [config.strategy.recompute]
     wanted = [option for option in options(*sizes) if name in ("auto", option.schedule)]
     if not wanted:
-        raise ScheduleError(f"num_chunks ({config.num_chunks}) is none that {name} takes")
+        raise ScheduleError(f"{name} does not accept num_chunks ({config.num_chunks})")
     try:
         return make_plan(planner.request(wanted, config.num_ranks, planner.settings))
     except MemoryLimitError as error:

@@ -183,7 +183,7 @@ def _device(name: str | None) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise ScheduleError(f"device ({name}) is none: {error}") from None
+        raise ScheduleError(f"device ({name}) is no device of this torch: {error}") from None
 
 
 def _run(

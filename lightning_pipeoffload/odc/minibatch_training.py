@@ -142,22 +142,22 @@ def _refuse_unlike(notes: Sequence[_RankNote]) -> None:
     if 0 < len(ended) < len(notes):
         raise ValueError(
             f"global ranks {', '.join(map(str, ended))} of {len(notes)} have no more minibatches, "
-            f"and the others have; give all as many, if need be some without microbatches: "
-            f"Minibatch()"
+            f"but the others have; give all ranks as many, with Minibatch() for an empty one"
         )
     if len(set(counts)) > 1:
         raise ValueError(
             f"global ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} minibatches "
-            f"in an epoch, and each minibatch needs all ranks; give all as many, if need be some "
-            f"without microbatches: Minibatch()"
+            f"in an epoch, but each minibatch needs all ranks; give all ranks as many, with "
+            f"Minibatch() for an empty one"
         )
 
 
 def _refuse_weights(total: float) -> None:
     if abs(total - 1) > _ROUNDING:
         raise ValueError(
-            f"the weights of a minibatch's microbatches add up to {total:g} over the ranks, so the "
-            f"loss is no mean; divide each by that, Minibatch(microbatches, weights)"
+            f"the weights of a minibatch's microbatches add up to {total:g} over the ranks, not to "
+            f"1, so the loss is no mean; divide each weight of Minibatch(microbatches, weights) by "
+            f"{total:g}"
         )
 
 
@@ -165,8 +165,8 @@ def _refuse_several(batch: Any) -> None:
     parts = batch.values() if isinstance(batch, Mapping) else batch
     if isinstance(batch, Mapping | list | tuple) and any(isinstance(p, Minibatch) for p in parts):
         raise ValueError(
-            "a batch of several loaders has a minibatch in it; give fit one loader of minibatches, "
-            "of a dataset that has what the others would yield"
+            "a batch of several loaders contains a minibatch; give fit a single loader of "
+            "minibatches, whose dataset has all the data"
         )
 
 

@@ -241,7 +241,7 @@ class OptimizedParameters:
         lost_anywhere = [name for names in self._group.gather(lost) for name in names]
         if lost_anywhere:
             raise RuntimeError(
-                f"{lost_anywhere[0]} was trained on another rank before, and what the optimizer "
-                f"knew of it is there: let configure_optimizers make a new optimizer for this fit, "
-                f"resume from a checkpoint, or keep the settings that cut the module"
+                f"{lost_anywhere[0]} was trained on another rank before, which has its optimizer "
+                f"state: let configure_optimizers make a new optimizer for this fit, resume from a "
+                f"checkpoint, or use the same settings to cut the module"
             )

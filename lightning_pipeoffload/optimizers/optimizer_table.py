@@ -238,8 +238,9 @@ def refuse_optimizer(
     instead = f"use an optimizer that treats each parameter by itself, such as AdamW, or {option}"
     if num_sharing > 1 and hasattr(optimizer, "eval"):
         raise ValueError(
-            f"{name} makes weights for evaluation of all that it keeps, and each of the "
-            f'{num_sharing} replicas has a part of that; set sharding="none", or use another one'
+            f"{name} computes evaluation weights from its whole state, and each of the "
+            f'{num_sharing} replicas has only a part of it; set sharding="none", or use another '
+            f"optimizer"
         )
     if any(kind.__name__ in _OVER_ALL for kind in type(optimizer).__mro__):
         raise ValueError(
@@ -257,8 +258,8 @@ def refuse_optimizer(
         because = reason if row is not None else "it is not among those that are known"
         raise ValueError(
             f"{name} may compute over all its parameters ({because}), and each of the {whose} has "
-            f"a part of them only; if what it makes of a parameter depends on nothing but that "
-            f"parameter's value, gradient and state and the numbers of its group, say so by "
+            f"only a part of them; if its step of a parameter depends only on that parameter's "
+            f"value, gradient and state and the options of its group, set "
             f"PipeOffloadStrategy(per_parameter_optimizer=True); else {instead}"
         )
 

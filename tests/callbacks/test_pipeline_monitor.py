@@ -192,7 +192,7 @@ def test_the_chosen_step_is_drawn_beside_its_plan(tmp_path, capsys):
 def test_a_step_that_never_comes_is_reported_and_drawn_by_the_next_fit(tmp_path):
     path = tmp_path / "step.svg"
     monitor = PipelineMonitor(step=NUM_STEPS, timeline=path)
-    message = r"step 6 did not come in this fit, which has ended after step 2"
+    message = r"the fit ended after step 2, before step 6; choose an earlier step"
     with pytest.warns(UserWarning, match=message):
         fit(monitor, max_steps=2)
     assert not path.exists()
@@ -222,8 +222,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path, path
             {"step": 1, "timeline": "a.pdf"},
             r"timeline \(a.pdf\) .* must end in .svg, .png or .json",
         ),
-        ({"step": 1}, r"step \(1\) and timeline \(\(\)\) .* belong together"),
-        ({"timeline": "a.svg"}, r"step \(None\) and timeline \(a.svg\) .* belong together"),
+        ({"step": 1}, r"step \(1\) and timeline \(\(\)\) .* need each other"),
+        ({"timeline": "a.svg"}, r"step \(None\) and timeline \(a.svg\) .* need each other"),
         ({"step": 0, "timeline": "a.svg"}, r"step \(0\) .* must be a whole number from 1 on"),
         ({"step": 2.5, "timeline": "a.svg"}, r"step \(2.5\) .* must be a whole number from 1 on"),
     ],

@@ -167,24 +167,29 @@ def test_wrong_weights_are_refused_in_one_line(tmp_path):
     path.write_text("no weights")
     refuse(path, "is no file of torch.save")
     torch.save({"numbers": [1, 2]}, path)
-    refuse(path, "neither a 'state_dict' nor tensors")
+    refuse(path, "has no 'state_dict', and no tensors")
     torch.save({f"model.{k}": v for k, v in state.items()}, path)
-    refuse(path, r"no key of .*: model\.0\.weight there, 0\.weight here; .*prefix=")
+    refuse(
+        path,
+        r"no key of .*, such as model\.0\.weight, is a name in .*, such as 0\.weight; .*prefix=",
+    )
     torch.save({**state, "0.weight": torch.ones(5, 3)}, path)
-    refuse(path, r"0\.weight is of shape \(5, 3\) in .* and of shape \(4, 3\) in Sequential")
+    refuse(path, r"0\.weight has shape \(5, 3\) in .* and shape \(4, 3\) in Sequential")
     torch.save({k: v for k, v in state.items() if k != "2.bias"}, path)
     refuse(path, r"lacks 2\.bias of Sequential")
     load_weights(make(), path, strict=False)
     torch.save({**state, "3.weight": torch.ones(1)}, path)
-    refuse(path, r"has 3\.weight, which Sequential has not")
+    refuse(path, r"has 3\.weight, which Sequential does not have")
     load_weights(make(), path, strict=False)
     write_index(tmp_path, state)
     (tmp_path / "part-1.safetensors").unlink()
-    refuse(tmp_path, r"part-1\.safetensors is not in .*, whose index names it; get this file too")
+    refuse(
+        tmp_path, r"part-1\.safetensors is listed in the index, but missing in .*; download it too"
+    )
     (tmp_path / "part-1.safetensors").write_bytes(b"half a file")
     refuse(tmp_path, r"part-1\.safetensors cannot be read")
     save_file({"x": torch.ones(1)}, tmp_path / "part-1.safetensors")
-    refuse(tmp_path, r"says that .* is in part-1\.safetensors, which has no such key")
+    refuse(tmp_path, r"lists .* in part-1\.safetensors, which has no such key")
 
 
 def test_a_tied_weight_has_one_value(tmp_path):
@@ -195,7 +200,7 @@ def test_a_tied_weight_has_one_value(tmp_path):
     load_weights(module, path)
     assert module["a"].weight.eq(1).all()
     torch.save({"a.weight": torch.ones(2, 2), "b.weight": torch.zeros(2, 2)}, path)
-    refuse(path, r"a\.weight and b\.weight are one tensor in ModuleDict and differ", module)
+    refuse(path, r"a\.weight and b\.weight are one tied tensor in ModuleDict, but differ", module)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -48,14 +48,14 @@ def test_it_reads_what_torch_reads(tmp_path):
 def test_code_in_it_is_refused_by_name(tmp_path, monkeypatch, call, name):
     monkeypatch.chdir(tmp_path)
     Path(".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=call)))
-    with pytest.raises(ValueError, match=rf"\.metadata cannot be read: it wants {name}, which no"):
+    with pytest.raises(ValueError, match=rf"\.metadata cannot be read: it refers to {name}, which"):
         MetadataReader(tmp_path).read_metadata()
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
 
 
 def test_something_else_is_refused(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    with pytest.raises(ValueError, match="holds a dict, no Metadata"):
+    with pytest.raises(ValueError, match="has a dict, not a Metadata"):
         MetadataReader(tmp_path).read_metadata()
     (tmp_path / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(ValueError, match=r"\.metadata cannot be read: invalid load key"):

@@ -101,7 +101,7 @@ def test_what_is_copied_is_told(capsys):
         (["sweep=memory_limit"], r"sweep \(memory_limit\) has no part in a plan for a device"),
         (["schedule=optpipe"], r"schedule \(optpipe\) cannot be planned for a device"),
         (["num_ranks=1.5"], r"num_ranks \(1\.5\) must be a whole number"),
-        (["num_chunks=3", "schedule=zb_v"], r"num_chunks \(3\) is none that zb_v takes"),
+        (["num_chunks=3", "schedule=zb_v"], r"zb_v does not accept num_chunks \(3\)"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides, message):

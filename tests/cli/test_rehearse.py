@@ -65,7 +65,7 @@ def test_a_plan_is_made_with_what_was_measured(capsys, tmp_path):
         (["schedule=auto"], "is chosen in a run"),
         (["num_steps=x"], r"num_steps \('x'\) must be a whole number from 1 on"),
         (["num_microbatches=3"], "cannot be cut into 3 equal microbatches"),
-        (["device=nothing"], r"device \(nothing\) is none"),
+        (["device=nothing"], r"device \(nothing\) is no device"),
         (["strategy.memory_limit=1KiB"], "at least"),
     ],
 )

@@ -309,7 +309,7 @@ TRAINS = {
 }
 START = {"hooks on parameters": halves_gradients}  # which a copy of the module would lack
 
-GIVES = r"gives another value each time"
+GIVES = r"returns another value each time"
 REFUSED = {
     "counts behind and reads before": (
         of(count=0, before=reads_the_count, behind=counts),

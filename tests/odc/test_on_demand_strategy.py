@@ -482,13 +482,13 @@ REFUSED = {
     ),
     "several loaders": (
         batches({"one": Minibatch(), "other": Minibatch()}),
-        "a batch of several loaders has a minibatch",
+        "a batch of several loaders contains a minibatch",
     ),
     "no mean": (batches(Minibatch([torch.arange(4)], [1.0])), "add up to 2 over the ranks"),
     "uneven": (unlike(fits.Loader, 4, 3), "global ranks 0 to 1 have 4, 3 minibatches in an epoch"),
     "uneven streams": (
         unlike(Stream, 3, 2),
-        "global ranks 1 of 2 have no more minibatches, and the others have",
+        "global ranks 1 of 2 have no more minibatches, but the others have",
     ),
 }
 

@@ -197,7 +197,7 @@ class Evaluated(SGD):
 
 
 def test_weights_for_evaluation_are_not_shared_out():
-    with pytest.raises(ValueError, match=r"^Evaluated makes weights for evaluation .*sharding="):
+    with pytest.raises(ValueError, match=r"^Evaluated computes evaluation weights .*sharding="):
         refuse_optimizer(Evaluated(parameters(), lr=0.1), num_ranks=1, num_sharing=4)
     optimizer = Evaluated(parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)

@@ -156,27 +156,26 @@ class _StepChecks:
                 yield (
                     f"the step writes {name} {place}{in_brackets(line)}, on stage "
                     f"{self._stage_of[segment]}, but stage {min(others)} has this weight too and "
-                    f"would not see it; write it between batches, in on_train_batch_start() say, "
-                    f"or where only the stage that computes with it comes"
+                    f"would not see it; write it between batches, such as in "
+                    f"on_train_batch_start(), or in code that only the stage of its block runs"
                 )
 
     def _unrepeatable(self) -> Iterator[str]:
         entry = self._record.unrepeatable
         if entry is not None and entry.segment < self._last_start:
             yield (
-                f"{entry.name}(){in_brackets(entry.line)} gives another value each time that the "
-                f"step runs from the same state, so each stage would have its own; keep what it "
-                f"depends on in an attribute of the module, draw it from torch's, numpy's or "
-                f"Python's global generator or from a generator that is an attribute of the "
-                f"module, or let the batch bring it"
+                f"{entry.name}(){in_brackets(entry.line)} returns another value each time that the "
+                f"step runs from the same state, so stages would have different values; take its "
+                f"input from the batch, from an attribute of the module, or from a random "
+                f"generator: torch's, numpy's or Python's global one, or an attribute of the module"
             )
 
     def _brief_hooks(self) -> Iterator[str]:
         for block in sorted(self._record.opened & self._record.briefly_hooked):
             yield (
-                f"the step uses what a hook on {self._block(block)} has kept, and registers and "
-                f"removes that hook itself, but only the last stage comes to where it is removed; "
-                f"register it once, in __init__ or in setup()"
+                f"the step uses a value that a hook on {self._block(block)} has stored, and "
+                f"registers and removes that hook itself, but only the last stage reaches the code "
+                f"that removes it; register it once, in __init__ or in setup()"
             )
 
     def _imagined(self) -> Iterator[str]:
@@ -184,14 +183,14 @@ class _StepChecks:
             if block >= self._last_start or self._record.shapes_suffice(block):
                 continue
             what = (
-                "keeps in an attribute, or gives to a hook, what is used behind it"
+                "stores in an attribute, or passes to a hook, a value that is used behind it"
                 if self._record.outputs[block].is_template
                 else "returns numbers or objects beside its tensors"
             )
             yield (
-                f"{self._block(block)} asks for values that only the stage has that runs it"
+                f"{self._block(block)} reads values that only its own stage has"
                 f"{in_brackets(line)}, and {what}, which other stages would have to make up; let "
-                f"it return tensors alone, all that is used behind it among them"
+                f"it return only tensors, including all values that are used behind it"
             )
 
     def _own_backwards(self) -> Iterator[str]:
@@ -218,10 +217,10 @@ class _StepChecks:
         ]
         for line in lines or ([""] if crossed else []):
             yield (
-                f"the step starts a backward of its own{in_brackets(line)}, which would end where "
-                f"its stage begins, for the rest of the graph is on other stages; differentiate "
-                f"inside of a block, or with respect to what the same stage has computed, or train "
-                f"with one stage"
+                f"the step starts a backward of its own{in_brackets(line)}, which would end at the "
+                f"beginning of its stage, since the rest of the graph is on other stages; "
+                f"differentiate inside of a block, or with respect to values of the same stage, or "
+                f"train with one stage"
             )
 
     def _hooked_spans(self) -> Iterator[str]:
@@ -229,10 +228,10 @@ class _StepChecks:
             first, last = self._stage_of[span.first], self._stage_of[span.last]
             if first != last:
                 yield (
-                    f"a backward hook is registered on {span.name}, which stage {first} calls and "
-                    f"stage {last} returns from: it needs the gradients of both ends, and no stage "
-                    f"has them; register it on the blocks or on layers beside them, or a hook on a "
-                    f"tensor at one end"
+                    f"a backward hook is registered on {span.name}, which begins on stage {first} "
+                    f"and returns on stage {last}: it needs the gradients of inputs and outputs, "
+                    f"and no stage has both; register it on blocks or on layers outside of them, "
+                    f"or register a hook on a tensor"
                 )
 
     def _crossings(self) -> Iterator[str]:
@@ -251,13 +250,13 @@ class _StepChecks:
         blocks = [self._chain.index_of(origin) for origin in crossing.origins]
         if any(block is not None and block > crossing.made_in for block in blocks):
             return (
-                "but that stage has not all of these weights; compute a penalty on weights behind "
-                "the blocks, or as the optimizer's weight_decay"
+                "but that stage does not have all of these weights; compute a penalty on weights "
+                "behind the blocks, or use the optimizer's weight_decay"
             )
         if crossing.port is None:
             return (
-                "but no call of a torch function returned it, so it cannot be followed; let the "
-                "block return it beside its output, or compute it with torch's functions"
+                "but no torch function returned it, so it cannot be traced; let the block return "
+                "it besides its output, or compute it with torch's functions"
             )
         return ""
 
@@ -297,7 +296,6 @@ def check_shared_weights(weights: Sequence[SharedWeight]) -> None:
             stages = " and ".join(map(str, weight.stages))
             raise ValueError(
                 f"a hook is registered on {' = '.join(weight.names)}, a weight that stages "
-                f"{stages} use: each stage computes a part of its gradient only, and would call "
-                f"the hook with that; use on_after_backward or on_before_optimizer_step, where the "
-                f"parts are summed"
+                f"{stages} use: each stage would call it with only its part of the gradient; use "
+                f"on_after_backward or on_before_optimizer_step, where the parts are summed"
             )

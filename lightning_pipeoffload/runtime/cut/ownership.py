@@ -215,9 +215,9 @@ class NamedTensors:
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             raise ValueError(
-                f"{added[0]}{more} came into the module after it was set up, when its parameters "
-                f"had been shared out: make it in __init__ or configure_model, or keep a copy that "
-                f"averages weights apart from the module's parts, in a callback or a list "
+                f"the module got {added[0]}{more} after its parameters had been assigned to ranks: "
+                f"make it in __init__ or configure_model; keep a copy that averages weights "
+                f"outside of the module tree, in a callback or a list "
                 f"(self.averages = [copy.deepcopy(self)])"
             )
 

@@ -165,8 +165,8 @@ def explain_absent(module: nn.Module) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
         f"{', '.join(names[:3])}{more} of {type(module).__name__} are on other ranks since it was "
-        f"trained over a pipeline; load its checkpoint (ckpt_path=..., or load_state_dict), or go "
-        f"on with a pipeline over the same ranks"
+        f"trained over a pipeline; load its checkpoint (ckpt_path=..., or load_state_dict), or "
+        f"continue with a pipeline over the same ranks"
     )
 
 
@@ -263,7 +263,7 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
     tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
     if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
         raise RuntimeError(
-            f"a copy of the module that averages its weights has on each rank that rank's part, "
+            f"a copy of the module that averages its weights has only this rank's part of them "
             f"and cannot run{in_brackets(calling_line())}: exchange "
             f"its weights with the module's in on_validation_start and on_validation_end, as "
             f"WeightAveraging does, and call the module; or load its checkpoint after training"

@@ -168,10 +168,10 @@ class StepRecords:
             return error.cause
         block, line = list(error.record.imagined.items())[-1]
         return ValueError(
-            f"{self._chain.block_name(block)} asks for values{in_brackets(line)} that only the "
-            f"stage has that runs it; its shapes are found as if every search found everything, "
-            f"and then it fails ({type(error.cause).__name__}: {error.cause}); let the block take "
-            f"any number of rows, or compute what it asks for from the batch"
+            f"{self._chain.block_name(block)} reads values{in_brackets(line)} that only its own "
+            f"stage has; it is traced as if every search found everything, and fails then "
+            f"({type(error.cause).__name__}: {error.cause}); let the block accept any number of "
+            f"rows, or compute these values from the batch"
         )
 
     def forget(self) -> None:

@@ -109,8 +109,8 @@ def make_blueprint(
                 raise
             log.warning(
                 "configure_model reads a value: %s%s, so every rank makes the whole module first; "
-                "leave that out, or compute in place (parameter.mul_(...)), for each rank to make "
-                "its own part only",
+                "to make only its own part on each rank, do not read values, or compute in place "
+                "(parameter.mul_(...))",
                 error,
                 in_brackets(users_line(error)),
             )
@@ -334,8 +334,8 @@ def _refuse_missing(module: nn.Module, blueprint: Blueprint, local_stages: Stage
 
 def _explain_other(name: str) -> str:
     return (
-        f"configure_model runs twice from the same state, and has not made the same parameters: "
-        f"{name}; what it makes may not depend on weights' values, files or clocks"
+        f"configure_model runs twice from the same state, but made different parameters: {name}; "
+        f"the parameters may not depend on weights' values, files or clocks"
     )
 
 

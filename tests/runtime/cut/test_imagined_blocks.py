@@ -160,15 +160,15 @@ REFUSED = {
     ),
     "counting": (
         step_of(first_of_each, lambda: Counting(each_expert)),
-        "blocks.0 asks for values .* and returns numbers or objects beside its tensors",
+        "blocks.0 reads values .* and returns numbers or objects beside its tensors",
     ),
     "keeping": (
         step_of(with_losses, lambda: Keeping(each_expert)),
-        "blocks.0 asks for values .* and keeps in an attribute, or gives to a hook",
+        "blocks.0 reads values .* and stores in an attribute, or passes to a hook",
     ),
     "always_wrong": (
         step_of(plain, lambda: Mixture(always_wrong)),
-        r"blocks.0 asks for values .* then it fails \(RuntimeError: too large",
+        r"blocks.0 reads values .* and fails then \(RuntimeError: too large",
     ),
 }
 

@@ -173,14 +173,14 @@ def write_into_a_view(m, x):
 BESIDE = {
     penalty_before: (
         "stage 1 (blocks.2 to blocks.3) needs what stage 0 (blocks.0 to blocks.1) has computed "
-        "from blocks.0.bias, blocks.0.weight, blocks.1.bias and 9 more {line}, but that stage has "
-        "not all of these weights; compute a penalty on weights behind the blocks, or as the "
+        "from blocks.0.bias, blocks.0.weight, blocks.1.bias and 9 more {line}, but that stage does "
+        "not have all of these weights; compute a penalty on weights behind the blocks, or use the "
         "optimizer's weight_decay"
     ),
     hooks_of_the_step: (
-        "the step uses what a hook on blocks.0 has kept, and registers and removes that hook "
-        "itself, but only the last stage comes to where it is removed; register it once, in "
-        "__init__ or in setup()"
+        "the step uses a value that a hook on blocks.0 has stored, and registers and removes that "
+        "hook itself, but only the last stage reaches the code that removes it; register it once, "
+        "in __init__ or in setup()"
     ),
     write_into_a_view: (
         "stage 1 (blocks.2 to blocks.3) writes in place into what it gets from stage 0 under "
@@ -247,8 +247,8 @@ WRITES = [
 ]  # fmt: skip
 WRITTEN = (
     "the step writes head.weight before blocks.0 {line}, on stage 0, but stage 1 has this weight "
-    "too and would not see it; write it between batches, in on_train_batch_start() say, or where "
-    "only the stage that computes with it comes"
+    "too and would not see it; write it between batches, such as in on_train_batch_start(), or "
+    "in code that only the stage of its block runs"
 )
 
 REFUSED = {**CALLS, **EARLY, **BESIDE}

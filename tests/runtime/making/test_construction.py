@@ -292,7 +292,7 @@ def test_what_depends_on_a_clock_is_refused():
         made.append(1)
         return Net(width=7 + len(made))
 
-    with pytest.raises(ValueError, match="has not made the same parameters: weight of Embedding"):
+    with pytest.raises(ValueError, match="made different parameters: weight of Embedding"):
         make_part(make, [0, 1], rank=0)
 
 

@@ -362,6 +362,6 @@ class Outer(nn.Module):
 def test_a_backward_hook_on_what_a_cut_goes_through_is_refused():
     for pipeline in PIPELINES:
         message = refusal(Outer(embeds=True), *pipeline)
-        assert "a backward hook is registered on inner, which stage 0" in message
+        assert "a backward hook is registered on inner, which begins on stage 0" in message
     train_beside(Outer(embeds=True), "zb_h1", 1, batches())
     train_beside(Outer(embeds=False), "zb_h1", 2, batches())  # it is given no gradient
