@@ -16,7 +16,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
@@ -112,10 +113,23 @@ def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern
 
     mapped = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
     found = tree_map_with_path(load, mapped)
-    for key, part in mapped.items() if isinstance(mapped, dict) else ():
-        if hasattr(part, "_metadata"):  # private: the versions that modules load a state dict by
-            found[key]._metadata = part._metadata
-    return found
+    return with_versions(found, mapped) if isinstance(mapped, dict) else found
+
+
+def with_versions(checkpoint: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the state dicts of a checkpoint the versions that those of ``source`` have."""
+    for key, state in source.items():
+        if hasattr(state, "_metadata"):
+            checkpoint[key] = state_dict_of(checkpoint[key], like=state)
+    return checkpoint
+
+
+def state_dict_of(entries: Mapping[str, Any], like: Any) -> OrderedDict[str, Any]:
+    """Return a state dict with the versions of the modules of another, by which torch loads it."""
+    made: Any = OrderedDict(entries)
+    if hasattr(like, "_metadata"):  # private: the versions
+        made._metadata = like._metadata
+    return made
 
 
 def stored(mapped: Tensor) -> StoredTensor:

@@ -26,6 +26,7 @@ from torch.utils._pytree import (  # private: see runtime/leaves
     tree_unflatten,
 )
 
+from lightning_pipeoffload.checkpoints.file import with_versions
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
@@ -124,8 +125,7 @@ class SavedValues:
             made[fetches[path][0]] if path in fetches else leaf
             for path, leaf in self._leaves.items()
         ]
-        whole: dict[str, Any] = tree_unflatten(leaves, self._structure)
-        return whole
+        return with_versions(tree_unflatten(leaves, self._structure), self._checkpoint)
 
     def _receive(self, like: Tensor, owner: int, number: int, room: Tensor) -> Tensor:
         size = like.nbytes

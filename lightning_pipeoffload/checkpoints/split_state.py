@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.checkpoints.file import state_dict_of
 from lightning_pipeoffload.checkpoints.saved_values import shapes_of
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
@@ -67,7 +68,7 @@ class SplitState:
 
         Tensors that another rank writes are shape-only.
         """
-        part: dict[str, Any] = self._part()
+        part = self._part()
         ranks: HostGroup = self._group
         if self._masters is not None:
             self._masters.replace_in(part, self._pipeline.module)
@@ -75,21 +76,23 @@ class SplitState:
                 ranks = self._group.world
         found = self._of_all(part, ranks)
         place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
-        return {n: found[n] for n in sorted(found, key=lambda n: place.get(n, len(place)))}
+        names = sorted(found, key=lambda name: place.get(name, len(place)))
+        return state_dict_of({name: found[name] for name in names}, like=part)
 
     def _part(self) -> dict[str, Any]:
         """Return the entries that this rank can write: those of its stages and of no stage."""
-        state = self._pipeline.module.state_dict()
+        state = versioned = self._pipeline.module.state_dict()
         owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
         if self._masters is not None:
             kept = self._pipeline.module.state_dict(keep_vars=True)
             of_others = [n for n, value in kept.items() if self._parameters.is_of_another(value)]
             state = {name: value for name, value in state.items() if name not in of_others}
-        return {
+        part = {
             name: value
             for name, value in state.items()
             if owners[name] in (None, self._group.rank) and not isinstance(value, ShapeOnly)
         }
+        return state_dict_of(part, like=versioned)
 
     def _of_all(self, mine: dict[str, Any], ranks: HostGroup) -> dict[str, Any]:
         """Return the entries of some ranks, with values on the lowest rank that has them."""
@@ -145,7 +148,8 @@ class SplitState:
                 f"unexpected {sorted(unexpected)}"
             )
         own = self._own_keys()
-        module.load_state_dict({k: v for k, v in state.items() if k in own}, strict=False)
+        part = {key: value for key, value in state.items() if key in own}
+        module.load_state_dict(state_dict_of(part, like=state), strict=False)
 
     def _own_keys(self) -> set[str]:
         state = self._pipeline.module.state_dict(keep_vars=True)

@@ -175,14 +175,20 @@ class Versioned(fits.Block):
         super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
-def test_a_module_loads_by_the_version_that_one_device_has_saved(tmp_path):
-    for size, epochs, path in ((0, 1, None), (1, 2, tmp_path / "last.ckpt")):
-        module = fits.Net(depth=2)
-        module.blocks = nn.ModuleList(Versioned(0.0).double() for _ in range(2))
-        trainer = fits.trainer(size, max_epochs=epochs)
-        trainer.fit(module, fits.loader(), ckpt_path=path)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert [block.loaded for block in module.blocks] == [3, 3]
+def fit_versioned(size, epochs, read, written):
+    module = fits.Net(depth=2)
+    module.blocks = nn.ModuleList(Versioned(0.0).double() for _ in range(2))
+    trainer = fits.trainer(size, max_epochs=epochs)
+    trainer.fit(module, fits.loader(), ckpt_path=read)
+    trainer.save_checkpoint(written)
+    return [block.loaded for block in module.blocks if block.loaded]
+
+
+def test_a_module_loads_by_the_version_that_was_saved(ranks, tmp_path):
+    first, second, third = (str(tmp_path / f"{number}.ckpt") for number in range(3))
+    fit_versioned(0, 1, None, first)
+    assert ranks(2).run(fit_versioned, 2, 2, first, second) == [[3, 3], [3, 3]]
+    assert fit_versioned(0, 3, second, third) == [3, 3]
 
 
 NUM_STEPS, SAVED = 7, 6  # of four in an epoch
