@@ -75,7 +75,7 @@ def build_trainer(config: DictConfig) -> Trainer:
 
 @contextmanager
 def refusals_on_rank_zero(trainer: Trainer) -> Iterator[None]:
-    """Raise a ValueError only on global rank 0 if training has not begun: it is a refusal.
+    """Raise a ValueError only on global rank 0 before training begins: it is a refusal.
 
     So is a memory limit that no plan keeps, which the first steps must measure. The other ranks
     refuse for the same reason and exit without repeating it, if global rank 0 has started them:

@@ -97,7 +97,7 @@ class PipelineMonitor(Callback):
             trainer.log_every_n_steps if trainer.loggers else 0,  # type: ignore[attr-defined] # set at run time
             self._chosen,
         )
-        # One answer for all: a rank that logs or draws alone would wait for ever.
+        # The same answer on all ranks: a single rank that logs or draws would wait for ever.
         obstacle, self._log_every, self._chosen = strategy.broadcast(mine)
         if obstacle:
             raise ValueError(obstacle)

@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 
 __all__ = ["OptimizerStep", "count_batch", "figures_to_log"]
 
-# What the root of each replica counts in a step, and the name of its rate in logs.
+# The counts of each replica's root in a step, with the names of their rates in logs.
 _COUNTS = {
     "samples": "samples_per_second",
     "tokens": "tokens_per_second",
@@ -31,7 +31,7 @@ class OptimizerStep:
 
     Attributes:
         plans: The measured plan of each batch that accumulates.
-        breaks: The start and end of what is no part of a step, such as validation.
+        breaks: The start and end of interruptions, such as validation.
         figures: Its figures by its end: numbers, or tensors that may still be computed.
         has_period: Whether the time from its start to the next one's is its own, but for breaks.
     """

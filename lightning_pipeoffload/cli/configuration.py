@@ -110,7 +110,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
             _leave_demo_arguments(config)
             task(config)
 
-    # Hydra prints several lines for what it cannot compose, but for this variable.
+    # Without this variable Hydra prints a long trace for an invalid configuration.
     os.environ[FULL_ERROR] = "1"
     try:
         with _refusals_of_one_line(config_name, is_short):

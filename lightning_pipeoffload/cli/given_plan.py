@@ -61,7 +61,7 @@ _OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
 _OF_A_WHOLE_STEP = ("reduce", "step")
 _SYNCS = ("barrier", "post_validation")
 
-# A sweep chooses about so many round limits, up to so many times the fastest plan's memory.
+# The approximate number of limits in a sweep, and the largest as a multiple of the fastest plan's.
 _NUM_LIMITS, _LARGEST_LIMIT = 10, 2.0
 _ROUNDING = 1 + 1e-9
 
@@ -80,7 +80,7 @@ def mapping(
 
 
 def has_barrier(config: DictConfig) -> bool:
-    """Whether ranks wait between steps for what :func:`needs_all_gradients` names.
+    """Return whether ranks wait between steps, as :func:`needs_all_gradients` requires.
 
     Raises:
         ScheduleError: ``strategy.optimizer_sync`` has another value than it can have.

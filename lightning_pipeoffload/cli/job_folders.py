@@ -86,7 +86,7 @@ def run_job_apart(module: str) -> None:
 
 
 def _flags(words: Sequence[str]) -> list[str]:
-    """Return the words that are neither overrides nor ``-m``: --config-dir, say."""
+    """Return the words that are neither overrides nor ``-m``, such as --config-dir."""
     is_override = [not word.startswith("-") and ("=" in word or word[0] in "+~") for word in words]
     found = [word for word, skipped in zip(words, is_override, strict=True) if not skipped]
     return [word for word in found if word not in ("-m", "--multirun")]

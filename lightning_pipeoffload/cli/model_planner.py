@@ -53,7 +53,7 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """The plan as it is named on the command line."""
+        """The plan's name on the command line."""
         amount = self.settings.offload
         copies = "" if amount in ("none", "auto") else f"+{amount}"
         return f"{self.settings.schedule}{copies}"
@@ -298,7 +298,7 @@ class ModelPlanner:
     def _search(
         self, asked: PipelineSettings, num_ranks: int, times: int, on_host: bool
     ) -> Iterator[_Found]:
-        """Yield plans that fit on so many times the ranks."""
+        """Yield plans that fit on multiples of the ranks."""
         counts = [self._count * n for n in (1, 2, 4)]
         counts = [c for c in counts if c <= MOST_MICROBATCHES and self.probe.batch_size % c == 0]
         wanted = [

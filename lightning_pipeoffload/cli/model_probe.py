@@ -50,7 +50,7 @@ _QUIET = {
 
 
 class ModelProbe:
-    """A model of shapes, for whose plans it tells the needs of stages.
+    """A model of shapes; returns the needs of its stages for plans.
 
     Args:
         config: A configuration with ``model``, ``data`` and ``trainer`` of conf/train.yaml.

@@ -62,7 +62,7 @@ def step_figures(step: PlannedStep) -> dict[str, Any]:
 
 
 def described(plan: Plan, with_candidates: bool) -> dict[str, Any]:
-    """Return what JSON says of the candidates of a plan, and of what it offloads, if anything."""
+    """Return the JSON of a plan's candidates and of its offload, if any."""
     report, names = plan.report, (*_COUNTS, "slowdown", "reason")
     told = {name: getattr(report, name) for name in names} if report else {}
     if with_candidates:
@@ -152,7 +152,7 @@ def _rank_table(step: PlannedStep, units: Units) -> Table:
 
 
 def drawn(step: PlannedStep, units: Units, num_steps: int) -> Drawn:
-    """Return what a picture shows of so many steps, with a line above it."""
+    """Return the content of a picture of several steps, with a line above it."""
     timeline = simulate_steps(step.schedule, step.costs, num_steps, step.has_barrier)
     return Drawn(timeline, step.costs, f"{_headline(step)}; {_sentence(step, units)}")
 

@@ -68,7 +68,7 @@ class Rehearsed:
         planned_peak_bytes: The same by the plan.
         host_bytes: The most that was on the host.
         memory: The needs of the rank's device in all, by kind.
-        limit_bytes: What activations may take; None: anything.
+        limit_bytes: The most memory of activations; None: no limit.
     """
 
     schedule: str
@@ -92,7 +92,7 @@ class Rehearsed:
 
 
 class RehearsedModel(ModelProbe):
-    """A model of which one rank's stages are made with random values."""
+    """A model in which only one rank's stages have (random) values."""
 
     def make(
         self, schedule: Schedule, settings: PipelineSettings, rank: int, device: torch.device
@@ -121,7 +121,7 @@ class RehearsedModel(ModelProbe):
         return pipeline
 
     def cut(self, count: int) -> Sequence[Microbatch]:
-        """Return so many microbatches of the first batch, over and over."""
+        """Return the microbatches of the first batch, repeated up to the given number."""
         batch: Any = move_data_to_device(self._batch, self._device)
         inputs = StepCalls(self._module, SEED).inputs("training_step", (batch, 0), {})
         with self._precision.train_step_context():

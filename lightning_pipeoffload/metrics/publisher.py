@@ -32,7 +32,7 @@ class Publisher:
 
     Args:
         store: A store that all ranks can read.
-        fail: Called with an error of the store: other ranks would wait for what is not written.
+        fail: Called with an error of the store: other ranks would wait for missing values.
         are_deleted: Whether old entries are deleted; else they stay until the reader deletes them.
     """
 

@@ -1,4 +1,4 @@
-"""What ``self.log`` recorded on a pipeline's root, read by all its ranks.
+"""The values that ``self.log`` recorded on a pipeline's root, for all its ranks.
 
 Only the last stage comes to the loss, and that stage is on the root. Another rank fetches what the
 root has published when something on it reads a metric; else no rank waits::
@@ -55,7 +55,7 @@ class RunInLoop(Protocol):
 
 
 class _Published:
-    """What one replica's root has published, as another rank reads it."""
+    """The values that one replica's root has published."""
 
     def __init__(self, store: Store, replica: int) -> None:
         self._store, self._replica = store, replica
@@ -109,7 +109,7 @@ class SharedMetricsConnector(_LoggerConnector):
 
         Args:
             plain: The trainer's own connector.
-            mesh: The processes, of which some are roots.
+            mesh: The processes, including the roots.
             store: A store that all ranks can read.
             fail: Ends the run by an error of another thread.
         """
@@ -213,7 +213,7 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def reset_metrics(self) -> None:
         super().reset_metrics()
-        # Entries so far belong to an epoch that is over.
+        # Earlier entries belong to the previous epoch.
         for published in filter(None, (self._roots, self._decisive)):
             published.forget(self._tick)
 
@@ -244,7 +244,7 @@ class SharedMetricsConnector(_LoggerConnector):
         metrics = self._read("pbar")
         if not any(map(late_values.is_on_accelerator, metrics.values())):
             return convert_tensors_to_scalars(metrics)
-        # Private: None outside of batches, at the end of an epoch say.
+        # Private: None outside of batches, such as at the end of an epoch.
         is_in_epoch = self._first_loop_iter is not None
         if not is_in_epoch:
             return start_fetching({"pbar": metrics})()["pbar"]

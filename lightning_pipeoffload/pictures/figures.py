@@ -25,7 +25,7 @@ def has_matplotlib() -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many pixels; refuse it where matplotlib is not installed."""
+    """Return an empty figure of the given pixels; raise an error without matplotlib."""
     if not has_matplotlib():
         raise ScheduleError(f"a picture cannot be drawn: {MISSING}")
     from matplotlib.figure import Figure  # noqa: PLC0415 - see the module's first line

@@ -31,7 +31,7 @@ class RankStep(NamedTuple):
     held: Sequence[tuple[Action, float]]
 
     def earlier_by(self, seconds: float) -> RankStep:
-        """Return the step in times of a clock that is so many seconds behind."""
+        """Return the step in times of a clock that is behind by the given seconds."""
         moved = [
             (action, [(start - seconds, end - seconds) for start, end in spans])
             for action, spans in self.actions

@@ -165,7 +165,7 @@ def draw_timelines(
 def draw_measured(
     measured: MeasuredStep, planned: Timeline, costs: Costs, titles: tuple[str, str]
 ) -> Figure:
-    """Draw a step as it was measured, and below it the plan that it ran by, in milliseconds.
+    """Draw a measured step and, below it, its plan, in milliseconds.
 
     ``titles`` are the lines above the two; ``planned`` is simulated for costs in seconds and bytes.
     """

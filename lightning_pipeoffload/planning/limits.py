@@ -12,7 +12,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_by
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
 from lightning_pipeoffload.schedule.text import bytes_text
 
-# The rest is for the allocator's fragments, and for memory that no plan counts.
+# The rest is for fragmentation, and for memory that no plan counts.
 _SHARE_PLANNED = 0.9
 
 _UNITS = {"": 1, "B": 1}
@@ -59,7 +59,7 @@ class MachineLimits:
 
     Attributes:
         device: Bytes that each device has left for activations; None: no limit.
-        hosts: What each rank may take of its host's memory; None, or no entry: anything.
+        hosts: The most host memory of each rank; None, or no entry: no limit.
     """
 
     device: float | None = None

@@ -29,7 +29,7 @@ from lightning_pipeoffload.runtime.rank_memory import Ledger
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule
 
-# The first one allocates and warms caches; medians of three leave it out.
+# The first microbatch allocates and warms caches; the median of three excludes it.
 _STEPS_TO_MEASURE = 3
 _NO_COPIES = CopySpeed(float("inf"), float("inf"), 1.0)
 
@@ -66,7 +66,7 @@ class Measurements:
         """Return the costs of all ranks' stages, with P2P latencies, and copies if ``may_copy``."""
         self._latencies = measure_latencies(self._executor, schedule, self._pipeline.device)
         replicas = self._group.replicas.gather(self._group.gather(self._costs(may_copy)))
-        # All replicas run one plan, at the pace of the slowest.
+        # All replicas run the same plan, as fast as the slowest replica.
         return join_costs(map(slowest_costs, zip(*replicas, strict=True)))
 
     def gather_step(self, step: TimedStep) -> tuple[MeasuredStep, float] | None:
@@ -94,12 +94,12 @@ class Measurements:
         budgets = self._group.replicas.first([budget for _, budget in ranks])
         if not keeps_device_limit:
             return MachineLimits(None, budgets)
-        # The limit is one for all ranks: that of the device with the least.
+        # All ranks have the same limit: that of the smallest device.
         least = min(left for left, _ in ranks)
         return MachineLimits(min(self._group.replicas.gather(least)), budgets)
 
     def start_anew(self, num_copy_lanes: int) -> None:
-        """Measure another plan from now on, whose copies run on so many lanes."""
+        """Measure another plan from now on, with ``num_copy_lanes`` copy lanes."""
         device = self._pipeline.device
         self._executor.timer = ActionTimer(device)
         self._executor.memory.forget_peaks()

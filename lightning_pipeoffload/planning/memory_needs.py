@@ -88,7 +88,7 @@ class MemoryNeeds:
             identity.
         costs: The pipeline's estimate of the costs, with memory in bytes.
         sent: Bytes of each stage's output, and of the gradient of its input.
-        flops_of_one: Operations that 1 in the costs' times stands for.
+        flops_of_one: Operations per unit of the costs' times.
         num_sharing: The number of replicas that share out optimizer states.
         hosted: How the optimizer steps on the host, which has the states then; None: the device
             does.
@@ -139,7 +139,7 @@ class MemoryNeeds:
         return replace(self, owned=owned, costs=costs, sent=sent)
 
     def scaled(self, factor: float) -> MemoryNeeds:
-        """Return the needs of microbatches that have so many times the samples."""
+        """Return the needs of microbatches with ``factor`` times the samples."""
         if factor == 1:
             return self
         names = ("activation", "weight_input", "weight_residue")
@@ -211,7 +211,7 @@ class MemoryNeeds:
         return self._owned_by(stages)[2] + staging_bytes(pairs, self.hosted.by_bucket)
 
     def _tensors_of(self, parts: Iterable[int]) -> dict[int, tuple[int, int, int]]:
-        """Return the sizes of what some blocks or stages own, each tensor once."""
+        """Return the sizes of the tensors that some blocks or stages own, each once."""
         return {key: sizes for part in parts for key, sizes in self.owned[part].items()}
 
     def _owned_by(self, stages: Sequence[int]) -> list[int]:

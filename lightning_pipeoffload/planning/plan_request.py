@@ -99,7 +99,7 @@ def request_by_name(
 
 
 def plan_of(request: PlanRequest) -> Plan:
-    """Make a plan; errors have bytes with their unit, and say what to set.
+    """Make a plan; errors have bytes with their unit and name the argument to set.
 
     Raises:
         ScheduleError: No plan keeps the limits; the message has the smallest limit that one does,

@@ -33,7 +33,7 @@ def predict(
 
     Args:
         plan: The lowered plan.
-        pipeline: What runs the plan.
+        pipeline: The pipeline that runs the plan.
         measured: Costs in seconds and bytes; None: the pipeline's estimate, in units of an average
             block's work and activation.
         has_barrier: Whether no rank begins a step before all have ended the one before.

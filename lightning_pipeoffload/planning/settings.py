@@ -262,7 +262,7 @@ class PipelineSettings:
         return build_by(self._recipe[1], option.schedule, sizes)
 
     def provisional_schedule(self, num_ranks: int) -> Schedule:
-        """Build a schedule before the batch is known: it tells which rank holds which stage."""
+        """Build a schedule before the batch is known, for its placement of stages on ranks."""
         if isinstance(self.num_microbatches, int):
             return self.make_schedule(num_ranks, self.num_microbatches)
         fixed = self._fixed_schedule()

@@ -23,7 +23,7 @@ from lightning_pipeoffload.schedule import (
     with_final_actions,
 )
 
-# Ranks wait for each other where the plan changes, which must gain this share of its time.
+# A change of plan synchronizes the ranks, so it must gain this share of the period.
 _LEAST_GAIN = 0.01
 
 
@@ -65,7 +65,7 @@ class TrainingPlan:
     Attributes:
         schedule: The schedule of a full training batch; before the first batch, with a provisional
             number of microbatches.
-        offloaded: What the schedule offloads and why, where that was planned.
+        offloaded: The report on the schedule's offload, if one was planned.
         costs: The measured costs by which it was planned; None before there are any.
         is_cold: Whether the shapes of the current batch are new on an accelerator. It runs one
             microbatch at a time then: compiling, loading and allocating wait for all queued work of
@@ -114,7 +114,7 @@ class TrainingPlan:
         return self._settings.plans_memory(self._on_accelerator) or self.schedule.has_copies
 
     def of_evaluation(self, num_microbatches: int) -> Schedule:
-        """Return the lowered plan of the forwards of so many microbatches."""
+        """Return the lowered plan of the forwards of ``num_microbatches`` microbatches."""
         return self._lowered(self._order, num_microbatches, training=False)
 
     def of_training(self, num_microbatches: int, steps: bool) -> Schedule:
@@ -126,7 +126,7 @@ class TrainingPlan:
 
     def _of_training(self, order: Schedule, num_microbatches: int, steps: bool) -> Schedule:
         final_kind = self.final_kind() if steps else None
-        # By identity: looking up a schedule by its actions takes time.
+        # By identity: a lookup by actions is slow.
         used = self._used
         if used is None or used[0] is not order or used[1:3] != (num_microbatches, final_kind):
             plan = self._lowered(order, num_microbatches, training=True, final_kind=final_kind)
@@ -147,12 +147,12 @@ class TrainingPlan:
             stage.memory.measures_all = is_measured
 
     def use(self, settings: PipelineSettings) -> None:
-        """Plan by the settings that ``schedule="auto"`` stands for, before anything has run."""
+        """Plan ``schedule="auto"`` from estimates, before anything has run."""
         self._settings = settings
         self.schedule = settings.provisional_schedule(self._num_ranks)
 
     def make(self, num_microbatches: int) -> None:
-        """Make the schedule of so many microbatches, before costs are known."""
+        """Make the schedule of ``num_microbatches`` microbatches before costs are known."""
         sizes = self._num_ranks, num_microbatches
         self.schedule, self.offloaded = first_plan(self._settings, *sizes, self._on_accelerator)
 

@@ -69,7 +69,7 @@ class CollectedValues:
         self._warned: set[str] = set()
         self._logged: list[str] = []
         self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
-        # Global rank 0 comes to the end of the step, and so to every line that writes.
+        # Global rank 0 runs the step to its end, and so every line that writes.
         self._late_writes = (
             LateWrites(module, self._known, self._metrics, self._learn) if group.is_root else None
         )

@@ -20,7 +20,7 @@ MOST_BYTES = 2**28
 
 
 class Report(NamedTuple):
-    """What a rank has of one variable.
+    """One rank's state of one variable.
 
     Attributes:
         end: The last segment of the step that the rank runs; None: it has no value.
@@ -70,7 +70,7 @@ def pack(value: Any, room: int = MOST_BYTES) -> bytes:
 
 
 def unpack(data: bytes, device: torch.device) -> Any:
-    """Return the value, with what was on an accelerator on ``device``."""
+    """Return the value; its accelerator tensors are on ``device``."""
     with torch.inference_mode(False):  # training may write into what validation sends
         return _Unpacker(io.BytesIO(data), device).load()
 

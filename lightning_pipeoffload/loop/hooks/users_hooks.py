@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 
-# The demos of this package count as the user's.
+# The demos of this package count as the user's code.
 _KNOWN = ("lightning.", "lightning_pipeoffload.callbacks.")
 _BETWEEN_BATCHES = (
     "on_train_batch_start",

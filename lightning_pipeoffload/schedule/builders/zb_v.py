@@ -29,10 +29,10 @@ ROUNDS = (1, 2, 4)
 
 
 def lengthen(schedule: Schedule, num_microbatches: int) -> Schedule | None:
-    """Repeat on every rank a round of the steady middle until there are so many microbatches.
+    """Repeat a round of the steady middle on every rank, up to ``num_microbatches``.
 
-    The result may be no valid schedule where the middle is not steady: a rank may come to wait for
-    ever. Takes time proportional to its number of actions.
+    If the middle is not steady, the result may be invalid, with a deadlock. Takes time proportional
+    to its number of actions.
 
     Args:
         schedule: A schedule of compute actions, without copies; each stage takes its microbatches
@@ -86,13 +86,13 @@ def _number(order: Sequence[tuple[Kind, int]]) -> list[Action]:
     return actions
 
 
-# What the search varies: activations that a rank holds less than it could, and, in shares of an F,
+# The search varies: activations that a rank holds less than it could, and, in shares of an F,
 # how long a rank waits through short gaps, and how long to start a B in time.
 SPARED = (0, 2)
 PATIENCE = (0.0, 0.1, 0.3, 0.5, 0.7, 1.0, 2.0)
 PUNCTUALITY = (0.0, 0.5)
 MOST_ACTIONS = 600_000
-# Microbatches per rank that are searched for; where there are many more, what is found is repeated.
+# The search uses this many microbatches per rank; for many more, it repeats the result.
 ENOUGH, MANY = 3, 4
 
 

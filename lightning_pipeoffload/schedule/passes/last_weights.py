@@ -77,10 +77,10 @@ def _with_final(actions: Sequence[Action], kind: Kind) -> Iterator[Action]:
 
 
 def postpone_weights(schedule: Schedule, count: int) -> Schedule:
-    """Delay every W by so many others of its stage, and group the last W's of a rank by stage.
+    """Delay every W by ``count`` others of its stage, and group the last W's of a rank by stage.
 
-    Each W keeps what it needs for longer: a rank's peak grows by up to ``count`` residues of each
-    of its stages. No step becomes longer where W's only fill a rank's time: for ZB-H1 up to as many
+    Each W holds its inputs for longer: a rank's peak grows by up to ``count`` residues of each of
+    its stages. No step becomes longer where W's only fill a rank's time: for ZB-H1 up to as many
     as there are ranks.
 
     Args:

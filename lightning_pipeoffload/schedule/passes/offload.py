@@ -1,4 +1,4 @@
-"""Which activations go to the host, and when: a pass on any schedule of compute actions.
+"""A pass that plans the offload of activations, for any schedule of compute actions.
 
 The stages with the longest lifespan come first: in a uniform schedule what a stage takes of the
 peak is in proportion to it, so that half of the stages offloaded leave a quarter (Wan et al.,
@@ -180,14 +180,14 @@ class _Planner:
         self._has_room = has_room
         self._makespan = simulate(schedule, costs).makespan
         costs = _told_apart(costs, schedule.num_stages)
-        # By the latest times of the warm-up: its activations are then on the device for less long.
+        # With the latest times of the warm-up, its activations are on the device for less time.
         self._ranks = [
             RankOffload(rank, events, costs, schedule.num_stages)
             for rank, events in enumerate(postponed(schedule, simulate(schedule, costs), costs))
         ]
 
     def with_amount(self, amount: str | float) -> Offloaded:
-        """Offload an amount; of half the one that leaves the smaller peak, as whole stages do."""
+        """Offload an amount; for "half", round the number of stages to the smaller peak."""
         shares = [offload_share(amount)]
         num_chunks = self._schedule.num_stages // self._schedule.num_ranks
         if amount == "half" and num_chunks > 1 and num_chunks % 2:
@@ -200,7 +200,7 @@ class _Planner:
         if self._is_free(planned):
             return planned
         fewer = (self._offload_share(share * n / _NUM_FRACTIONS) for n in range(_NUM_FRACTIONS))
-        # Never empty: the first of all is nothing, which slows nothing down.
+        # Never empty: the first plan offloads nothing, so it slows nothing down.
         free = [plan for plan in fewer if self._is_free(plan)]
         schedule, report = min(free, key=_largest_peak)
         return schedule, _with_wanted(report, planned[1].wanted)

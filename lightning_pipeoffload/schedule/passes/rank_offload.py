@@ -1,4 +1,4 @@
-"""Which activations of one rank go to the host, on which way, and when the copies run.
+"""Chooses the activations of one rank to offload, their routes, and the times of copies.
 
 Between F and B all of an activation can be away. What W alone needs can stay away until W, and
 between B and W what waits for W can go (again). Each way is a route of a few copies, each with the
@@ -39,7 +39,7 @@ __all__ = ["RankOffload", "RankPlan", "postponed"]
 
 @dataclass(frozen=True, eq=False)
 class _Leg:
-    """One copy of a route: the action that starts it, and the time that there is for it."""
+    """One copy of a route: the action that starts it, and its time window."""
 
     action: Action
     seconds: float
@@ -205,7 +205,7 @@ class RankOffload:
         return len(self._kept)
 
     def plan(self, count: int) -> RankPlan:
-        """Offload so many activations, those of the longest-lived stages first.
+        """Offload ``count`` activations, those of the longest-lived stages first.
 
         They take the routes that leave the smallest peak.
         """
@@ -214,9 +214,9 @@ class RankOffload:
         return min(plans, key=lambda plan: plan.rating)
 
     def most(self, count: int) -> RankPlan:
-        """Offload so many activations, or as many fewer as leave a smaller peak.
+        """Offload ``count`` activations, or fewer if that leaves a smaller peak.
 
-        More than there is time for are in each other's way.
+        Too many copies delay each other.
         """
         best = self.plan(count)
         if best.num_moved + best.too_short < count:
@@ -295,7 +295,7 @@ class RankOffload:
             late = [kept for kept, route in chosen.items() if not self._is_in_time(route, copies)]
             if not late:
                 return sorted(copies.values()), list(chosen.values())
-            # A few at a time, for each that gives way leaves room in which others are in time.
+            # A few at a time: each that yields makes room in which others are in time.
             for kept in sorted(late, key=lambda kept: kept.lifespan)[: max(1, len(late) // 4)]:
                 left[kept] = left[kept][1:]
             left = {kept: routes for kept, routes in left.items() if routes}
@@ -306,7 +306,7 @@ class RankOffload:
         copies: dict[_Leg, _Copy] = {}
         taken = self._turns_of_others(back=True)
         limit = float("inf")
-        # From the last one on, each as late as can be: it takes device memory from its start.
+        # From the last one on, each as late as possible: it takes device memory from its start.
         back = [leg for leg, _ in pairs if leg.is_back]
         for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
             limit = latest(min(limit, leg.due - self._slack), leg.seconds, taken)
@@ -315,7 +315,7 @@ class RankOffload:
         if self._num_lanes == 1:
             taken = disjoint([*taken, *(copy[:2] for copy in copies.values())])
         free = 0.0
-        # Each as early as can be: its device memory is free at its end.
+        # Each as early as possible: its device memory is free at its end.
         there = [(leg, after) for leg, after in pairs if not leg.is_back]
         for leg, after in sorted(there, key=lambda pair: pair[0].ready):
             start = earliest(max(free, leg.ready), leg.seconds, taken)
@@ -366,7 +366,7 @@ class RankOffload:
 
 
 def _longest(stages: list[list[_Kept]], count: int) -> Iterator[_Kept]:
-    """Yield so many activations, whole stages first and of the last one evenly spread ones.
+    """Yield ``count`` activations: whole stages first, evenly spread ones of the last stage.
 
     Those of a stage live about equally long; spread, they are fewer at any time.
     """
@@ -399,7 +399,7 @@ def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list
             if event.action.kind is not Kind.F:
                 break
             warm_up.append((event, after))
-    # The last ones first: what needs a forward has moved by then.
+    # The last ones first: the actions that need a forward have moved by then.
     for event, after in sorted(warm_up, key=lambda pair: pair[0].start, reverse=True):
         _, stage, microbatch = event.action
         if stage < last_stage:

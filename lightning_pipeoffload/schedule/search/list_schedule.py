@@ -39,11 +39,11 @@ class ListScheduler:
         arrivals: For every F and B, when each microbatch that has arrived can start.
         num_started: For every F and B, how many have started; the next one's microbatch.
         pending: W of every rank that can run, oldest first.
-        clock: When every rank has ended what it runs.
+        clock: The end of every rank's running action.
         memory: Memory of every rank.
         idle: Seconds that every rank has waited since it first started something.
         done: The passes that every rank has run.
-        longest: The least that the longest span of a rank comes to.
+        longest: A lower bound on the longest span of a rank.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ _WEIGHT = Wanted(-1)
 
 
 class OrderRule(Protocol):
-    """Which F or B a rank runs next; made anew for every run."""
+    """Chooses the next F or B of a rank; a new object for every run."""
 
     def next(self, filler: Filler, rank: int, now: float) -> Wanted | None:
-        """Return what the rank wants to run next, ready or awaited; None if it knows of nothing."""
+        """Return the next action of the rank, ready or awaited; None if none is known."""
 
     def instead(self, filler: Filler, rank: int, now: float) -> Wanted | None:
-        """Return what is ready and may run where waiting for what is next takes too long."""
+        """Return a ready action to run if the next one would take too long to wait for."""
 
     def started(self, rank: int, operation: int) -> None:
         """Note what the rank has started."""
@@ -216,7 +216,7 @@ class _ByClock(Filler):
         wanted = self.rule.next(self, rank, now)
         if wanted is None:
             return weight
-        # Nothing but the rank's own W and B frees its memory.
+        # Only the rank's own W and B free its memory.
         if not self.has_room(rank, wanted.room):
             return weight or self.rule.instead(self, rank, now)
         if wanted.ready <= now:

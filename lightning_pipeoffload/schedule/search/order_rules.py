@@ -1,4 +1,4 @@
-"""Which F or B a rank runs next: by a fixed order, or by a limit on the microbatches in flight."""
+"""Rules for the next F or B of a rank: a fixed order, or a limit on microbatches in flight."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FixedOrder:
         return cls(problem, ([n for n, _ in rank if n < first_w] for rank in order), overtaking)
 
     def next(self, filler: Filler, rank: int, now: float) -> Wanted | None:
-        """Return what is first in the order of what is left."""
+        """Return the first of the remaining actions in the order."""
         left = self._left[rank]
         while left and self._overtaken.get(left[0]):
             self._overtaken[left.popleft()] -= 1

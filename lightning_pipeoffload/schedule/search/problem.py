@@ -21,7 +21,7 @@ from ..schedule import Schedule, stages_on
 
 __all__ = ["ROUNDING", "Operations", "Order", "Pass", "Problem"]
 
-# What sums of memory may be off by, as a share of the limit.
+# The rounding error of sums of memory, as a share of the limit.
 ROUNDING = 1e-12
 
 Pass = tuple[int, int]

@@ -231,7 +231,7 @@ class SolvedPlans:
         self._found = found if found is not None and problem.keeps(found.schedule) else None
 
     def settles(self, solver_seconds: float) -> bool:
-        """Whether there is a plan that so many seconds would hardly make better."""
+        """Return whether a search of ``solver_seconds`` would hardly improve a known plan."""
         found = self._found
         if found is None or not found.is_exact:
             return False

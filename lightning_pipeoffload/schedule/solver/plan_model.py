@@ -33,7 +33,7 @@ __all__ = ["PlanModel", "check_solver"]
 
 
 def check_solver() -> None:
-    """Check that there is a solver, without loading it.
+    """Check that the solver is installed, without loading it.
 
     Raises:
         ScheduleError: OR-tools is not installed.
@@ -219,7 +219,7 @@ class _Pass:
         self.queue = self._copy(Kind.OFFLOAD_W, queued, ends[Kind.B], ticks, away)
         ticks = here[Part.FOR_W], here[WAITING]
         self.rest = self._copy(Kind.RELOAD_W, back, ends[Kind.B], ticks, queued)
-        # B waits for its own part alone, which comes back first.
+        # B waits only for its own part, which is copied back first.
         model.after(begins[Kind.B], self.reload.start.plus(here[Part.FOR_B]), away)
         model.after(begins[Kind.W], self.reload.end, away)
         model.after(self.rest.begin, self.queue.end, queued)
@@ -365,12 +365,12 @@ _NUM_WORKERS = 2
 
 
 class PlanModel:
-    """All plans of a step that take no longer than one that there is.
+    """All plans of a step that take no longer than a given plan.
 
     Args:
         whole: The costs of the stages, and the limit.
         costs: Which copies run at a time.
-        plan: The plan that there is, with B and W apart.
+        plan: The given plan, with B and W apart.
         has_barrier: Whether a step ends when all ranks have ended it; else when each has.
     """
 

@@ -130,7 +130,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class WholeCosts:
-    """What the stages of a placement cost, in ticks and grains.
+    """The costs of a placement's stages, in ticks and grains.
 
     Attributes:
         seconds: The ticks of F, B and W of every stage.

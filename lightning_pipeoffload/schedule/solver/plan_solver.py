@@ -123,7 +123,7 @@ def _request(problem: PlanProblem, start: Schedule, seconds: float, folder: str 
 
 
 def _answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
-    """Look for plans; ``tell`` is called with every plan that is better than all before."""
+    """Search for plans; call ``tell`` with every plan that is better than all before."""
     problem = PlanProblem(
         asked["num_microbatches"],
         tuple(asked["placement"]),
