@@ -1,4 +1,4 @@
-"""Contexts around actions, most of which do nothing in most models."""
+"""Combines contexts around actions, most of which do nothing in most models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 def together(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Return one context for several: NOTHING, or the only one that is not NOTHING, if possible.
 
-    Actions enter contexts with cold caches, where each call of Python takes microseconds.
+    Actions enter contexts with cold caches, where each Python call takes microseconds.
     """
     found = [context for context in contexts if context is not NOTHING]
     if len(found) > 1:

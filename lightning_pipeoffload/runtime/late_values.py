@@ -1,4 +1,4 @@
-"""Copies of values to the host that are started now and read a batch later, without a wait."""
+"""Asynchronous copies to the host, which are read a batch later without a wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def is_on_accelerator(value: Any) -> bool:
-    """Whether a value is on an accelerator, so that the host waits to read it."""
+    """Return whether a value is on an accelerator, so that a read would synchronize."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 

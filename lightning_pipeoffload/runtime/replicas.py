@@ -1,9 +1,9 @@
 """Collectives between one rank's counterparts: the ranks of all replicas with the same stages.
 
 Tensors are sent in buckets: small tensors share a message, large ones are sent without a copy.
-Parameters are sent after a step, while the next one begins. The first use waits for them: the first
-F of a rank, once its message has arrived, and between batches any torch function that gets one of
-them as an argument::
+Parameters are sent after a step, while the next one begins. Their first use waits for them: the
+first F of a rank, once its message has arrived, and between batches any torch function that gets
+one of them as an argument::
 
     rank 0   step [sent and received] F 0      F 1
     rank 1   step [sent and received   ]  F 0      F 1      <- as long as the first F takes to come
@@ -325,10 +325,10 @@ def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
 
 
 class SavedBuffers:
-    """The persistent buffers of one rank, which are replica 0's, as under DistributedDataParallel.
+    """Copies one rank's persistent buffers from replica 0, as DistributedDataParallel does.
 
-    Running statistics of a BatchNorm, for example, are of the data that a replica has read. Buffers
-    that are not persistent are mostly large constants: masks, angles.
+    The running statistics of a BatchNorm, for example, depend on the data that a replica has read.
+    Buffers that are not persistent are mostly large constants: masks, angles.
     """
 
     def __init__(self, replicas: Replicas, ownership: Ownership) -> None:

@@ -3,9 +3,9 @@
 The caller of the step sets the rules: an observer of operations, values to make up, and writes to
 drop.
 
-Operations whose sizes depend on values are refused or made up. A mixture of experts searches for
-the tokens of each expert; how many there are is known only on the stage that runs the block. So the
-block is traced as if everything was found, and what it hands on is compared with that when it runs.
+Value-dependent sizes are refused or made up. A mixture of experts searches for the tokens of each
+expert; their number is known only on the stage that runs the block. So the block is traced as if
+all tokens were found, and its output is compared with the traced shapes when it runs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Methods of one instance that are replaced: special ones by a subclass, hooks by an attribute.
+"""Replaces methods of one instance: special methods by a subclass, hooks by an attribute.
 
-Python looks special methods up on the type, so an attribute of the instance does not replace them,
-and a wrapper would show in the user's code and in the names of checkpoints. So the subclass has the
-name of the instance's class; attributes that code sets on ``type(instance)`` go to the original
-class.
+Python looks up special methods on the type, so an attribute of the instance cannot replace them; a
+wrapper would be visible in the user's code and in checkpoint keys. So the subclass has the name of
+the instance's class; attributes that code sets on ``type(instance)`` are set on the original class.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class Generators:
-    """The generators of random numbers that attributes of a module tree hold.
+    """The random generators in attributes of a module tree.
 
     Attributes:
-        exist: Whether there is any.
+        exist: Whether there are any.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -18,8 +18,8 @@ from ..search.problem import Problem
 
 __all__ = ["zb", "zb_in_activations"]
 
-# Shares of an F that a rank may idle before its first B, rather than make that B late by one more
-# F. Rounding down leaves a small wait on every rank; rounding up adds up from rank to rank.
+# Shares of an F that a rank may idle before its first B instead of delaying it by one more F.
+# Rounding down leaves a small wait on every rank; rounding up accumulates from rank to rank.
 IDLE_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 MOST_ACTIONS = 1_000_000
 
@@ -34,9 +34,9 @@ def zb_in_activations(
 ) -> Schedule:
     """The shortest schedule in a multiple of the memory of 1F1B (ZB-1p, ZB-2p).
 
-    That is, of p activations of the first stage. ZB-1p is ZB-H1 for equal times. ZB-2p has next to
-    no bubble, and counts on an optimizer without barrier: the ranks end one after the other, as
-    they began.
+    The memory of 1F1B is p activations of the first stage. ZB-1p is ZB-H1 for equal times. ZB-2p
+    has almost no bubble, for an optimizer without barrier: ranks end one after the other, as they
+    began.
 
     ``draw(build("zb_2p", 3, 5))``::
 
@@ -44,8 +44,8 @@ def zb_in_activations(
         rank 1 ...F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4 ...
         rank 2 ......F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4
 
-    Where the residue is larger than the activation it counts in its stead. A later stage may need
-    more than this for a single microbatch; then that is the limit.
+    If the residue is larger than the activation, it counts instead. If a later stage needs more for
+    a single microbatch, that is the limit.
 
     Args:
         multiple: 1 for ZB-1p, 2 for ZB-2p.
@@ -67,14 +67,13 @@ def zb(
 ) -> Schedule:
     """The shortest schedule under a memory limit, for the times of each stage.
 
-    "Shortest" is by the rank with the longest span from its first F to its last W, so it counts on
-    an optimizer without barrier. At most 24 candidates are timed, most of them only until they are
-    longer than the best so far; each takes time proportional to p * m, and 10 s are the most in
-    all.
+    The length is the longest span of a rank from its first F to its last W, for an optimizer
+    without barrier. At most 24 candidates are timed, most of them only until they are longer than
+    the best so far; each takes time proportional to p * m, and the search at most 10 s.
 
     Args:
         memory_limit: The most memory of a rank, in the unit of ``costs``; None: that of ``zb_2p``,
-            where more memory hardly shortens anything.
+            above which more memory hardly helps.
 
     Raises:
         ScheduleError: The limit is too small for a single microbatch.

@@ -66,7 +66,7 @@ def _repeat_round(order: list[tuple[Kind, int]], extra: int) -> list[tuple[Kind,
 
 
 def _round_near(order: Sequence[tuple[Kind, int]], middle: int, length: int) -> int | None:
-    """Return where, near ``middle``, this many actions hold each action equally often."""
+    """Return the start, near ``middle``, of ``length`` actions with each action equally often."""
     num_actions = len(set(order))
     # No farther, as the warm-up and the cool-down are at the ends.
     for distance in range(len(order) // 4):
@@ -187,7 +187,7 @@ def _search(problem: Problem, search: Search) -> None:
 def hand_made(num_ranks: int, num_microbatches: int) -> list[list[int]]:
     """Return the order of F and B on every rank, as operations.
 
-    Written for at least 2p - 1 microbatches; of fewer the surplus is left out.
+    The order needs at least 2p - 1 microbatches; for fewer, surplus actions are dropped.
     """
     written_for = max(num_microbatches, 2 * num_ranks - 1)
     return [

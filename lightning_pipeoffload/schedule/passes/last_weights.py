@@ -1,15 +1,14 @@
 """REDUCE or STEP behind the last W of each stage, and the W's before it that run by parameter.
 
-Where several W's of a stage stand right before its REDUCE, they need not run microbatch by
-microbatch. Taken together parameter by parameter, each completes a share of the gradients, which
-travels while the next one is computed, and only the last share is left when the rank has computed
-everything::
+If several W's of a stage come right before its REDUCE, they can run parameter by parameter instead
+of microbatch by microbatch. Each completes a share of the gradients, which is sent while the next
+one is computed, and only the last share is left when the rank has computed everything::
 
     compute  ... B5  W3  B6  W4  B7  W5  W6  W7
     reduce                               ==  ==  ==
 
-The same holds for STEP, by which an optimizer on the host steps these shares. It takes longer, so
-it needs a longer tail: W's are postponed, at the cost of what they keep in memory.
+The same holds for STEP, in which an optimizer on the host steps these shares. It takes longer, so
+it needs a longer tail: W's are postponed, at the cost of memory.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, appendix A.
 """
@@ -33,7 +32,7 @@ _WEIGHT_GRADIENTS = {Kind.W, Kind.BW}
 def add_final_actions(plan: Schedule, kind: Kind = Kind.REDUCE) -> Schedule:
     """Put the REDUCE or STEP of every stage right behind the stage's last W or BW.
 
-    It has the microbatch of that action, which says no more than where it stands.
+    It has the microbatch of that action, without further meaning.
 
     Args:
         plan: A lowered plan; a schedule of compute actions will do.
@@ -54,7 +53,7 @@ def add_final_actions(plan: Schedule, kind: Kind = Kind.REDUCE) -> Schedule:
 
 
 def with_final_actions(plan: Schedule, costs: Costs, steps_early: bool) -> Schedule:
-    """Return a plan as it runs by these costs: with REDUCE or STEP where these take time.
+    """Add REDUCE or STEP to a plan if they take time by these costs, as a run does.
 
     Args:
         plan: Any plan that trains.

@@ -1,4 +1,4 @@
-"""Passes: functions ``Schedule -> Schedule`` that spell out transfers or take actions away."""
+"""Passes: functions ``Schedule -> Schedule`` that add transfers or remove actions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def split_fused_backward(schedule: Schedule) -> Schedule:
 
 
 def as_it_runs(schedule: Schedule, costs: Costs, steps_early: bool) -> Schedule:
-    """Return a schedule as a run of these costs has it, but for its transfers.
+    """Return a schedule as a run with these costs executes it, without transfers.
 
     Args:
         schedule: A schedule that trains.
@@ -49,7 +49,7 @@ def as_it_runs(schedule: Schedule, costs: Costs, steps_early: bool) -> Schedule:
 
 
 def split_every_backward(schedule: Schedule) -> Schedule:
-    """Split every BW, so that the inputs of B and of W can be copied at times of their own."""
+    """Split every BW, so that the inputs of B and of W can be copied at separate times."""
     return _split(schedule, lambda action: True)
 
 
@@ -82,7 +82,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Keep the forwards and nothing else, for evaluation; ``lower`` adds their transfers."""
+    """Drop everything but forwards, for evaluation; ``lower`` adds their transfers."""
     return _keep(schedule, lambda action: action.kind is Kind.F)
 
 
