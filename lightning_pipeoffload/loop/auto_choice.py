@@ -54,7 +54,7 @@ CutBatch = Callable[[int], list[Microbatch]]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What ``schedule="auto"`` came to.
+    """The result of ``schedule="auto"``.
 
     Attributes:
         settings: The settings, with a schedule by its name.
@@ -78,7 +78,7 @@ class Chosen:
 
 
 class AutoChoice:
-    """Chooses for one run; all ranks call it in the same order.
+    """Chooses the schedule of one run; all ranks call its methods in the same order.
 
     Args:
         settings: The strategy's settings.
@@ -195,7 +195,7 @@ class AutoChoice:
             log.info(_NOT_MEASURED, obstacle)
 
     def _ways(self) -> Sequence[str]:
-        """Return the ways to recompute: without a memory limit none but what was asked for."""
+        """Return the values of ``recompute`` to try; without a memory limit, the configured one."""
         given = self._settings.recompute
         return _WAYS if given == "none" and self._is_limited else (given,)
 
@@ -305,7 +305,7 @@ class _KnownCosts:
 
 
 class ChoiceCache:
-    """What ``schedule="auto"`` chose before, for deterministic runs, which may not measure.
+    """Earlier choices of ``schedule="auto"``, for deterministic runs, which may not measure.
 
     A question is known by what is the same in every run: sizes, and the operations of a first cut.
     """

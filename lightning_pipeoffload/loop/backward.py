@@ -51,7 +51,7 @@ class BackwardHooks:
         self.adds_up = True
 
     def expect(self, zero_grad: Callable[[], None] | None) -> None:
-        """Keep the call that Lightning makes before a batch's backward; None: gradients add up."""
+        """Store Lightning's ``zero_grad`` call for the batch; None while gradients accumulate."""
         self._zero_grad = zero_grad
         self.adds_up = zero_grad is None
 
@@ -89,7 +89,7 @@ class BatchBackward(BackwardHooks):
         self._is_summed = False
 
     def start(self, results: Sequence[Any]) -> None:
-        """Do what Lightning does between a training step and its backward.
+        """Run Lightning's hooks between a training step and its backward.
 
         Args:
             results: What steps have returned on this rank by then.

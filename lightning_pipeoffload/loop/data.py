@@ -55,7 +55,7 @@ class PipelineLoaders:
         self._owned: list[Any] = []
 
     def own(self, loader: Any, is_training: bool) -> None:
-        """Give passes through ``loader`` random numbers of their own.
+        """Seed each pass through ``loader`` separately.
 
         Generators that the user has given to a loader or its sampler are not touched; lists,
         generators and the like are read as they are.
@@ -278,13 +278,13 @@ class Arrivals:
             raise
 
     def arrive(self) -> None:
-        """Come to a milestone, and say after how many batches."""
+        """Publish that this rank reached a milestone, with its number of batches."""
         milestone, num_batches = self._position
         self._store.set(f"{_ARRIVED}{milestone}/{self._global_rank}", str(num_batches))
         self._position = milestone + 1, 0
 
     def look(self, store: Store) -> str | None:
-        """Name another rank that is done with fewer batches, if one is; for any thread."""
+        """Describe a rank that finished after fewer batches; None if there is none. Thread-safe."""
         milestone, num_batches = self._position
         for rank in self._others if num_batches else ():
             key = f"{_ARRIVED}{milestone}/{rank}"

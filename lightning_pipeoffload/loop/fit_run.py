@@ -69,7 +69,7 @@ from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 
 
 class FitRun:
-    """What the strategy delegates to while a trainer runs.
+    """The object to which the strategy delegates while a trainer runs.
 
     Args:
         strategy: The strategy, whose processes are connected.
@@ -199,7 +199,7 @@ class FitRun:
         return loaded if resumes and loaded is not None else drawn
 
     def have_optimizers(self) -> None:
-        """Make new optimizers step with what this rank owns."""
+        """Narrow new optimizers to this rank's parameters."""
         self._num_steps = 0
         parameters = self._strategy._parameters
         parameters.narrow_steps()
@@ -247,7 +247,7 @@ class FitRun:
             self._collected.refuse_metric(metric)
 
     def _join_ranks(self) -> None:
-        """Share with all ranks what one of them meets in a fit."""
+        """Send a rank's signals (stop, failure, requeue) to all ranks."""
         strategy, group = self._strategy, self._group
         board, environment = strategy._board, strategy.cluster_environment
         if board is not None and self._trains:
@@ -271,7 +271,7 @@ class FitRun:
     # Training
 
     def start_training(self) -> None:
-        """Decide what ranks wait for between two steps."""
+        """Configure the synchronization between steps."""
         self._strategy._parameters.start_training()
         self.boundary.start_training(self._settings.optimizer_sync != "barrier")
 
@@ -388,7 +388,7 @@ class FitRun:
         return StepOptions(self._strategy.optimizers, self.run.pipeline.trained, self._num_steps)
 
     def arrive(self) -> None:
-        """Come to a milestone that all ranks come to after as many batches."""
+        """Check that all ranks reach a milestone after the same number of batches."""
         if self._arrivals is not None:
             self._arrivals.arrive()
 
@@ -416,7 +416,7 @@ class FitRun:
         return said.stops
 
     def send_collected(self) -> None:
-        """Send what steps have left behind to all ranks, before the hooks of an epoch's end."""
+        """Send the attributes that steps wrote to all ranks, before the hooks of an epoch's end."""
         if self._collected is not None:
             self._collected.send()
 

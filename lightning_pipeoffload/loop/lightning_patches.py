@@ -116,7 +116,7 @@ def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replac
 def answer_requeue(
     trainer: Trainer, note_signal: Callable[[int, FrameType | None], None]
 ) -> Callable[[Any], None]:
-    """Replace Lightning's handler under Slurm; return what saves and requeues."""
+    """Replace Lightning's signal handler under Slurm; return the object that saves and requeues."""
     connector = trainer._signal_connector
     # Private: Lightning's own saves there and then.
     connector._slurm_sigusr_handler_fn = note_signal  # type: ignore[method-assign, assignment]
@@ -145,7 +145,7 @@ class BackwardInStep(_AutomaticOptimization):
 
     @classmethod
     def replacing(cls, plain: _AutomaticOptimization) -> Self:
-        """Make one that goes on with the counts of ``plain``."""
+        """Make a loop with the progress of ``plain``."""
         made = cls(plain.trainer)
         made.optim_progress = plain.optim_progress
         return made
@@ -263,7 +263,7 @@ def _end_prediction(trainer: Any, plain: Callable[[], Any]) -> Any:
 
 
 def _update_schedulers(trainer: Any, plain: Any, interval: str, *args: Any, **kwargs: Any) -> None:
-    """Update learning rates; those of an epoch may depend on what its steps have collected."""
+    """Update learning rates; an epoch's scheduler may read attributes that its steps wrote."""
     if any(config.interval == interval == "epoch" for config in trainer.lr_scheduler_configs):
         trainer.strategy.fit_run.send_collected()
     plain(interval, *args, **kwargs)
@@ -277,7 +277,7 @@ def _check_validation(trainer: Any, plain: Callable[[Any], bool], data_fetcher: 
 
 
 def _note_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None) -> None:
-    """Remember to stop after this batch; the other ranks then stop because of this one."""
+    """Request a stop after this batch; the exchange stops the other ranks too."""
     trainer._signal_connector.received_sigterm = True
 
 

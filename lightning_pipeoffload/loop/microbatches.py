@@ -97,13 +97,13 @@ def _reads_images(part: nn.Module) -> bool:
 
 
 def _has_ignored_labels(batch: Any) -> bool:
-    """Whether whole numbers in a batch are -100; the host waits for those on an accelerator."""
+    """Return whether integers in a batch are -100; synchronizes with an accelerator."""
     tensors = (leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor))
     return any(t.dtype == torch.int64 and bool(t.eq(_IGNORED).any()) for t in tensors)
 
 
 def sees_its_size(pipeline: Pipeline) -> bool:
-    """Whether the number of samples of a microbatch may matter to a module; after its first trace.
+    """Return whether results may depend on the microbatch size; called after the first trace.
 
     It does to statistics over a batch, to dropout, which is seeded for each microbatch, and to
     whatever the step draws or writes.
@@ -128,6 +128,6 @@ def _depends(part: nn.Module) -> bool:
 
 
 def _numbers_of(config: object) -> dict[str, object]:
-    """Return the attributes of a configuration, as the models of Hugging Face have one."""
+    """Return the attributes of a Hugging Face configuration."""
     found = getattr(config, "__dict__", {})
     return {str(name): value for name, value in found.items() if "drop" in str(name)}

@@ -32,7 +32,7 @@ class ModelInParts:
 
     @property
     def is_made(self) -> bool:
-        """Whether this rank has made its layers, which nothing has run yet."""
+        """Return whether this rank has made its layers and no step has run yet."""
         return self._blueprint is not None
 
     @contextmanager

@@ -277,7 +277,7 @@ class PipelineRun:
         return self.pipeline.cut_batch(inputs.batch, size, *given, total)
 
     def begin_training(self, accumulation: Accumulation) -> None:
-        """Share what several ranks own, and print the plan, in the first batch."""
+        """In the first batch, synchronize shared parameters and print the plan."""
         self._group.replicas.copy_first(self.pipeline.tensors.own())
         self._group.share(self.pipeline)
         if self._group.num_replicas > 1:

@@ -65,7 +65,7 @@ class Clipping(NamedTuple):
         return norm.to(self.parameters[0].dtype.to_real()) if self.parameters else norm
 
     def is_needless(self, norm: Tensor) -> Tensor:
-        """Whether gradients of that norm stay as they are; never where it is NaN."""
+        """Return whether clipping leaves gradients of this norm unchanged; False for NaN."""
         return self.most / (norm + 1e-6) >= 1  # as torch has it
 
     def clip(self, norm: Tensor) -> None:
@@ -120,7 +120,7 @@ class PostValidation:
         self._group.connect_boundary()
 
     def assumes_norm(self) -> bool:
-        """Whether the step at hand is taken as if nothing had to be clipped."""
+        """Whether the current step runs as if no clipping were needed."""
         # Private: no public name tells the hook that runs. Others may clip before this one.
         is_last = self._trainer.lightning_module._current_fx_name == "configure_gradient_clipping"
         return is_last and self.assumes()
@@ -248,7 +248,7 @@ class PostValidation:
 
 
 class _Sum:
-    """Numbers of which all ranks want the sum, and do not wait for it."""
+    """Numbers to sum over all ranks asynchronously."""
 
     def __init__(self, group: PipelineGroup, numbers: Tensor) -> None:
         self._group = group

@@ -203,7 +203,7 @@ class Executor:
         self._outbox.clear()
 
     def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
-        """Run what needs no final weights, and repeat it if they change; return the rest."""
+        """Run actions that need no final weights, again if weights change; return the others."""
         if self._ahead is None:
             self._ahead = actions_ahead(self._plan)[self.rank]
         there = {*actions}

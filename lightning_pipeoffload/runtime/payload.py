@@ -17,7 +17,7 @@ from torch.utils._pytree import (  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.direct_function import DirectFunction
 
-# Numbers and strings are none of them: they may come from the batch.
+# Without numbers and strings, which may come from the batch.
 _CONSTANT = (type(None), torch.dtype, torch.device)
 
 

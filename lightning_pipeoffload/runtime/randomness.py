@@ -39,7 +39,7 @@ def seed_torch(seed: int) -> None:
 
 
 def segment_seeder(beside_torch: bool) -> Callable[[int], Any]:
-    """Return what seeds a segment: torch's generators, and numpy's and Python's if asked to."""
+    """Return a function that seeds torch's generators, and numpy's and Python's on request."""
     if beside_torch:
         return seed_all
     return seed_torch if accelerator_in_use() else torch.default_generator.manual_seed
@@ -86,7 +86,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def replayed_generator(device: torch.device, state: torch.Tensor) -> Iterator[None]:
-    """Give the device's generator an earlier state inside."""
+    """Set the device generator to an earlier state within the context."""
     before = generator_state(device)
     _set_generator(device, state)
     try:

@@ -67,7 +67,7 @@ def _blame_peer(error: RuntimeError, what: str) -> None:
 
 
 def says_peer_lost(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """Return whether an error only reports a lost rank."""
     if isinstance(error, (PeerLostError, dist.DistError)):
         return True
     # gloo's errors have no type of their own.
@@ -102,7 +102,7 @@ class Transport:
         """Free the tensors of a message that has arrived, if that has not been done."""
 
     def take_back(self) -> None:
-        """Free the tensors sent in this step, all of which have arrived; the step starts anew."""
+        """Free the tensors sent in this step, which have all arrived: the step restarts."""
 
     def finish_step(self) -> None:
         """Free the tensors sent in the step before."""
@@ -312,7 +312,7 @@ class ProcessGroupTransport(Transport):
         self.connect()
 
     def connect(self) -> None:
-        """Make the groups, on all ranks; the second time pending messages are forgotten."""
+        """Make the groups on all ranks; a second call discards pending messages."""
         rank, groups = self._mesh.rank, self._make_groups()
         self._to: dict[int, Link] = {}
         self._from: dict[int, Link] = {}

@@ -1,1 +1,1 @@
-"""F, B and W of one stage and microbatch: the user's step, of which one stage's blocks run."""
+"""F, B and W of one stage and microbatch: the user's step, with only one stage's blocks run."""

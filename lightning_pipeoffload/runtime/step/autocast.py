@@ -42,7 +42,7 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 @cache
 def _knows_gradients(device_type: str) -> bool:
-    """Whether torch's cache keeps casts made under no_grad apart from those with a gradient.
+    """Return whether torch's autocast cache separates casts under no_grad from others.
 
     Otherwise a weight would silently get no gradient.
     """

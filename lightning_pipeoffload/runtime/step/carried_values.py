@@ -1,4 +1,4 @@
-"""Values that go from stage to stage beside what the blocks hand on.
+"""Carried values: sent between stages in addition to the blocks' outputs.
 
 A residual around a block, the encoder's output in every block of a decoder, a skip of a U-Net, an
 auxiliary loss: the step makes such a value before a cut and uses it behind. The sender has it as a
@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 
 
 def carried_values(record: StepRecord, incoming: int, outgoing: int | None) -> CarriedValues | None:
-    """Make what one F receives, uses and hands on; None: nothing is carried.
+    """Make the carried values of one F; None if the step carries none.
 
     Args:
         record: What goes from block to block in the step.
@@ -47,7 +47,7 @@ def carried_values(record: StepRecord, incoming: int, outgoing: int | None) -> C
 
 
 class CarriedValues(CallCounter):
-    """The carried values of one F of a stage: received, used and handed on beside the payload.
+    """The carried values of one F of a stage: received, used, and sent with the payload.
 
     Attributes:
         counts: Whether the step's calls are to be counted: values are wanted that no block returns.
@@ -64,13 +64,13 @@ class CarriedValues(CallCounter):
         self._values: dict[Port, Tensor] = {}
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
-        """Note the result if it is to be received or handed on."""
+        """Record a result that the stage receives or sends as a carried value."""
         place = self.segment, call
         is_it = place in self._wanted and self._digests[place] == self.digest
         return self._note(call, self._wanted[place], result) if is_it else result
 
     def leave_block(self, index: int, output: Any) -> Any:
-        """Note a block's output; the next segment starts."""
+        """Record a block's output and start the next segment."""
         self.start(index + 1)
         if self.counts:
             for leaf in tensors_in(output):
@@ -79,7 +79,7 @@ class CarriedValues(CallCounter):
         return self._note(0, places, output) if places else output
 
     def deliver(self, tensors: Sequence[Tensor]) -> None:
-        """Give what was received to the tensors that stand for it.
+        """Set the values of the stand-ins to the received tensors.
 
         Raises:
             RuntimeError: The step has not made one of them, unlike in its first run.

@@ -1,4 +1,4 @@
-"""In the first step, what a checkpoint computes again in B is compared with F's output (rule 5).
+"""Compares each checkpoint's recomputation in B with its result in F, in the first step (rule 5).
 
 Other microbatches' forwards run in between, so what a block reads beside its arguments may be of
 another microbatch by then. This holds for checkpoints of the user, of a library and of this
@@ -138,7 +138,7 @@ def _find_watch() -> CheckpointWatch | None:
 
 
 def is_repeatable(device: torch.device) -> bool:
-    """Whether operations compute the same bits again; on accelerators sums may have any order."""
+    """Return whether operations are deterministic; accelerators may sum in any order."""
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 

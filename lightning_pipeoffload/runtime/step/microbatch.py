@@ -15,7 +15,7 @@ from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
 @dataclass(eq=False)  # not frozen, which takes four times as long to make
 class Microbatch:
-    """One slice of a batch, and what running the step on it takes.
+    """One slice of a batch, and the data needed to run the step on it.
 
     Attributes:
         part: Its samples.
@@ -46,7 +46,7 @@ def placed(
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,
 ) -> Sequence[Microbatch]:
-    """Give the microbatches of a batch their places in a plan; returns them.
+    """Assign the microbatches of a batch to places in a plan, and return them.
 
     Args:
         slices: The microbatches.

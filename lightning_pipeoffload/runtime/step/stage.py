@@ -84,7 +84,7 @@ class StageRunner:
         return [] if self.is_first else microbatch.record.payload_over(start)
 
     def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
-        """Describe the tensors that this stage sends to the next one."""
+        """Return the specs of the tensors that this stage sends to the next one."""
         stop = self._context.stage.blocks.stop
         return [] if self.is_last else microbatch.record.payload_over(stop)
 
@@ -253,7 +253,7 @@ class StageRunner:
         self._alive.clear()
 
     def keep_writes(self) -> Callable[[], None]:
-        """Save what the rank's steps write; return a function that restores it."""
+        """Save the state that steps write; return a function that restores it."""
         # All buffers: the trace does not see what a kernel writes, statistics of a norm say.
         return self._context.writes.keep(
             tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)

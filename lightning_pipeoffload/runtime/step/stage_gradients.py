@@ -1,4 +1,4 @@
-"""A gradient per stage for a weight that several stages of one rank use.
+"""A separate gradient per stage for weights that several stages of a rank use.
 
 The order in which backwards of two stages alternate depends on the plan. So that the bits of a tied
 weight's gradient do not, each stage accumulates its own gradient in the order of its microbatches,

@@ -48,7 +48,7 @@ class GraphPool(Protocol):
     """Memory that graphs share, which are replayed in the order of their capture."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture what ``run`` does on the device; return a function that does it again."""
+        """Capture ``run`` in a device graph; return a function that replays it."""
 
 
 class CudaGraphPool:
@@ -138,7 +138,7 @@ class _BlockGraphs:
             entry.compute()
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        """Run F; return what the block returns."""
+        """Run F and return the block's output."""
         self.is_free = False
         return self._output.fill(_Replayed.apply(ANCHOR, self, *tensors))
 
@@ -202,7 +202,7 @@ class _Replayed(DirectFunction):
 
 
 class _Block:
-    """A block as it was in its first call, and graphs for calls like that one."""
+    """A block with graphs for calls with the same signature as its first one."""
 
     def __init__(self, parameters: Iterable[Tensor], args: Any, kwargs: Any) -> None:
         self.parameters = [*parameters]
@@ -211,7 +211,7 @@ class _Block:
         self.first_call = self.describe(args, kwargs)
 
     def describe(self, args: Any, kwargs: Any) -> tuple[BlockOutput, list[Any], list[Any]]:
-        """Return what a call must have in common with another to use its graphs."""
+        """Return a key of a call; calls with equal keys can share a graph."""
         strides = [tensor.stride() for tensor in tensors_in((args, kwargs))]
         weights = [(weight.data_ptr(), weight.requires_grad) for weight in self.parameters]
         return BlockOutput.of((args, kwargs)), strides, weights

@@ -83,7 +83,7 @@ class StepWrites:
 
     @property
     def is_by_users(self) -> bool:
-        """Whether the user's steps write anything."""
+        """Return whether the user's steps write any state."""
         return bool(self._by_users)
 
     @property
@@ -92,7 +92,7 @@ class StepWrites:
         return max(self._num_passes)
 
     def expect(self, record: StepRecord, stages: Sequence[Stage]) -> None:
-        """Take note of what a step writes."""
+        """Add the writes of a traced step."""
         self._weights.update(write.name for write in record.weight_writes)
         self._saved.update(record.saved_and_written)
         self._in_place.update(record.written_in_place)
@@ -162,7 +162,7 @@ class StepWrites:
         return _hiding([self._chain.block_name(block) for block in others], ownership)
 
     def of_stage(self, stage: int) -> AbstractContextManager[Any]:
-        """Let the module have what ``stage`` has written, while it runs one microbatch."""
+        """Put the values that ``stage`` has written into the module during one microbatch."""
         if len(self._num_passes) > 1:
             return self._taking_turns(stage)
         missing = self._missing[stage]
@@ -173,7 +173,7 @@ class StepWrites:
         return [(variable, fingerprint(variable.value)) for variable in self._by_users.values()]
 
     def in_backward(self, stage: int, left: Left) -> AbstractContextManager[Any]:
-        """Let attributes raise in a backward that other forwards have written since."""
+        """Let attributes that later forwards have written raise during a backward."""
         if not left:
             return NOTHING
         missing = self._missing[stage]
@@ -212,7 +212,7 @@ class StepWrites:
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
-        """Undo what a block writes that runs again in a backward."""
+        """Undo the writes of a block that is recomputed in a backward."""
         found = [(v, v.value) for v in self._by_users.values()]
         for variable, value in found:
             if isinstance(value, Elsewhere) and variable.key in self._of_blocks:
@@ -272,7 +272,7 @@ class StepWrites:
     def _written_in(
         self, child: nn.Module, is_buffers: bool, before: _Values
     ) -> Iterator[tuple[_SpaceOf, str, Any, Any]]:
-        """Yield what a pass has written that is its stage's own: where, new value, old value."""
+        """Yield (slot, new value, old value) of the writes that belong to the pass's stage."""
         space = _space(child, is_buffers)
         # Most modules are unchanged: no line of Python for each attribute.
         if (

@@ -175,7 +175,7 @@ def _widened(cast: Tensor) -> Tensor | None:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks are called with a parameter's gradient when it is added."""
+    """Return whether a parameter has hooks on its gradient."""
     # Private, both: nothing public tells.
     return bool(
         parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
