@@ -254,14 +254,14 @@ def _is_shared_out(loader: Any) -> bool:
 class Arrivals:
     """Compares how many batches the ranks have read from one milestone to the next.
 
-    A milestone is what all of them come to, such as a validation or an epoch's end: where a rank
-    has fewer batches, another waits for it in vain. The thread that watches for failures compares.
+    A milestone is reached by all of them, such as a validation or an epoch's end. The rank with the
+    fewest batches reaches it first, since the others wait for that rank in their next batch, in
+    vain. The thread that watches for failures compares with it.
     """
 
     def __init__(self, store: Store, mesh: RankMesh) -> None:
         self._store, self._mesh = store, mesh
         self._global_rank = mesh.global_rank
-        self._others = [rank for rank in range(mesh.world_size) if rank != mesh.global_rank]
         self._position = 0, 0  # milestones, batches since; one object, as two threads use it
 
     @contextmanager
@@ -278,20 +278,21 @@ class Arrivals:
             raise
 
     def arrive(self) -> None:
-        """Publish that this rank reached a milestone, with its number of batches."""
+        """Publish that this rank has reached a milestone, if it is the first; begin the next."""
         milestone, num_batches = self._position
-        self._store.set(f"{_ARRIVED}{milestone}/{self._global_rank}", str(num_batches))
+        # One key for all: each rank polls it, and global rank 0 answers all of them.
+        said = f"{self._global_rank} {num_batches}"
+        self._store.compare_set(f"{_ARRIVED}{milestone}", "", said)
         self._position = milestone + 1, 0
 
     def look(self, store: Store) -> str | None:
-        """Describe a rank that finished after fewer batches; None if there is none. Thread-safe."""
+        """Describe the first rank, if it has read fewer batches; None if not. Thread-safe."""
         milestone, num_batches = self._position
-        for rank in self._others if num_batches else ():
-            key = f"{_ARRIVED}{milestone}/{rank}"
-            theirs = int(store.get(key)) if store.check([key]) else num_batches
-            if theirs < num_batches:
-                return self._explain(rank, theirs)
-        return None
+        key = f"{_ARRIVED}{milestone}"
+        if not num_batches or not store.check([key]):
+            return None
+        rank, theirs = map(int, store.get(key).split())
+        return self._explain(rank, theirs) if theirs < num_batches else None
 
     def _explain(self, rank: int, num_batches: int) -> str:
         other, own = self._mesh.replica_of(rank), self._mesh.replica
