@@ -52,7 +52,7 @@ def test_the_checkpoint_is_whole_after_a_kill_at_any_call(tmp_path, form):
 @pytest.mark.parametrize(("form", "rank"), [("file", 0), ("folder", 0), ("folder", 1)])
 def test_a_full_disk_stops_all_ranks_and_the_checkpoint_stays(tmp_path, form, rank):
     path = str(tmp_path / "last.ckpt")
-    callbacks = [FillDisk(rank, size=28_000), SaveAndDie(path, NEVER)]
+    callbacks = [FillDisk(rank, 28_000, form == "folder"), SaveAndDie(path, NEVER)]
     ended, logs = run(str(tmp_path / "log"), form == "folder", [callbacks] * 2)
     assert 0 not in ended
     assert "was not saved" in logs[rank]

@@ -60,11 +60,22 @@ class Impatient(L.Callback):
 
 
 class FillDisk(L.Callback):
-    """Lets a rank write no file longer than that from the second batch on."""
+    """Lets a rank write no file longer than that from the second batch on.
 
-    def __init__(self, rank, size):
+    Args:
+        rank: which.
+        size: of the longest file.
+        fails_all: whether every rank fails then: each waits for its own error, however late.
+    """
+
+    def __init__(self, rank, size, fails_all):
         self.rank = rank
         self.size = size
+        self.fails_all = fails_all
+
+    def on_train_start(self, trainer, module):
+        if self.fails_all:
+            failure_board._OWN_ERROR_SECONDS = failure_board._SEEN_SECONDS = _PATIENCE_SECONDS
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == 1 and trainer.global_rank == self.rank:
