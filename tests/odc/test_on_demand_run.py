@@ -1,12 +1,13 @@
 """What a minibatch costs: waits between ranks, and memory; a rank that fails ends all."""
 
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from threading import Event
 
 import pytest
 import torch
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 
 from lightning_pipeoffload.odc import shared_bytes, transport
 from lightning_pipeoffload.odc.fsdp_hooks import _Push
@@ -19,48 +20,41 @@ from tests.support.on_demand_fits import Texts, fit_rank, made
 from tests.support.pairs import some
 
 
-def collectives(trace):
-    counts = {event.key: event.count for event in trace.key_averages()}
-    return {key: count for key, count in counts.items() if key.startswith("c10d::")}
-
-
 def counted():
     """Fit, and count the collectives of each minibatch, and those between its two waits."""
     train, opened, closed = MinibatchTraining.train, OnDemandRun.open, OnDemandRun.close
     inside, around = [], []
-    watch = profile()
+    between = record_function("between the waits")
 
     def counting_train(self, *args, **kwargs):
         with profile() as trace:
             output = train(self, *args, **kwargs)
-        around.append(collectives(trace))
+        events = trace.events()
+        (span,) = [event.time_range for event in events if event.name == between.name]
+        calls = [event for event in events if event.name.startswith("c10d::")]
+        around.append(Counter(call.name for call in calls))
+        inside.append([c.name for c in calls if span.start <= c.time_range.start <= span.end])
         return output
 
     def counting_open(self, *args):
         opened(self, *args)
-        watch.start()
+        between.__enter__()
 
     def counting_close(self, *args):
-        watch.stop()
-        inside.append(collectives(watch))
+        between.__exit__(None, None, None)
         return closed(self, *args)
 
-    OnDemandRun.open, OnDemandRun.close = counting_open, counting_close
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnDemandRun, "open", counting_open)
+        patch.setattr(OnDemandRun, "close", counting_close)
+        patch.setattr(MinibatchTraining, "train", counting_train)
         fit_rank((3, 1))
-    finally:
-        OnDemandRun.open, OnDemandRun.close = opened, closed
-    MinibatchTraining.train = counting_train
-    try:
-        fit_rank((3, 1))
-    finally:
-        MinibatchTraining.train = train
     return inside, around
 
 
 def test_ranks_meet_before_and_after_a_minibatch_and_not_in_it(ranks):
     for inside, around in ranks(2).run(counted):
-        assert inside == [{}] * 4
+        assert inside == [[]] * 4
         # What is told at the end goes round twice: how long it is, and what it is.
         assert around == [{"c10d::barrier": 1, "c10d::allgather_": 2}] * 4
 
@@ -124,7 +118,7 @@ def pushed_to_a_slow_owner():
     @contextmanager
     def slow(self, *place):
         with held(self, *place):
-            went_on.append(are_two.wait(60))
+            went_on.append(are_two.wait(1000))
             yield
 
     _Push.__call__, shared_bytes.OwnerLocks.held = counted, slow

@@ -112,19 +112,22 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
 @pytest.mark.parametrize("end", [lambda b: b.stop(), lambda b: b.report(SystemExit(1), "", 1)])
 def test_no_thread_is_within_a_call_of_the_store_once_it_is_over(monkeypatch, end):
     monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
-    is_called = threading.Event()
+    monkeypatch.setattr(failure_board, "_LAST_POLL_SECONDS", 1000)
+    is_called, is_waited_for = threading.Event(), threading.Event()
     within = []
 
     def look(store):
         within.append(store)
         is_called.set()
-        time.sleep(0.3)
+        is_waited_for.wait(1000)
         within.pop()
 
     board = failure_board.FailureBoard(0, 1, LaunchedProcesses(0, 0, ()))
     board.also_look = [look]
     board.connect(HashStore())
     assert is_called.wait(1000)
+    join = board._thread.join
+    board._thread.join = lambda *timeout: is_waited_for.set() or join(*timeout)
     end(board)
     assert not within
 

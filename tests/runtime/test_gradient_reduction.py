@@ -27,7 +27,7 @@ class Exchange:
 
     def get(self, own, place):
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.sent[own]) > place, timeout=10)
+            assert self.changed.wait_for(lambda: len(self.sent[own]) > place, timeout=1000)
             return self.sent[own][place]
 
 

@@ -371,7 +371,7 @@ def longest_hold(run):
     return max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) / (ticks[-1] - ticks[0])
 
 
-@pytest.mark.slow  # goes by the clock, which a busy machine holds
+@pytest.mark.slow  # as long as it fails where the operation holds Python
 @pytest.mark.parametrize("trains", [True, False])
 def test_other_threads_run_python_during_an_operation(trains):
     weight, x = (torch.randn(1100, 1100).requires_grad_() for _ in range(2))
@@ -383,7 +383,8 @@ def test_other_threads_run_python_during_an_operation(trains):
             lambda: torch.autograd.grad(y, x, y, retain_graph=True),
         )
         for run in passes:
-            assert min(longest_hold(run) for _ in range(3)) < 0.5
+            # A busy machine may hold the other thread too, but not each time.
+            assert any(longest_hold(run) < 0.5 for _ in range(100))
 
 
 @pytest.mark.parametrize("name", _KERNELS)
