@@ -180,8 +180,12 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
         assert (tmp_path / picture).stat().st_size > 0
 
 
+# What is submitted to Slurm is tried in test_slurm.
+HERE = [line for line in commands("pipeoffload-train") if "cluster=slurm" not in line]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", commands("pipeoffload-train"))
+@pytest.mark.parametrize("line", HERE)
 def test_a_training_runs(line, tmp_path):
     train = [sys.executable, "-m", "lightning_pipeoffload.train"]
     assert "samples/s" in output_of([*train, *shlex.split(line), *SMALL], tmp_path)
