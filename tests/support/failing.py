@@ -194,6 +194,8 @@ def read_options():
 def main():
     # As in a terminal: what a shell starts in the background ignores Ctrl-C from the start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Private: how often a worker looks for its parent, which may have been killed.
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
     options = read_options()
     is_at_fault = rank_of() == options.rank
     if options.before == "fit" and is_at_fault:
