@@ -189,17 +189,19 @@ class StageRunner:
             del self._alive[microbatch.index]
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
-        around = together(self._gradients.exchanged(), self._checking_hooks())
-        with BackwardOn(microbatches[0].device), around:
+        with BackwardOn(microbatches[0].device), self._gradients, self._checking_hooks():
             gradients.run(told.finish)
 
     def _around(self, alive: _Alive) -> AbstractContextManager[Any]:
         """Return the context of a B or W: gradients and attributes as they are for this stage."""
+        checking = self._checking_hooks()
+        if checking is NOTHING and not (self._gradients or alive.seen or alive.left):
+            return NOTHING  # as in most models
         return together(
-            self._gradients.exchanged(),
+            self._gradients or NOTHING,
             alive.seen.again() if alive.seen else NOTHING,
             self._context.writes.in_backward(self._context.stage.index, alive.left),
-            self._checking_hooks(),
+            checking,
         )
 
     def _checking_hooks(self) -> AbstractContextManager[Any]:

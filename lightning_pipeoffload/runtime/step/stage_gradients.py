@@ -12,13 +12,9 @@ and these are summed once, in the order of the stages::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_pipeoffload.runtime.contexts import NOTHING
 
 
 class StageGradient:
@@ -54,9 +50,8 @@ class OwnGradients:
     def __init__(self, gradients: Sequence[StageGradient] = ()) -> None:
         self._gradients = gradients
 
-    def exchanged(self) -> AbstractContextManager[Any]:
-        """Return this context, or NOTHING where no weight is shared."""
-        return self if self._gradients else NOTHING
+    def __len__(self) -> int:
+        return len(self._gradients)
 
     def __enter__(self) -> None:
         for gradient in self._gradients:
