@@ -33,7 +33,7 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("", port))  # on all addresses, as the ranks will listen
             except OSError:
                 continue
             return port

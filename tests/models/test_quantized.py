@@ -486,5 +486,5 @@ def test_files_of_another_kind_are_refused(tmp_path):
     larger = transformers.AutoModelForCausalLM.from_config(other)
     replace_with_bnb_linear(larger, ["lm_head"], QUANTIZED)
     for path in (full, packed):
-        with pytest.raises(ValueError, match=r"weight .*mlp.* has shape \(\d+, \d+\) in the fil"):
+        with pytest.raises(ValueError, match=r"weight .*mlp.* is of shape \(\d+, \d+\) in the fil"):
             load_weights(larger, path)
