@@ -254,9 +254,9 @@ def _is_shared_out(loader: Any) -> bool:
 class Arrivals:
     """Compares how many batches the ranks have read from one milestone to the next.
 
-    A milestone is reached by all of them, such as a validation or an epoch's end. The rank with the
-    fewest batches reaches it first, since the others wait for that rank in their next batch, in
-    vain. The thread that watches for failures compares with it.
+    A milestone is reached by all of them, such as a validation or an epoch's end: where a rank has
+    fewer batches, another waits for it in vain. The thread that watches for failures compares with
+    the fewest.
     """
 
     def __init__(self, store: Store, mesh: RankMesh) -> None:
@@ -278,15 +278,17 @@ class Arrivals:
             raise
 
     def arrive(self) -> None:
-        """Publish that this rank has reached a milestone, if it is the first; begin the next."""
+        """Publish that this rank has reached a milestone, unless one with fewer batches has."""
         milestone, num_batches = self._position
         # One key for all: each rank polls it, and global rank 0 answers all of them.
         said = f"{self._global_rank} {num_batches}"
-        self._store.compare_set(f"{_ARRIVED}{milestone}", "", said)
+        first = self._store.compare_set(f"{_ARRIVED}{milestone}", "", said)
+        if num_batches < int(first.split()[1]):  # in an evaluation ranks may run a batch ahead
+            self._store.set(f"{_ARRIVED}{milestone}", said)
         self._position = milestone + 1, 0
 
     def look(self, store: Store) -> str | None:
-        """Describe the first rank, if it has read fewer batches; None if not. Thread-safe."""
+        """Describe a rank that has read fewer batches; None if there is none. Thread-safe."""
         milestone, num_batches = self._position
         key = f"{_ARRIVED}{milestone}"
         if not num_batches or not store.check([key]):

@@ -288,18 +288,15 @@ class BackwardOn:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._outside = outside_autocast(device)
 
     def __enter__(self) -> None:
-        self._outside = outside_autocast(self._device)
-        if self._outside is not NOTHING:
-            self._outside.__enter__()
+        self._outside.__enter__()
         self._here = torch.autograd.set_multithreading_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
         self._here.__exit__(*error)
-        if self._outside is not NOTHING:
-            self._outside.__exit__(*error)
+        self._outside.__exit__(*error)
 
 
 @contextmanager
