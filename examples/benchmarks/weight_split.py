@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.demos.gpt import Block
 from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 
 NUM_BLOCKS = 8
 BATCH, TOKENS, HEADS = 2, 256, 4
@@ -84,10 +84,10 @@ def fused(blocks: Blocks, x: Tensor, gradient: Tensor) -> Iterator[None]:
 def ours(blocks: Blocks, x: Tensor, gradient: Tensor) -> Iterator[None]:
     """Weight gradients queued at the dispatcher."""
     queue = WeightGradQueue()
-    with deferring(queue):
+    with queue:
         output = blocks(x)
     yield
-    with deferring(queue):
+    with queue:
         torch.autograd.backward(output, gradient)
     del output
     yield

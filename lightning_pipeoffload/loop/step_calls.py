@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_pipeoffload.loop.step_exchange import JointStop
-from lightning_pipeoffload.metrics.log_capture import LogCapture
+from lightning_pipeoffload.metrics.log_capture import LogCapture, ignore_log
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
@@ -75,16 +75,17 @@ class StepCalls:
         """Return what to run for one batch, by the arguments that Lightning calls the step with."""
         batch, *rest = args
         plain = getattr(self._module, kind)
+        quiet = LogsQuiet(self._module)
 
         def step(part: Any, call: StepCall) -> Any:
-            capturing = together(
-                NOTHING if call.is_last else LoggersQuiet(self._module),
+            logging = together(
+                NOTHING if call.is_last else quiet,
                 NOTHING if call.is_last_local else PrintQuiet(),
-                self._capture.capturing(call.is_last, call.is_trace),
+                self._capture.capturing(call.is_last) if call.is_last or call.is_trace else NOTHING,
             )
             self.is_tracing = call.is_trace
             try:
-                with capturing:
+                with logging:
                     result = plain(part, *rest, **kwargs)
             finally:
                 self.is_tracing = False
@@ -117,8 +118,8 @@ class QuietLogger:
         return _ignore if name.startswith("log_") and callable(found) else found
 
 
-class LoggersQuiet:
-    """Silences ``self.print`` and the loggers of a module's trainer."""
+class LogsQuiet:
+    """Silences ``self.log``, ``self.print`` and the loggers of a module's trainer."""
 
     def __init__(self, module: LightningModule) -> None:
         self._attributes = module.__dict__
@@ -128,10 +129,10 @@ class LoggersQuiet:
         self._loggers = self._trainer.loggers
         if self._loggers:
             self._trainer.loggers = [QuietLogger(logger) for logger in self._loggers]  # type: ignore[misc]
-        self._attributes["print"] = _ignore
+        self._attributes["print"], self._attributes["log"] = _ignore, ignore_log
 
     def __exit__(self, *error: object) -> None:
-        del self._attributes["print"]
+        del self._attributes["print"], self._attributes["log"]
         if self._loggers:
             self._trainer.loggers = self._loggers
 

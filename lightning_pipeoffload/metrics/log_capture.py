@@ -50,14 +50,14 @@ class LogCapture:
         self._num_passes = 0
         self._metrics = WholeBatchValues(module)
 
-    def capturing(self, keep: bool, tracing: bool = False) -> AbstractContextManager[None]:
+    def capturing(self, keep: bool) -> AbstractContextManager[None]:
         """Capture the calls of one microbatch.
 
         Args:
-            keep: Whether the step comes to its end, with all that it logs.
-            tracing: Whether the step is traced, without values.
+            keep: Whether the step comes to its end, with all that it logs; False: it is traced,
+                without values.
         """
-        return _Capturing(self, keep, tracing) if keep or tracing else _Ignoring(self._module)
+        return _Capturing(self, keep)
 
     def replay(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log each name once, with its values combined.
@@ -98,22 +98,9 @@ class LogCapture:
         return self._module.trainer.training if on_step is None else bool(on_step)
 
 
-class _Ignoring:
-    """Drops the calls of a stage that leaves the step before its end."""
-
-    def __init__(self, module: LightningModule) -> None:
-        self._attributes = module.__dict__
-
-    def __enter__(self) -> None:
-        self._attributes["log"] = _ignore
-
-    def __exit__(self, *error: object) -> None:
-        del self._attributes["log"]
-
-
 class _Capturing:
-    def __init__(self, capture: LogCapture, keep: bool, tracing: bool) -> None:
-        self._capture, self._keep, self._tracing = capture, keep, tracing
+    def __init__(self, capture: LogCapture, keep: bool) -> None:
+        self._capture, self._keep = capture, keep
         self._repeats: dict[str, int] = {}
         self._calls: list[_Call] = []
 
@@ -123,17 +110,21 @@ class _Capturing:
         capture._num_passes += self._keep
         if self._keep:
             capture._metrics.start_watching()
-        capture._module.__dict__["log"] = self._log
+        attributes = capture._module.__dict__
+        self._before = attributes.get("log")
+        attributes["log"] = self._log
 
     def __exit__(self, *error: object) -> None:
-        capture = self._capture
-        del capture._module.__dict__["log"]
+        capture, attributes = self._capture, self._capture._module.__dict__
+        del attributes["log"]
+        if self._before is not None:
+            attributes["log"] = self._before
         if self._keep:
             capture._metrics.stop_watching()
         # Values of earlier stages are there only now: used on the last stage, they come.
         for call in self._calls:
             call.value = _detach(call.value)
-        if self._tracing:
+        if not self._keep:
             capture._calls.clear()
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -144,8 +135,11 @@ class _Capturing:
         self._repeats[name] = repeat + 1
 
 
-def _ignore(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Drop a call of ``self.log``; the operations are those of a captured one."""
+def ignore_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Drop a call of ``self.log`` in a stage that leaves the step before its end.
+
+    The operations are those of a captured one.
+    """
     _detach(value)
 
 

@@ -13,10 +13,11 @@ def together(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[A
 
     Actions enter contexts with cold caches, where each Python call takes microseconds.
     """
-    found = [context for context in contexts if context is not NOTHING]
-    if len(found) > 1:
-        return _Several(found)
-    return found[0] if found else NOTHING
+    found: AbstractContextManager[Any] = NOTHING
+    for context in contexts:
+        if context is not NOTHING:
+            found = context if found is NOTHING else _Several([found, context])
+    return found
 
 
 class _Several:

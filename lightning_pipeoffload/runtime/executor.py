@@ -49,7 +49,7 @@ class _Ends(NamedTuple):
 
     needed: Action | None
     given: Action | None
-    is_sent: bool  # given is a SEND; else the RECV of a stage of this rank
+    box: dict[Action, list[Tensor]]  # for what is given: to be sent, or of a stage of this rank
 
 
 class Executor:
@@ -191,10 +191,22 @@ class Executor:
         self._tails = {weights[0]: weights for weights in found if weights}
         self._ahead: list[Action] | None = None
         self._arrived_before = arrived_before(plan, self.rank)
-        self._ends = {a: _ends(plan, a) for a in plan[self.rank] if a.kind in _EXCHANGING}
+        self._ends = {a: self._ends_of(a) for a in plan[self.rank] if a.kind in _EXCHANGING}
         sends = (action for action in plan[self.rank] if action.kind in SENDS)
         self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
         self._receives = OpenReceives(plan, self.rank, self._post)
+
+    def _ends_of(self, action: Action) -> _Ends:
+        first, last, receives, sends = 0, self._plan.num_stages - 1, Kind.RECV_F, Kind.SEND_F
+        if action.kind is not Kind.F:
+            first, last, receives, sends = last, first, Kind.RECV_B, Kind.SEND_B
+        needed = None if action.stage == first else action._replace(kind=receives)
+        if action.stage == last:
+            return _Ends(needed, None, {})
+        send = action._replace(kind=sends)
+        if send_after(self._plan, action) is not None:
+            return _Ends(needed, send, self._outbox)
+        return _Ends(needed, recv_of(send), self._inbox)
 
     def _start_messages(self) -> None:
         self._receives.start_step()
@@ -247,12 +259,6 @@ class Executor:
 
     # What each kind of action does
 
-    def _begin(self, *actions: Action) -> None:
-        # Before the clock starts: the time of an action does not include waits.
-        for action in actions:
-            self.memory.arrive(action)
-        self.timer.start()
-
     def _finish(self, *actions: Action) -> None:
         if self._keep:
             self.timer.record(*actions)
@@ -260,7 +266,7 @@ class Executor:
                 self.memory.record(action)
 
     def _forward(self, action: Action) -> None:
-        self._begin(action)
+        self.timer.start()  # nothing that an F needs is offloaded
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
         ends = self._ends[action]
@@ -272,7 +278,7 @@ class Executor:
         if ends.given is None:
             self._results[action.microbatch] = output
         else:
-            self._pass_on(ends, output)
+            ends.box[ends.given] = output
         self._finish(action)
 
     def _with_weights(
@@ -287,13 +293,15 @@ class Executor:
         return lambda: received
 
     def _backward(self, action: Action) -> None:
-        self._begin(action)
+        # Before the clock starts: the time of an action does not include waits.
+        self.memory.arrive(action)
+        self.timer.start()
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         ends = self._ends[action]
         gradients = self._take(ends.needed)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
         if ends.given is not None:
-            self._pass_on(ends, gradients)
+            ends.box[ends.given] = gradients
         self._finish(action)
 
     def _weight(self, action: Action) -> None:
@@ -304,7 +312,8 @@ class Executor:
         elif self._reduction is not None and tail:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
         else:
-            self._begin(action)
+            self.memory.arrive(action)
+            self.timer.start()
             self.stages[action.stage].weight(self._microbatches[action.microbatch])
             self._finish(action)
 
@@ -312,7 +321,9 @@ class Executor:
         assert self._reduction is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
-        self._begin(*actions)
+        for action in actions:
+            self.memory.arrive(action)
+        self.timer.start()
         self.stages[first.stage].last_weights(microbatches, self._reduction)
         self._finish(*actions)
         self._regrouped.update(others)
@@ -328,11 +339,6 @@ class Executor:
 
     # Messages
 
-    def _pass_on(self, ends: _Ends, tensors: list[Tensor]) -> None:
-        """Store a result for its SEND, or for the next stage if that is on this rank."""
-        assert ends.given is not None
-        (self._outbox if ends.is_sent else self._inbox)[ends.given] = tensors
-
     def _send(self, action: Action) -> None:
         self.transport.send(action, self._peers[action], self._outbox.pop(action))
         self._receives.count_send()
@@ -346,7 +352,7 @@ class Executor:
         if receive.kind is Kind.RECV_F:
             specs = stage.payload_in(microbatch)
         else:
-            specs = [spec for spec in stage.payload_out(microbatch) if spec.gets_gradient]
+            specs = stage.gradient_specs(microbatch)
         self.transport.post(receive, peer, specs)
 
     def _take(self, receive: Action | None) -> list[Tensor]:
@@ -362,14 +368,3 @@ class Executor:
                     self.transport.release(send)
             self.timer.resume()
         return self._inbox.pop(receive)
-
-
-def _ends(plan: Schedule, action: Action) -> _Ends:
-    first, last, receives, sends = 0, plan.num_stages - 1, Kind.RECV_F, Kind.SEND_F
-    if action.kind is not Kind.F:
-        first, last, receives, sends = last, first, Kind.RECV_B, Kind.SEND_B
-    needed = None if action.stage == first else action._replace(kind=receives)
-    if action.stage == last:
-        return _Ends(needed, None, False)
-    send, is_sent = action._replace(kind=sends), send_after(plan, action) is not None
-    return _Ends(needed, send if is_sent else recv_of(send), is_sent)

@@ -31,6 +31,10 @@ class InForce:
     def __init__(self) -> None:
         self._said: defaultdict[type, list[Any]] = defaultdict(list)
 
+    def stack(self, kind: type[_Said]) -> list[_Said]:
+        """Return the settings of a type, the current one last, for code that every action calls."""
+        return self._said[kind]
+
     def latest(self, kind: type[_Said]) -> _Said | None:
         """Return the current setting of a type; None if there is none."""
         said = self._said[kind]

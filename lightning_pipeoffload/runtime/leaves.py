@@ -39,4 +39,6 @@ def map_operands(function: Callable[[Any], Any], operands: Any) -> Any:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """List the tensors of a pytree."""
+    if type(tree) is Tensor:  # as most blocks return
+        return [tree]
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
-
-    def has_shape_of(self, tensor: Tensor) -> bool:
-        return self.shape == tensor.shape and self.dtype == tensor.dtype
 
 
 @dataclass(frozen=True)
@@ -99,12 +96,11 @@ def _describe(leaf: Any) -> Any:
     return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-@dataclass
-class Received:
+class Received(Protocol):
     """Tensors from the previous stage, and the gradients that are sent back."""
 
     specs: list[TensorSpec]
-    gradients: tuple[Tensor | None, ...] = ()
+    gradients: tuple[Tensor | None, ...]
 
 
 # Input of every _Enter: autograd needs one that requires a gradient, though it never gets one.
@@ -124,12 +120,14 @@ class _Enter(DirectFunction):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.received = received
-        entered = tuple(tensor.detach() for tensor in tensors)
-        pairs = zip(entered, received.specs, strict=True)
-        plain = [tensor for tensor, spec in pairs if not spec.requires_grad]
+        entered, plain = [], []
+        for tensor, spec in zip(tensors, received.specs, strict=True):
+            entered.append(tensor.detach())
+            if not spec.requires_grad:
+                plain.append(entered[-1])
         if plain:
             ctx.mark_non_differentiable(*plain)
-        return entered
+        return tuple(entered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
@@ -148,15 +146,18 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
     ``sender`` is the name of the previous stage's last block, for the error where other tensors
     have a gradient than in the step's first run.
     """
+    found = []
     gradients = received.gradients or (None,) * len(received.specs)
-    arrived = [gradient is not None for gradient in gradients]
-    if arrived != [spec.gets_gradient for spec in received.specs]:
-        raise RuntimeError(
-            f"the loss does not lead back to the same values behind {sender} as it did when the "
-            f"step was first run on a batch of these shapes, which is all that the stages before "
-            f"know: a detach(), or the use of a value, depends on chance, on the batch's values or "
-            f"on the step's number, or the backward of a custom function returns None; multiply by "
-            f"0 what is left out, detach() for what never gets a gradient, and freeze blocks by "
-            f"requires_grad_(False)"
-        )
-    return [gradient for gradient in gradients if gradient is not None]
+    for gradient, spec in zip(gradients, received.specs, strict=True):
+        if (gradient is not None) != spec.gets_gradient:
+            raise RuntimeError(
+                f"the loss does not lead back to the same values behind {sender} as it did when "
+                f"the step was first run on a batch of these shapes, which is all that the stages "
+                f"before know: a detach(), or the use of a value, depends on chance, on the "
+                f"batch's values or on the step's number, or the backward of a custom function "
+                f"returns None; multiply by 0 what is left out, detach() for what never gets a "
+                f"gradient, and freeze blocks by requires_grad_(False)"
+            )
+        if gradient is not None:
+            found.append(gradient)
+    return found

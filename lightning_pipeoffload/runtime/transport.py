@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -254,29 +255,24 @@ class Message:
 
         Over NCCL the accelerator's stream waits, not the host. ``action`` is for errors.
         """
-        # Not blaming_peers(): a message formats no text as long as nothing is wrong.
+        link, specs = self.link, self._specs
         try:
-            return self._wait()
+            for work in self.works:
+                (work.result() if specs is None and link.sender is not None else work).wait()
         except RuntimeError as error:
-            _blame_peer(error, f"global rank {self.link.global_rank}, lost in {action}")
+            # Not blaming_peers(): a message formats no text as long as nothing is wrong.
+            _blame_peer(error, f"global rank {link.global_rank}, lost in {action}")
             raise
-
-    def _wait(self) -> list[Tensor]:
-        link, received = self.link, []
-        for index, (work, memory) in enumerate(zip(self.works, self.memory, strict=True)):
-            if self._specs is None:
-                (work.result() if link.sender is not None else work).wait()
-            else:
-                work.wait()
-                received.append(self._tensor_in(memory, self._specs[index]))
-            if link.ring is not None:
+        if link.ring is None and link.sender is None:
+            return self.memory
+        received = [*map(self._tensor_in, self.memory, specs or ())]
+        if link.ring is not None:
+            for memory in self.memory:
                 link.ring.give_back(memory)
         return received
 
     def _tensor_in(self, memory: Tensor, spec: TensorSpec) -> Tensor:
         link = self.link
-        if link.ring is None and link.sender is None:
-            return memory
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=link.device)
         as_bytes(tensor).copy_(memory[: spec.num_bytes], non_blocking=link.sender is not None)
         return tensor
@@ -415,6 +411,7 @@ def _backend_for(device: torch.device) -> str:
     return backends[device.type]
 
 
+@cache
 def _first_tag(receive: Action, num_tensors: int) -> int:
     """Return the tag of a message's first tensor; those of the others follow."""
     _, stage, microbatch = receive

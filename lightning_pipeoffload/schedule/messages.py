@@ -146,7 +146,7 @@ class OpenReceives:
         source, taken = self._sources[receive], None
         while taken != receive:
             if source not in self._open:
-                self._post_first(source)
+                self._post_next(source, is_due=True)
             taken = self._open.pop(source)
             yield taken
             self._post_next(source)
@@ -158,16 +158,15 @@ class OpenReceives:
             if last is not None:
                 yield from self.until(last)
 
-    def _post_next(self, source: int) -> None:
+    def _post_next(self, source: int, is_due: bool = False) -> None:
         coming = self._coming[source]
-        if coming and source not in self._open:
-            follows = self._sends_before[coming[0]] <= self._num_sent
-            if follows or coming[0] in self._reached:
-                self._post_first(source)
-
-    def _post_first(self, source: int) -> None:
-        receive = self._open[source] = self._coming[source].popleft()
-        self._post(receive, source)
+        if source in self._open or not coming:
+            return
+        receive = coming[0]
+        follows = self._sends_before[receive] <= self._num_sent
+        if follows or is_due or receive in self._reached:
+            self._open[source] = coming.popleft()
+            self._post(receive, source)
 
 
 _STARTS = {Kind.SEND_F, Kind.OFFLOAD}

@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.weight_grad.node import (
     keep_input,
     queue_or_run,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue, deferring
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
 
 Region = Callable[..., Any]
 
@@ -58,7 +58,7 @@ def leaving_if_ahead(region: Region) -> Region:
 def compiling_ahead() -> Iterator[None]:
     """Compile the first region that is called inside, as in training, and skip the rest."""
     try:
-        with IN_FORCE.during(_Ahead()), deferring(WeightGradQueue()), torch.enable_grad():
+        with IN_FORCE.during(_Ahead()), WeightGradQueue(), torch.enable_grad():
             yield
     except _RegionReached:
         pass

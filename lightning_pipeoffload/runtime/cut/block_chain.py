@@ -46,6 +46,7 @@ class BlockChain:
         self._index = {block: index for index, block in enumerate(blocks)}
         self._place = {id(block): index for index, block in enumerate(self.blocks)}
         self._pass: Pass | None = None
+        self._plain_calls: list[Callable[..., Any]] = []  # while calls are intercepted
         self._intercepting = False
 
     def __len__(self) -> int:
@@ -67,8 +68,7 @@ class BlockChain:
 
     def plain_call(self, index: int) -> Callable[..., Any]:
         """Return the call of a block that is not intercepted."""
-        block = self.blocks[index]
-        return MethodType(own_class(block).__call__, block)
+        return self._plain_calls[index]
 
     @property
     def is_running(self) -> bool:
@@ -84,6 +84,7 @@ class BlockChain:
         if not self._intercepting:
             # One for each class: a compiler starts anew for each type that it meets.
             classes = {plain: _intercepting(plain, self) for plain in set(map(type, self.blocks))}
+            self._plain_calls = [MethodType(type(b).__call__, b) for b in self.blocks]
             for block in self.blocks:
                 block.__class__ = classes[type(block)]
         self._intercepting = True
@@ -97,6 +98,7 @@ class BlockChain:
 
 
 _RULES = StepRules()  # unless the pass has others
+_ALL_RULES = IN_FORCE.stack(StepRules)
 
 
 class _Running:
@@ -106,11 +108,11 @@ class _Running:
 
     def __enter__(self) -> None:
         self._chain._pass = self._step_pass
-        IN_FORCE.begin(_RULES)
+        _ALL_RULES.append(_RULES)
 
     def __exit__(self, *error: object) -> None:
         self._chain._pass = None
-        IN_FORCE.end(_RULES)
+        _ALL_RULES.pop()
 
 
 def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:

@@ -43,7 +43,7 @@ from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, deferring
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 
 
 class StageStores(WeightInputKeeper):
@@ -123,7 +123,7 @@ class _MeasuringPass(StepTrace):
         self._queue = WeightGradQueue(keeper=self._stores)
         defers = not self._part.record.starts_backward
         with (
-            deferring(self._queue) if defers else nullcontext(),
+            self._queue if defers else nullcontext(),
             saved_tensors_hooks(self._stores.pack, self._stores.unpack),
         ):
             if self._recompute == "cheap":
@@ -189,7 +189,7 @@ class _MeasuringPass(StepTrace):
         for found, store in zip(self.found, self._stores.stores, strict=True):
             found.measure_forward(store)
         self._is_backward = True
-        with BackwardOn(self._part.device), deferring(self._queue):
+        with BackwardOn(self._part.device), self._queue:
             torch.autograd.backward(loss)
         self._come_back_to(-1)
 

@@ -28,22 +28,8 @@ from lightning_pipeoffload.runtime.cut.crossings import (
     Port,
     mark_as_the_models,
 )
-from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
-
-
-def carried_values(record: StepRecord, incoming: int, outgoing: int | None) -> CarriedValues | None:
-    """Make the carried values of one F; None if the step carries none.
-
-    Args:
-        record: What goes from block to block in the step.
-        incoming: Index of the block behind the cut before the stage; 0 for the first stage.
-        outgoing: Index of the block behind the cut after the stage; None for the last stage.
-    """
-    coming = record.carried_over(incoming) if incoming else []
-    going = record.carried_over(outgoing) if outgoing is not None else []
-    return CarriedValues(coming, going) if coming or going else None
 
 
 class CarriedValues(CallCounter):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
-from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
+from lightning_pipeoffload.runtime.payload import TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -27,7 +27,6 @@ from lightning_pipeoffload.runtime.step.step_writes import Left, refuse_late_wri
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.weight_grad.queue import (
     WeightGradQueue,
-    deferring,
     has_hooks,
 )
 from lightning_pipeoffload.runtime.weight_grad.regrouping import (
@@ -41,12 +40,13 @@ _NUM_CHECKED = 8  # backwards of a stage
 
 @dataclass
 class _Alive:
-    received: Received
+    specs: list[TensorSpec]  # with ``gradients``, of what was received
     queue: WeightGradQueue
     store: ActivationStore | None = None
+    gradients: tuple[Tensor | None, ...] = ()
     loss: Tensor | None = None
     seen: TensorValues | None = None
-    sent: list[GradientEdge] = field(default_factory=list)
+    sent: tuple[GradientEdge, ...] = ()
     left: Left = field(default_factory=list)
 
 
@@ -58,6 +58,7 @@ class StageRunner:
         self._num_checked = 0
         self._context = context
         self._gradients = context.gradients
+        self._has_gradients = bool(context.gradients)
         self.is_first = context.is_first
         self.is_last = context.is_last
         self.memory = SavedMemory()
@@ -80,13 +81,15 @@ class StageRunner:
 
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
         """Describe the tensors that the previous stage sends."""
-        start = self._context.stage.blocks.start
-        return [] if self.is_first else microbatch.record.payload_over(start)
+        return self._context.known(microbatch.record).specs_in
 
     def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
         """Return the specs of the tensors that this stage sends to the next one."""
-        stop = self._context.stage.blocks.stop
-        return [] if self.is_last else microbatch.record.payload_over(stop)
+        return self._context.known(microbatch.record).specs_out
+
+    def gradient_specs(self, microbatch: Microbatch) -> list[TensorSpec]:
+        """Return the specs of the gradients that come back for them."""
+        return self._context.known(microbatch.record).gradient_specs
 
     def forward(
         self,
@@ -106,34 +109,46 @@ class StageRunner:
         Returns:
             The tensors for the next stage; on the last stage the result of the user's step.
         """
-        alive = _Alive(Received(self.payload_in(microbatch)), WeightGradQueue(keeper=store), store)
-        step = StagePass(self._context, microbatch, receive, alive.received if keep else None)
+        known = self._context.known(microbatch.record)
+        alive = _Alive(known.specs_in, WeightGradQueue(keeper=store), store)
+        step = StagePass(self._context, microbatch, receive, alive if keep else None, known)
         if self._context.writes.may_write_tensors:
             self._keep_seen()
         if not keep:
             output = step.run()
         else:
-            defers = not microbatch.record.starts_backward
-            recording = store.recording() if store else NOTHING
-            rest = together(recording, self._saving(), self._watching(step, microbatch))
-            with deferring(alive.queue) if defers else NOTHING, rest:
+            with self._around_forward(alive, step, microbatch):
                 output = step.run()
             self._alive[microbatch.index] = alive
             self._most_alive = max(self._most_alive, len(self._alive))
             alive.left = step.left
             self._last = microbatch.index
-            self.memory.measure_forward(store)
+            if store is not None:
+                self.memory.measure_forward(store)
         if self.is_last:
             if not keep:
                 return output
             alive.loss = loss_in(output)
             return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
-        specs = self.payload_out(microbatch)
-        self._check_payload(output, specs)
-        pairs = zip(output, specs, strict=True)
-        # The edge, not the tensor: the output's memory may go as soon as it is sent.
-        alive.sent = [get_gradient_edge(leaf) for leaf, spec in pairs if spec.gets_gradient]
-        return [leaf.detach() for leaf in output]
+        return self._hand_on(alive, output, known.specs_out)
+
+    def _hand_on(
+        self, alive: _Alive, output: list[Tensor], specs: list[TensorSpec]
+    ) -> list[Tensor]:
+        if len(output) != len(specs):
+            self._refuse_payload(output, specs)
+        detached, edges = [], []
+        for leaf, spec in zip(output, specs, strict=True):
+            if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
+                self._refuse_payload(output, specs)
+            if leaf.requires_grad != spec.requires_grad and torch.is_grad_enabled():
+                self._refuse_frozen()
+            detached.append(leaf.detach())
+            if spec.gets_gradient:
+                # The edge, not the tensor: the output's memory may go as soon as it is sent.
+                edges.append(get_gradient_edge(leaf))
+        alive.sent = tuple(edges)
+        return detached
 
     def backward(
         self, microbatch: Microbatch, gradients: list[Tensor], fused: bool = False
@@ -150,29 +165,51 @@ class StageRunner:
         """
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
-        with BackwardOn(microbatch.device), deferring(alive.queue), self._around(alive):
-            try:
-                if alive.sent:
-                    torch.autograd.backward(alive.sent, gradients)
-                elif alive.loss is not None:
-                    _check_differentiable(alive.loss)
-                    microbatch.differentiate(weighted(alive.loss, microbatch.weight))
-            except RuntimeError as error:
-                refuse_late_writes(error, self._context.ownership)
-                raise
-        received, alive.received = alive.received, Received([])
-        alive.sent, alive.loss = [], None
-        self.memory.measure_backward(alive.queue, alive.store)
+        around = self._around(alive)
+        with BackwardOn(microbatch.device), alive.queue:
+            if around is NOTHING:
+                self._differentiate(alive, microbatch, gradients)
+            else:
+                with around:
+                    self._differentiate(alive, microbatch, gradients)
+        to_send = gradients_to_send(alive, self._sender)
+        alive.gradients, alive.sent, alive.loss = (), (), None
+        if alive.store is not None or self.memory.deferred_flops is None:
+            self.memory.measure_backward(alive.queue, alive.store)
         if fused:
             self.weight(microbatch)
-        return gradients_to_send(received, self._sender)
+        return to_send
+
+    def _differentiate(
+        self, alive: _Alive, microbatch: Microbatch, gradients: list[Tensor]
+    ) -> None:
+        try:
+            if alive.sent:
+                # Private: what torch.autograd.backward() calls once it has compared the shapes,
+                # which the received gradients have by their specs. In a small block's B that
+                # comparison takes as long as the engine.
+                _engine_run_backward(
+                    alive.sent, tuple(gradients), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True,
+                )  # fmt: skip
+            elif alive.loss is not None:
+                _check_differentiable(alive.loss)
+                microbatch.differentiate(weighted(alive.loss, microbatch.weight))
+        except RuntimeError as error:
+            refuse_late_writes(error, self._context.ownership)
+            raise
 
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""
         alive = self._alive.pop(microbatch.index)
         if alive.queue.is_waiting:
-            with BackwardOn(microbatch.device), self._around(alive):
-                alive.queue.run()
+            around = self._around(alive)
+            with BackwardOn(microbatch.device):
+                if around is NOTHING:
+                    alive.queue.run()
+                else:
+                    with around:
+                        alive.queue.run()
 
     def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
         """Run the last W's of a step parameter by parameter: each gradient is final at once."""
@@ -194,9 +231,10 @@ class StageRunner:
 
     def _around(self, alive: _Alive) -> AbstractContextManager[Any]:
         """Return the context of a B or W: gradients and attributes as they are for this stage."""
-        checking = self._checking_hooks()
-        if checking is NOTHING and not (self._gradients or alive.seen or alive.left):
+        is_plain = not (self._has_gradients or alive.seen or alive.left)
+        if is_plain and self._num_checked >= _NUM_CHECKED:
             return NOTHING  # as in most models
+        checking = self._checking_hooks()
         return together(
             self._gradients or NOTHING,
             alive.seen.again() if alive.seen else NOTHING,
@@ -230,14 +268,25 @@ class StageRunner:
         if tensors and self._last in self._alive:
             self._alive[self._last].seen = TensorValues(tensors)
 
-    def _watching(self, step: StagePass, microbatch: Microbatch) -> AbstractContextManager[Any]:
+    def _around_forward(
+        self, alive: _Alive, step: StagePass, microbatch: Microbatch
+    ) -> AbstractContextManager[Any]:
+        """Return the context of an F that a backward follows."""
+        queue = NOTHING if microbatch.record.starts_backward else alive.queue
+        is_cheap, writes = self._context.recompute == "cheap", self._context.writes
         is_first = microbatch.index not in self._compared
+        if not (is_first or alive.store or is_cheap or writes.is_by_users):
+            return queue
         self._compared.add(microbatch.index)
         compares = is_first and is_repeatable(microbatch.device)
-        writes = self._context.writes
-        if not compares and not writes.is_by_users:
-            return NOTHING
-        return CheckpointWatch(step, writes, compares).watching()
+        return together(
+            queue,
+            alive.store.recording() if alive.store else NOTHING,
+            _saving_cheaply() if is_cheap else NOTHING,
+            CheckpointWatch(step, writes, compares).watching()
+            if compares or writes.is_by_users
+            else NOTHING,
+        )
 
     def abandon(self) -> None:
         """Drop the state of all microbatches, after an error."""
@@ -261,23 +310,19 @@ class StageRunner:
             tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
         )
 
-    def _saving(self) -> AbstractContextManager[Any]:
-        return _saving_cheaply() if self._context.recompute == "cheap" else NOTHING
+    def _refuse_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> NoReturn:
+        raise RuntimeError(
+            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {specs} was "
+            f"expected from the shapes of the batch; what a block returns must not depend on "
+            f"the values of its input"
+        )
 
-    def _check_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> None:
-        if len(leaves) != len(specs) or not all(map(TensorSpec.has_shape_of, specs, leaves)):
-            raise RuntimeError(
-                f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {specs} was "
-                f"expected from the shapes of the batch; what a block returns must not depend on "
-                f"the values of its input"
-            )
-        trains = [leaf.requires_grad for leaf in leaves]
-        if torch.is_grad_enabled() and trains != [spec.requires_grad for spec in specs]:
-            raise RuntimeError(
-                f"whether the output of {self._last_block} requires a gradient has changed without "
-                f"the other ranks knowing; freeze or unfreeze parameters in hooks, alike on all "
-                f"ranks, or before fit"
-            )
+    def _refuse_frozen(self) -> NoReturn:
+        raise RuntimeError(
+            f"whether the output of {self._last_block} requires a gradient has changed without "
+            f"the other ranks knowing; freeze or unfreeze parameters in hooks, alike on all "
+            f"ranks, or before fit"
+        )
 
 
 class BackwardOn:
@@ -291,12 +336,14 @@ class BackwardOn:
         self._outside = outside_autocast(device)
 
     def __enter__(self) -> None:
-        self._outside.__enter__()
+        if self._outside is not NOTHING:
+            self._outside.__enter__()
         self._here = torch.autograd.set_multithreading_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
         self._here.__exit__(*error)
-        self._outside.__exit__(*error)
+        if self._outside is not NOTHING:
+            self._outside.__exit__(*error)
 
 
 @contextmanager

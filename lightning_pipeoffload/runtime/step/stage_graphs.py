@@ -36,7 +36,6 @@ from lightning_pipeoffload.runtime.weight_grad.node import ANCHOR, saving_hooks
 from lightning_pipeoffload.runtime.weight_grad.queue import (
     WeightGradQueue,
     active_queue,
-    deferring,
     has_hooks,
 )
 from lightning_pipeoffload.runtime.weight_grad.regrouping import parameters_of
@@ -98,7 +97,7 @@ class _BlockGraphs:
     def _capture_forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
         versions = [tensor._version for tensor in self._inputs]
         returned: list[Any] = []
-        with torch.enable_grad(), deferring(self._queue):
+        with torch.enable_grad(), self._queue:
             self._forward = self._capture(lambda: returned.append(call(*args, **kwargs)))
         if [tensor._version for tensor in self._inputs] != versions:
             raise RuntimeError("it writes its input in place")
@@ -114,7 +113,7 @@ class _BlockGraphs:
         self._given = [torch.zeros_like(tensor) for tensor in trained]
         for parameter in parameters:
             parameter.grad = None
-        with deferring(self._queue), torch.autograd.set_multithreading_enabled(False):
+        with self._queue, torch.autograd.set_multithreading_enabled(False):
             self._backward = self._capture(lambda: torch.autograd.backward(trained, self._given))
         self._returned = [tensor.grad for tensor in self._inputs]
         for tensor in self._inputs:

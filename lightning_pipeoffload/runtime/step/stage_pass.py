@@ -12,7 +12,7 @@ the last stage runs the head and the loss. Three blocks, one in each stage::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +39,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
-from lightning_pipeoffload.runtime.step.carried_values import carried_values
+from lightning_pipeoffload.runtime.step.carried_values import CarriedValues
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
@@ -49,13 +49,45 @@ from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 
-_Outputs = dict[int, tuple[ShapeOnly, Tensor]]  # of blocks, each with what it was made of
 _VALUES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
-def _are_values(arguments: Iterable[Any]) -> bool:
+def _are_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether all are plain tensors and numbers; most blocks take nothing else."""
-    return all(type(argument) in _VALUES for argument in arguments)
+    for argument in args:
+        if type(argument) not in _VALUES:
+            return False
+    return not kwargs or _are_values((*kwargs.values(),), {})
+
+
+class KnownStep:
+    """What the record of a step says about one stage, looked up once.
+
+    Attributes:
+        record: The record.
+        specs_in: The tensors that the previous stage sends.
+        specs_out: The tensors that go to the next stage.
+        gradient_specs: Those of them whose gradients come back.
+        coming: The carried values that are received.
+        going: The carried values that are sent.
+        outputs: The outputs of blocks before the stage that each F may use again, with what each
+            was made of. To make one takes as long as all else that an F does for such a block, of
+            which the last stages of a deep model have many.
+        seed_segment: Seeds the generators that the step draws from.
+        shapes_suffice: Of each block before the stage, whether its output's shapes are known.
+    """
+
+    def __init__(self, record: StepRecord, stage: Stage, is_last: bool) -> None:
+        start, stop = stage.blocks.start, stage.blocks.stop
+        self.record = record
+        self.specs_in = record.payload_over(start) if start else []
+        self.specs_out = [] if is_last else record.payload_over(stop)
+        self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]
+        self.coming = record.carried_over(start) if start else []
+        self.going = [] if is_last else record.carried_over(stop)
+        self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
+        self.seed_segment = segment_seeder(record.draws_beside_torch)
+        self.shapes_suffice = [record.shapes_suffice(block) for block in range(start)]
 
 
 @dataclass
@@ -90,7 +122,7 @@ class StageContext:
     def __post_init__(self) -> None:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
-        self._outputs: tuple[StepRecord | None, _Outputs] = None, {}
+        self._known: KnownStep | None = None
 
     @cached_property
     def call(self) -> StepCall:
@@ -98,15 +130,11 @@ class StageContext:
         is_last_local = self.stage.index == self.writes.last_stage
         return StepCall(is_last=self.is_last, is_last_local=is_last_local)
 
-    def outputs(self, record: StepRecord) -> _Outputs:
-        """Return the outputs of blocks before the stage that each F may use again.
-
-        To make one takes as long as all else that an F does for such a block, of which the last
-        stages of a deep model have many.
-        """
-        if self._outputs[0] is not record:
-            self._outputs = record, {}
-        return self._outputs[1]
+    def known(self, record: StepRecord) -> KnownStep:
+        """Return what ``record`` says about the stage."""
+        if self._known is None or self._known.record is not record:
+            self._known = KnownStep(record, self.stage, self.is_last)
+        return self._known
 
     def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
         """Return a block's output with tensors that have no value."""
@@ -115,11 +143,10 @@ class StageContext:
 
     def around(self) -> AbstractContextManager[Any]:
         """Return the context of an F: attributes and generators as they are for this stage."""
-        return together(
-            self.writes.of_stage(self.stage.index),
-            self.writes.hiding(self.stage, self.ownership),
-            self.generators.kept(),
-        )
+        attributes = self.writes.of_stage(self.stage, self.ownership)
+        if not self.generators.exist:
+            return attributes
+        return together(attributes, self.generators.kept())
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""
@@ -134,6 +161,7 @@ class StagePass:
         microbatch: The microbatch to run.
         receive: Waits for the tensors of the previous stage.
         received: Collects the gradients of these; None: no backward follows.
+        known: What the microbatch's record says about the stage.
     """
 
     def __init__(
@@ -142,49 +170,65 @@ class StagePass:
         microbatch: Microbatch,
         receive: Callable[[], list[Tensor]],
         received: Received | None,
+        known: KnownStep,
     ) -> None:
         self._context = context
         self._microbatch = microbatch
         self._receive = receive
         self._received = received
         self._left = False
-        self._called = ""
+        self._called = -1
         self._is_in_block = False
         self.left: Left = []
-        self._record = record = microbatch.record
+        self._record = known.record
         self._generators = context.generators
-        self._seed_segment = segment_seeder(record.draws_beside_torch)
+        self._seed_segment, self._shapes_suffice = known.seed_segment, known.shapes_suffice
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
-        self._carried = carried_values(record, self._start, None if context.is_last else self._stop)
-        self._outputs = context.outputs(record) if self._carried is None else {}
-        self._counter = self._carried if self._carried and self._carried.counts else None
+        self._carried = self._counter = None
+        if known.coming or known.going:
+            self._carried = CarriedValues(known.coming, known.going)
+            self._counter = self._carried if self._carried.counts else None
+        self._outputs = {} if self._carried else known.outputs
 
     def place(self) -> tuple[str, bool]:
         """Return the name of the stage's block called last, and whether it is still running."""
-        return self._called, self._is_in_block
+        name = "" if self._called < 0 else self._context.chain.block_name(self._called)
+        return name, self._is_in_block
 
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, on the last stage its result."""
-        context, generators = self._context, self._generators
+        around = self._context.around()
+        if around is NOTHING:
+            return self._run()
+        with around:
+            return self._run()
+
+    def _run(self) -> Any:
+        context = self._context
         seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
-        with context.around():
-            generators.seed(seed)
-            if context.is_first:
-                context.ownership.show(context.stage.index)
-            else:
-                context.ownership.hide()
-            try:
-                with context.chain.running(self), self._counter or NOTHING:
+        if self._generators.exist:
+            self._generators.seed(seed)
+        if context.is_first:
+            context.ownership.show(context.stage.index)
+        else:
+            context.ownership.hide()
+        try:
+            with context.chain.running(self):
+                if self._counter is None:
                     result = self._microbatch.run(context.call)
-                output = self._check_result(result)
-            except StageExit as leaving:
-                leaving.__traceback__ = None  # its frames hold every activation
-                output = leaving.payload
-            except ValueNeededError as error:
-                raise ValueError(self._explain(error)) from None
-            finally:
-                context.ownership.restore()
+                else:
+                    with self._counter:
+                        result = self._microbatch.run(context.call)
+            output = self._check_result(result)
+        except StageExit as leaving:
+            leaving.__traceback__ = None  # its frames hold every activation
+            output = leaving.payload
+        except ValueNeededError as error:
+            raise ValueError(self._explain(error)) from None
+        finally:
+            context.ownership.restore()
+        if context.writes.is_by_users:
             self.left = context.writes.left()
         return output
 
@@ -207,48 +251,59 @@ class StagePass:
         return output
 
     def _pass_remote(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._carried is None:
+            return self._remote_output(index, args, kwargs)
         with self._paused():
-            output = self._output_of(index, args, kwargs)
-            if index == self._start - 1:
-                return self._hand_over(index, output)
-            shapes = self._context.shapes_of(index, output, self._microbatch.device)
-            if isinstance(shapes, ShapeOnly) and self._record.shapes_suffice(index):
-                self._outputs[index] = shapes, shapes.meta
-            return self._leave_block(index, shapes)
+            return self._carried.leave_block(index, self._remote_output(index, args, kwargs))
+
+    def _remote_output(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        suffices = self._shapes_suffice[index]
+        output = self._record.outputs[index]
+        if not suffices:
+            output = self._computed_output(index, args, kwargs)
+        if index == self._start - 1:
+            return self._hand_over(output)
+        shapes = self._context.shapes_of(index, output, self._microbatch.device)
+        if isinstance(shapes, ShapeOnly) and suffices:
+            self._outputs[index] = shapes, shapes.meta
+        return shapes
 
     def _run_own(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = self._context
-        chain, name = context.chain, context.chain.block_name(index)
-        if not (_are_values(args) and _are_values(kwargs.values())) and has_shapes((args, kwargs)):
+        if not _are_values(args, kwargs) and has_shapes((args, kwargs)):
             args, kwargs = give_values((args, kwargs))
             for leaf in shape_only_leaves((args, kwargs)):
-                raise ValueNeededError(name, leaf.origins)
-        run, is_open = chain.plain_call(index), index in self._record.opened
-        self._called, self._is_in_block = name, True
-        with NOTHING if is_open else self._paused():
-            # A value that leaves an open block through a hook would come from its first run only.
-            if self._received is None or is_open:
-                output = run(*args, **kwargs)
-            elif context.recompute == "full":
-                written = context.written_tensors()
-                output = run_checkpointed(chain.blocks[index], run, args, kwargs, written)
-            elif context.graphs is not None:
-                output = context.graphs.call(index, args, kwargs, self._record)
-            else:
-                output = run(*args, **kwargs)
+                raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
+        self._called, self._is_in_block = index, True
+        if self._carried is None:
+            output = self._compute(index, args, kwargs)
+        else:
+            with NOTHING if index in self._record.opened else self._paused():
+                output = self._compute(index, args, kwargs)
+            output = self._carried.leave_block(index, output)
         self._is_in_block = False
-        if self._carried is not None:
-            output = self._leave_block(index, output)
-        if index == self._stop - 1 and not context.is_last:
+        if index == self._stop - 1 and not self._context.is_last:
             self._left = True
             beside = self._carried.to_hand_on() if self._carried else ()
             raise StageExit([*tensors_in(output), *beside])
         return output
 
-    def _output_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockOutput:
+    def _compute(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        context = self._context
+        run = context.chain.plain_call(index)
+        # A value that leaves an open block through a hook would come from its first run only.
+        if self._received is None or index in self._record.opened:
+            return run(*args, **kwargs)
+        if context.recompute == "full":
+            written = context.written_tensors()
+            return run_checkpointed(context.chain.blocks[index], run, args, kwargs, written)
+        if context.graphs is not None:
+            return context.graphs.call(index, args, kwargs, self._record)
+        return run(*args, **kwargs)
+
+    def _computed_output(
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BlockOutput:
         output = self._record.outputs[index]
-        if self._record.shapes_suffice(index):
-            return output
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
@@ -262,10 +317,7 @@ class StagePass:
     def _paused(self) -> AbstractContextManager[None]:
         return self._counter.paused() if self._counter else NOTHING
 
-    def _leave_block(self, index: int, output: Any) -> Any:
-        return self._carried.leave_block(index, output) if self._carried else output
-
-    def _hand_over(self, index: int, output: BlockOutput) -> Any:
+    def _hand_over(self, output: BlockOutput) -> Any:
         # Here, not before the step: its beginning runs while the tensors are on their way.
         tensors = self._receive()
         entered = tensors if self._received is None else enter(tensors, self._received)
@@ -273,7 +325,7 @@ class StagePass:
         if self._carried:
             self._carried.deliver(entered[count:])
         self._context.ownership.show(self._context.stage.index)
-        return self._leave_block(index, output.fill(entered[:count]))
+        return output.fill(entered[:count])
 
     def _check_result(self, result: Any) -> Any:
         if self._left:

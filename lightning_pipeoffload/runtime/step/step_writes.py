@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.contexts import NOTHING
+from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
@@ -63,7 +63,12 @@ _COUNTS = (int, float, complex, Tensor)
 
 
 class StepWrites:
-    """Attributes and buffers outside of the blocks, as each stage of a rank has written them."""
+    """Attributes and buffers outside of the blocks, as each stage of a rank has written them.
+
+    Attributes:
+        is_by_users: Whether the user's steps write any state.
+        may_write_tensors: Whether any step writes a tensor in place that a backward may read.
+    """
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
         self._chain = chain
@@ -80,11 +85,8 @@ class StepWrites:
         self._made_once: dict[int, tuple[str, Any]] = {}
         self._weights: set[str] = set()  # names of parameters that are written in place
         self._saved: set[Attribute] = set()  # written in place, and saved for backwards
-
-    @property
-    def is_by_users(self) -> bool:
-        """Return whether the user's steps write any state."""
-        return bool(self._by_users)
+        self.is_by_users = False
+        self.may_write_tensors = False
 
     @property
     def last_stage(self) -> int:
@@ -112,6 +114,8 @@ class StepWrites:
                     if not stages[index].comes_to(write.point, record):
                         message = self._message(write, index)
                         missing[write.variable.key] = write.variable, message
+        self.is_by_users = bool(self._by_users)
+        self.may_write_tensors = bool(self._weights or self._saved)
 
     def _message(self, write: Write, stage: int) -> str:
         return (
@@ -130,11 +134,6 @@ class StepWrites:
             return "before the blocks"
         return f"before {self._chain.block_name(point.segment)}"
 
-    @property
-    def may_write_tensors(self) -> bool:
-        """Whether any step writes a tensor in place that a backward may read."""
-        return bool(self._weights or self._saved)
-
     def tensors_of(self, stage: int, ownership: Ownership) -> list[Tensor]:
         """List the tensors that a stage writes in place, and that its backwards may read."""
         if not self.may_write_tensors:
@@ -150,23 +149,22 @@ class StepWrites:
         found = {id(tensor): tensor for tensor in (*weights, *tensors_in(held))}
         return [tensor for tensor in found.values() if not isinstance(tensor, ShapeOnly)]
 
-    def hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
-        """Hide the blocks of the rank's other stages whose weights the step writes itself.
+    def of_stage(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
+        """Put the values that ``stage`` has written into the module during one microbatch.
 
-        Else each stage of the rank would write them.
+        The blocks of the rank's other stages whose weights the step writes itself are hidden, else
+        each stage of the rank would write them.
         """
-        if not self._weights or len(self._num_passes) == 1:
-            return NOTHING
+        missing = self._missing[stage.index]
+        if len(self._num_passes) == 1:
+            return _standing_for(missing.values()) if missing else NOTHING
+        own = self._taking_turns(stage.index)
+        return together(own, self._hiding(stage, ownership)) if self._weights else own
+
+    def _hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
         found = {self._chain.index_of(name) for name in self._weights if ownership.is_local(name)}
         others = [block for block in found if block is not None and block not in stage.blocks]
         return _hiding([self._chain.block_name(block) for block in others], ownership)
-
-    def of_stage(self, stage: int) -> AbstractContextManager[Any]:
-        """Put the values that ``stage`` has written into the module during one microbatch."""
-        if len(self._num_passes) > 1:
-            return self._taking_turns(stage)
-        missing = self._missing[stage]
-        return _standing_for(missing.values()) if missing else NOTHING
 
     def left(self) -> Left:
         """Record the attributes that the user's steps write, at the end of a forward."""

@@ -20,7 +20,6 @@ in B. For one layer, ``y = x @ weight.T``::
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -62,10 +61,10 @@ class WeightGradQueue:
         self._entries: list[WeightGrad] = []
 
     def __enter__(self) -> None:
-        IN_FORCE.begin(self)
+        _QUEUES.append(self)
 
     def __exit__(self, *error: object) -> None:
-        IN_FORCE.end(self)
+        _QUEUES.pop()
 
     def put(self, compute: Callable[[], None], weights: tuple[Tensor, ...], flops: int = 0) -> None:
         """Add a function that computes the gradients of ``weights`` and adds them to ``.grad``."""
@@ -89,7 +88,7 @@ class WeightGradQueue:
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
         entries = self.take()[::-1]
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):  # half the calls of no_grad()
             while entries:
                 entries.pop().compute()
 
@@ -104,14 +103,12 @@ class WeightGradQueue:
         return entries
 
 
-def deferring(queue: WeightGradQueue) -> AbstractContextManager[None]:
-    """Put marked weights' gradients into ``queue`` inside."""
-    return queue
+_QUEUES = IN_FORCE.stack(WeightGradQueue)
 
 
 def active_queue() -> WeightGradQueue | None:
     """Return the queue that is in force; None outside of F and B."""
-    return IN_FORCE.latest(WeightGradQueue)
+    return _QUEUES[-1] if _QUEUES else None
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:

@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.weight_grad.kernels import (
     mark,
     remove_kernels,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, add_to_grad, deferring
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, add_to_grad
 from lightning_pipeoffload.runtime.weight_grad.regrouping import RegroupedWeightGrads
 
 
@@ -149,7 +149,7 @@ def gradients(module, x):
 def backward(module, x, call=None):
     """Run F, B and W; return the gradients, and how many of them were left for W."""
     queue = WeightGradQueue()
-    with deferring(queue):
+    with queue:
         (call or module)(x).pow(2).sum().backward()
     waiting = len(queue.waiting)
     queue.run()
@@ -246,7 +246,7 @@ def test_weights_nobody_marked_do_not_wait():
 )
 def test_flops(layer, shape, flops):
     queue = WeightGradQueue()
-    with deferring(queue):
+    with queue:
         mark_all(layer)(torch.randn(shape)).sin().sum().backward()
     assert queue.flops == flops
 
@@ -262,11 +262,11 @@ def test_hooks_are_called_as_plain_autograd_does(uses, dtype):
             mark_all(module)
         for _ in range(2):
             queue = WeightGradQueue()
-            with deferring(queue), torch.autocast("cpu", dtype, enabled=dtype is not None):
+            with queue, torch.autocast("cpu", dtype, enabled=dtype is not None):
                 y = x
                 for _ in range(uses):
                     y = module(y).sin()
-            with deferring(queue):
+            with queue:
                 y.pow(2).sum().backward()
             queue.run()
         return seen
@@ -278,7 +278,7 @@ def test_hooks_are_called_as_plain_autograd_does(uses, dtype):
 
 def test_a_weight_changed_in_place_is_an_error():
     module, x = mark_all(nn.Linear(4, 4)), torch.randn(2, 4)
-    with deferring(WeightGradQueue()):
+    with WeightGradQueue():
         loss = module(x).sum()
         with torch.no_grad():
             module.weight.add_(1)
@@ -313,7 +313,7 @@ def test_autocast(name):
 def test_anomaly_detection_sees_a_weights_gradient_too():
     module = mark_all(nn.Linear(4, 4))
     x = torch.full((2, 4), float("inf"), requires_grad=True)  # times no gradient: not a number
-    deferred = deferring(WeightGradQueue())
+    deferred = WeightGradQueue()
     refused = pytest.raises(RuntimeError, match="returned nan values")
     with torch.autograd.detect_anomaly(), deferred, refused:
         module(x).nan_to_num(0).backward(torch.zeros(2, 4))
@@ -344,7 +344,7 @@ class Scale(torch.autograd.Function):
 def test_gradients_wait_where_b_and_w_are_apart_those_of_users_kernels_too(queue, count, users):
     module = Product(lambda w, b, x: Scale.apply(x, b) if users else x @ w).double()
     x = make_input()
-    with nullcontext() if queue is None else deferring(queue):
+    with nullcontext() if queue is None else queue:
         y = mark_all(module)(x)
         y.pow(2).sum().backward()
     if queue is not None:
@@ -376,7 +376,7 @@ def longest_hold(run):
 def test_other_threads_run_python_during_an_operation(trains):
     weight, x = (torch.randn(1100, 1100).requires_grad_() for _ in range(2))
     mark(weight, trains)
-    with deferring(WeightGradQueue()):
+    with WeightGradQueue():
         y = functional.linear(x, weight)
         passes = (
             lambda: functional.linear(x, weight),
@@ -418,7 +418,7 @@ def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
     mark(linear.weight)
     mark(linear.bias)
     x, queue = torch.randn(2, 4, requires_grad=True), WeightGradQueue()
-    with deferring(queue):
+    with queue:
         output = linear(x)
         (found,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
         torch.autograd.backward(output.sum(), inputs=[x], retain_graph=True)
