@@ -9,7 +9,8 @@ the same processes; a Trainer on one device trains one rank's blocks.
     python -m examples.benchmarks.host_time --p 2 --m 8 --profile F
 
 Medians of an action over the steps, in microseconds, of each rank; torch's as a mean over its
-ranks, and ours over torch's by that mean. "Beside actions" is what a step takes in Lightning's loop
+ranks, and ours over torch's by that mean. "Receiving" is what of F or B is spent on its message and
+on posting the next receive, which torch does outside of what is measured of it. "Beside actions" is what a step takes in Lightning's loop
 and ours, of the same thread; in torch's runtime, which sends in no action of its own, its messages
 too, and in the plain Trainer all but the user's step and backward. "Step" is all of a step in the
 thread, and "other threads" what gloo's take. ``--profile F`` prints where the last rank's F go, by
@@ -51,7 +52,7 @@ from lightning_pipeoffload.schedule import Kind, build
 
 NUM_WARM_UP_STEPS = 4
 KINDS = (Kind.F, Kind.B, Kind.BW, Kind.W, Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
-BESIDE, STEP, OTHERS = "beside actions", "step", "other threads"
+RECEIVING, BESIDE, STEP, OTHERS = "receiving", "beside actions", "step", "other threads"
 
 Costs = dict[str, float]
 
@@ -83,16 +84,17 @@ class ActionCosts(Callback):
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.profile = cProfile.Profile(time.thread_time)
         self._profiled = profiled
-        self._in_actions = 0.0
+        self._in_actions = self._received = 0.0
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         """Measure around what the executor does for each kind."""
         if isinstance(module, PlainModel):
             return
         # Private: nothing public runs an action; each of these does the actions of one kind.
-        handlers = trainer.strategy.run.executor._handlers  # type: ignore[attr-defined]
-        for kind, handler in handlers.items():
-            handlers[kind] = self.measured(kind.name, handler)
+        executor = trainer.strategy.run.executor  # type: ignore[attr-defined]
+        for kind, handler in executor._handlers.items():
+            executor._handlers[kind] = self.measured(kind.name, handler)
+        executor._take = self._receiving(executor._take)
 
     def measured(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return an action that is measured."""
@@ -103,11 +105,23 @@ class ActionCosts(Callback):
             result = run(*args, **options)
             seconds = time.thread_time() - began
             self._go_on_profiling(self._profiled == BESIDE)
-            self.seconds[name].append(seconds)
+            self.seconds[name].append(seconds - self._received)
             self._in_actions += seconds
+            self._received = 0.0
             return result
 
         return measured
+
+    def _receiving(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        def receiving(receive: Any) -> Any:
+            began = time.thread_time()
+            tensors = take(receive)
+            self._received = time.thread_time() - began
+            if receive is not None:
+                self.seconds[RECEIVING].append(self._received)
+            return tensors
+
+        return receiving
 
     def _go_on_profiling(self, is_meant: bool) -> None:
         if is_meant:
@@ -233,7 +247,7 @@ def make_table(given: argparse.Namespace, found: dict[str, list[Costs]], plain: 
     names = [f"rank {rank}" for rank in range(len(ranks))]
     for name in ("", *names, "torch's", "/ torch's", "plain"):
         table.add_column(name, justify="right" if name else "left")
-    for name in (*(kind.name for kind in KINDS), BESIDE, STEP, OTHERS):
+    for name in (*(kind.name for kind in KINDS), RECEIVING, BESIDE, STEP, OTHERS):
         ours, peers = ([of[name] for of in each if name in of] for each in (ranks, torchs))
         if not ours:
             continue
