@@ -10,12 +10,12 @@ the same processes; a Trainer on one device trains one rank's blocks.
 
 Medians of an action over the steps, in microseconds, of each rank; torch's as a mean over its
 ranks, and ours over torch's by that mean. "Receiving" is what of F or B is spent on its message and
-on posting the next receive, which torch does outside of what is measured of it. "Beside actions" is what a step takes in Lightning's loop
-and ours, of the same thread; in torch's runtime, which sends in no action of its own, its messages
-too, and in the plain Trainer all but the user's step and backward. "Step" is all of a step in the
-thread, and "other threads" what gloo's take. ``--profile F`` prints where the last rank's F go, by
-the calls that cProfile counts (which lengthens Python against torch, and is for finding out, not
-for figures).
+on posting the next receive, which torch does outside of what is measured of it. "Beside actions" is
+what a step takes in Lightning's loop and ours, of the same thread; in torch's runtime, which sends
+in no action of its own, its messages too, and in the plain Trainer all but the user's step and
+backward. "Step" is all of a step in the thread, and "other threads" what gloo's take. ``--profile
+F`` prints where the last rank's F go, by the calls that cProfile counts (which lengthens Python
+against torch, and is for finding out, not for figures).
 """
 
 from __future__ import annotations

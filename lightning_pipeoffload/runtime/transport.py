@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.schedule import Action, Kind
+from lightning_pipeoffload.schedule.actions import SENDS
 from lightning_pipeoffload.schedule.messages import recv_of
 
 # A gloo tag holds the kind, stage, microbatch and index in the list of one tensor.
@@ -358,7 +359,7 @@ class ProcessGroupTransport(Transport):
         return self._posted.pop(receive).wait(receive)
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        link, tag = self._to[peer], _first_tag(recv_of(send), len(tensors))
+        link, tag = self._to[peer], _first_tag(send, len(tensors))
         self._sent[send] = link.send(tensors, tag)
 
     def release(self, send: Action) -> None:
@@ -412,8 +413,9 @@ def _backend_for(device: torch.device) -> str:
 
 
 @cache
-def _first_tag(receive: Action, num_tensors: int) -> int:
-    """Return the tag of a message's first tensor; those of the others follow."""
+def _first_tag(action: Action, num_tensors: int) -> int:
+    """Return the tag of the first tensor that a SEND or RECV moves; those of the others follow."""
+    receive = recv_of(action) if action.kind in SENDS else action
     _, stage, microbatch = receive
     if stage >= _STAGES or microbatch >= MOST_MICROBATCHES or num_tensors > _TENSORS:
         raise ValueError(

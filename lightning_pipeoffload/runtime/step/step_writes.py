@@ -53,6 +53,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _Values = dict[str, Any]
 _SpaceOf = tuple[nn.Module, bool]  # attributes of a module, or its buffers
+_Written = tuple[_SpaceOf, str, Any, Any]  # in what, the name, the new value and the old one
 _Key = tuple[int, str]  # of a variable
 Left = list[tuple[Variable, Fingerprint]]
 """The attributes that steps write, as a forward has left them."""
@@ -76,13 +77,14 @@ class StepWrites:
         self._modules = {id(c): c for c in module.modules() if id(c) not in inside}
         self._homes: dict[int, int] = {}  # stage of the rank's blocks, by id of their modules
         self._num_passes = dict.fromkeys(stages, 0)
-        self._own: dict[int, list[tuple[_SpaceOf, str, Any, Any]]] = {}
+        self._own: dict[int, list[_Written]] = {}
         self._in_place: set[Attribute] = set()
         self._written: dict[_Key, Variable] = {}
         self._by_users: dict[_Key, Variable] = {}
         self._of_blocks: set[_Key] = set()  # written in a block
         self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
         self._made_once: dict[int, tuple[str, Any]] = {}
+        self._spaces: dict[int, list[_SpaceOf]] = {}  # of other homes than a stage's
         self._weights: set[str] = set()  # names of parameters that are written in place
         self._saved: set[Attribute] = set()  # written in place, and saved for backwards
         self.is_by_users = False
@@ -95,6 +97,7 @@ class StepWrites:
 
     def expect(self, record: StepRecord, stages: Sequence[Stage]) -> None:
         """Add the writes of a traced step."""
+        self._spaces.clear()
         self._weights.update(write.name for write in record.weight_writes)
         self._saved.update(record.saved_and_written)
         self._in_place.update(record.written_in_place)
@@ -158,8 +161,11 @@ class StepWrites:
         missing = self._missing[stage.index]
         if len(self._num_passes) == 1:
             return _standing_for(missing.values()) if missing else NOTHING
-        own = self._taking_turns(stage.index)
-        return together(own, self._hiding(stage, ownership)) if self._weights else own
+        return together(
+            _Turn(self, stage.index),
+            _standing_for(missing.values()) if missing else NOTHING,
+            self._hiding(stage, ownership) if self._weights else NOTHING,
+        )
 
     def _hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
         found = {self._chain.index_of(name) for name in self._weights if ownership.is_local(name)}
@@ -223,62 +229,28 @@ class StepWrites:
             for variable, value in found:
                 variable.put(value)
 
-    @contextmanager
-    def _taking_turns(self, stage: int) -> Iterator[None]:
-        with self._exchanged(stage), _standing_for(self._missing[stage].values()):
-            yield
+    def _count_pass(self, stage: int) -> None:
         self._num_passes[stage] += 1
         if len(set(self._num_passes.values())) == 1:
             self._own.clear()
 
-    @contextmanager
-    def _exchanged(self, stage: int) -> Iterator[None]:
-        before = [(*place, _space(*place).copy()) for place in self._spaces(stage)]
-        made = [(name, value, fingerprint(value)) for name, value in self._made_once.values()]
-        for place, name, value, _ in self._own.get(stage, ()):
-            _put(place, name, value)
-        for child, name in self._in_place:
-            for space in (child.__dict__, child.__dict__["_buffers"]):
-                if name in space and self._home_of(child) != stage:
-                    space[name] = private_copy(space[name])
-        try:
-            yield
-        finally:
-            written = [each for found in before for each in self._written_in(*found)]
-            for place, name, _, old in written:
-                _put(place, name, old)
-            self._own[stage] = written
-        for name, value, was in made:
-            if not is_unchanged(was, fingerprint(value)):
-                raise ValueError(
-                    f"the first step makes self.{name}, and later ones change it before the last "
-                    f"stage of a rank: each stage of the rank would; make it in __init__"
-                )
-
     def _home_of(self, child: nn.Module) -> int:
         return self._homes.get(id(child), self.last_stage)
 
-    def _spaces(self, stage: int) -> Iterator[_SpaceOf]:
-        """Yield the attributes, and the buffers that are written in place, of other homes."""
-        in_place = {id(child) for child, _ in self._in_place}
-        for key, child in self._modules.items():
-            if self._home_of(child) != stage:
-                yield child, False
-                if key in in_place:
-                    yield child, True
+    def _spaces_beside(self, stage: int) -> list[_SpaceOf]:
+        """List the attributes, and the buffers that are written in place, of other homes."""
+        if stage not in self._spaces:
+            in_place = {id(child) for child, _ in self._in_place}
+            others = [(k, c) for k, c in self._modules.items() if self._home_of(c) != stage]
+            buffers = [(child, True) for key, child in others if key in in_place]
+            self._spaces[stage] = [*((child, False) for _, child in others), *buffers]
+        return self._spaces[stage]
 
     def _written_in(
         self, child: nn.Module, is_buffers: bool, before: _Values
-    ) -> Iterator[tuple[_SpaceOf, str, Any, Any]]:
-        """Yield (slot, new value, old value) of the writes that belong to the pass's stage."""
+    ) -> Iterator[_Written]:
+        """Yield the writes that belong to the pass's stage."""
         space = _space(child, is_buffers)
-        # Most modules are unchanged: no line of Python for each attribute.
-        if (
-            len(before) == len(space)
-            and all(map(eq, before, space))
-            and all(map(is_, before.values(), space.values()))
-        ):
-            return
         for name in (before.keys() | space.keys()) - REGISTRIES:
             value, old = space.get(name, GONE), before.get(name, GONE)
             if value is old or (is_buffers and Attribute(child, name) not in self._in_place):
@@ -287,6 +259,55 @@ class StepWrites:
                 yield (child, is_buffers), name, value, old
             else:
                 self._made_once[id(value)] = name, value
+
+
+class _Turn:
+    """One F of a stage beside others of its rank: modules have the values it has written."""
+
+    def __init__(self, writes: StepWrites, stage: int) -> None:
+        self._writes, self._stage = writes, stage
+
+    def __enter__(self) -> None:
+        writes, stage = self._writes, self._stage
+        self._before = [
+            (child, is_buffers, (child.__dict__["_buffers"] if is_buffers else vars(child)).copy())
+            for child, is_buffers in writes._spaces_beside(stage)
+        ]
+        made = writes._made_once.values()
+        self._made = [(name, value, fingerprint(value)) for name, value in made] if made else []
+        for place, name, value, _ in writes._own.get(stage, ()):
+            _put(place, name, value)
+        for child, name in writes._in_place:
+            for space in (child.__dict__, child.__dict__["_buffers"]):
+                if name in space and writes._home_of(child) != stage:
+                    space[name] = private_copy(space[name])
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        writes = self._writes
+        written: list[_Written] = []
+        for child, is_buffers, before in self._before:
+            space = child.__dict__["_buffers"] if is_buffers else vars(child)
+            # Most modules are unchanged: no line of Python for each attribute.
+            if (
+                len(before) != len(space)
+                or not all(map(eq, before, space))
+                or not all(map(is_, before.values(), space.values()))
+            ):
+                written += writes._written_in(child, is_buffers, before)
+        for place, name, _, old in written:
+            _put(place, name, old)
+        writes._own[self._stage] = written
+        if error is None:
+            self._check_made_once()
+            writes._count_pass(self._stage)
+
+    def _check_made_once(self) -> None:
+        for name, value, was in self._made:
+            if not is_unchanged(was, fingerprint(value)):
+                raise ValueError(
+                    f"the first step makes self.{name}, and later ones change it before the last "
+                    f"stage of a rank: each stage of the rank would; make it in __init__"
+                )
 
 
 @contextmanager
