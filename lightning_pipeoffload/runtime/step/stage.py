@@ -115,7 +115,8 @@ class StageRunner:
         if self._context.writes.may_write_tensors:
             self._keep_seen()
         if not keep:
-            output = step.run()
+            with self._context.around():
+                output = step.run()
         else:
             with self._around_forward(alive, step, microbatch):
                 output = step.run()
@@ -273,10 +274,11 @@ class StageRunner:
     ) -> AbstractContextManager[Any]:
         """Return the context of an F that a backward follows."""
         queue = NOTHING if microbatch.record.starts_backward else alive.queue
+        around = self._context.around()
         is_cheap, writes = self._context.recompute == "cheap", self._context.writes
         is_first = microbatch.index not in self._compared
         if not (is_first or alive.store or is_cheap or writes.is_by_users):
-            return queue
+            return together(queue, around)
         self._compared.add(microbatch.index)
         compares = is_first and is_repeatable(microbatch.device)
         return together(
@@ -286,6 +288,7 @@ class StageRunner:
             CheckpointWatch(step, writes, compares).watching()
             if compares or writes.is_by_users
             else NOTHING,
+            around,
         )
 
     def abandon(self) -> None:

@@ -197,13 +197,6 @@ class StagePass:
 
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, on the last stage its result."""
-        around = self._context.around()
-        if around is NOTHING:
-            return self._run()
-        with around:
-            return self._run()
-
-    def _run(self) -> Any:
         context = self._context
         seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
@@ -273,12 +266,13 @@ class StagePass:
             args, kwargs = give_values((args, kwargs))
             for leaf in shape_only_leaves((args, kwargs)):
                 raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
+        run = self._call_of(index)
         self._called, self._is_in_block = index, True
         if self._carried is None:
-            output = self._compute(index, args, kwargs)
+            output = run(*args, **kwargs)
         else:
             with NOTHING if index in self._record.opened else self._paused():
-                output = self._compute(index, args, kwargs)
+                output = run(*args, **kwargs)
             output = self._carried.leave_block(index, output)
         self._is_in_block = False
         if index == self._stop - 1 and not self._context.is_last:
@@ -287,18 +281,19 @@ class StagePass:
             raise StageExit([*tensors_in(output), *beside])
         return output
 
-    def _compute(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context = self._context
+    def _call_of(self, index: int) -> Callable[..., Any]:
+        context, record = self._context, self._record
         run = context.chain.plain_call(index)
         # A value that leaves an open block through a hook would come from its first run only.
-        if self._received is None or index in self._record.opened:
-            return run(*args, **kwargs)
+        if self._received is None or index in record.opened:
+            return run
         if context.recompute == "full":
-            written = context.written_tensors()
-            return run_checkpointed(context.chain.blocks[index], run, args, kwargs, written)
-        if context.graphs is not None:
-            return context.graphs.call(index, args, kwargs, self._record)
-        return run(*args, **kwargs)
+            block, written = context.chain.blocks[index], context.written_tensors()
+            return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, written)
+        graphs = context.graphs
+        if graphs is not None:
+            return lambda *args, **kwargs: graphs.call(index, args, kwargs, record)
+        return run
 
     def _computed_output(
         self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
