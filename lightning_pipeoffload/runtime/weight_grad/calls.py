@@ -75,14 +75,11 @@ class DeferredCall:
 class Linear(DeferredCall):
     """``x @ weight.T + bias`` with x ``[..., in]``, weight ``[out, in]``."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
-        super().__init__(weight, bias, *options)
-        # A view, as torch saves for linear: its value stays while a step assigns another tensor to
-        # weight.data, as binary networks do. For other operations torch saves the weight itself.
-        self._value = weight.detach()
-
     @override
     def forward(self, x: Tensor) -> Tensor:
+        # A view, as torch saves for linear: its value stays while a step assigns another tensor to
+        # weight.data, as binary networks do. For other operations torch saves the weight itself.
+        self._value = self.weight.detach()
         return nn.functional.linear(x, self.weight, self.bias)
 
     @override

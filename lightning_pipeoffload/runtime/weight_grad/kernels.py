@@ -39,20 +39,10 @@ def mark(parameter: Tensor, may_wait: bool = True) -> None:
     setattr(parameter, _MARK, may_wait)
 
 
-def _is_deferred(weight: Tensor | None) -> bool:
-    """Whether ``weight`` is a marked parameter, or a view or cast of one."""
-    if weight is None or not weight.requires_grad:
-        return False
-    if weight.is_leaf:
-        return may_wait(weight)
-    leaf = _viewed(weight.grad_fn)
-    return leaf is not None and may_wait(leaf)
-
-
-def may_wait(parameter: Tensor) -> bool:
+def may_wait(parameter: Tensor | None) -> bool:
     """Whether the gradient of a parameter may wait for W."""
     # Autograd calls a hook once, with the sum over all uses; W adds the uses one by one.
-    return getattr(parameter, _MARK, False) and not has_hooks(parameter)
+    return parameter is not None and getattr(parameter, _MARK, False) and not has_hooks(parameter)
 
 
 def _viewed(node: Any) -> Tensor | None:
@@ -76,11 +66,16 @@ def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
-    if not torch.is_grad_enabled() or active_queue() is None or not _is_deferred(weight):
+    """Whether both are marked parameters, or views or casts of some, or train nothing."""
+    if not weight.requires_grad or not torch.is_grad_enabled() or active_queue() is None:
+        return False
+    if not may_wait(weight if weight.is_leaf else _viewed(weight.grad_fn)):
         return False
     if torch.is_anomaly_enabled():  # which checks autograd's own gradients
         return False
-    return bias is None or not bias.requires_grad or _is_deferred(bias)
+    if bias is None or not bias.requires_grad:
+        return True
+    return may_wait(bias if bias.is_leaf else _viewed(bias.grad_fn))
 
 
 def _linear(original: _Original) -> Callable[..., Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +50,12 @@ class WeightInputKeeper:
         raise NotImplementedError
 
 
-def saving_hooks() -> Hooks | None:
-    """Return the active saved-tensors hooks, such as a checkpoint's; None if there are none."""
-    # Private: no public API returns them. Without hooks, a deferred operation needs no second node,
-    # which costs time.
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
+# Private: no public API returns them. Without hooks, a deferred operation needs no second node,
+# which costs time.
+saving_hooks: Callable[[], Hooks | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, True
+)
+"""Returns the active saved-tensors hooks, such as a checkpoint's; None if there are none."""
 
 
 def keeper_of(hooks: Hooks) -> WeightInputKeeper | None:
@@ -170,8 +171,7 @@ class _Deferred(DirectFunction):
         ctx.set_materialize_grads(False)
         if saver is None:
             ctx.save_for_backward(x)
-        ctx.saver, ctx.saved = saver, saved
-        ctx.call = call
+        ctx.known = call, saver, saved
         with _below_autograd(), torch._C.DisableTorchFunction():
             return call.forward(x)
 
@@ -185,9 +185,9 @@ class _Deferred(DirectFunction):
 def _run_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:  # of a custom function that returns None
         return _NO_GRADIENTS
-    call: DeferredCall = ctx.call
+    call, saver, saved = ctx.known
     call.check_unchanged()
-    x, fetch = _read_input(ctx.saver or ctx, ctx.saved)
+    x, fetch = _read_input(saver or ctx, saved)
     if is_for_weights():
         queue_or_run(call, x, fetch, grad)
     if not ctx.needs_input_grad[0]:
@@ -227,8 +227,12 @@ def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tenso
     if queue is None:
         call.accumulate(fetch() if fetch else x, grad)
         return
-    fetch_x = fetch or queue.keep(x)
-    fetch_grad = queue.keep(grad)
-    queue.put(
-        lambda: call.accumulate(fetch_x(), fetch_grad()), call.trained_weights, call.flops(x, grad)
-    )
+    if fetch is None and queue.keeper is None:
+        compute: Callable[[], None] = partial(call.accumulate, x, grad)
+    else:
+        fetch_x, fetch_grad = fetch or queue.keep(x), queue.keep(grad)
+
+        def compute() -> None:
+            call.accumulate(fetch_x(), fetch_grad())
+
+    queue.put(compute, call.trained_weights, call.flops(x, grad))
