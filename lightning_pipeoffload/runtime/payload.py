@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,11 +96,17 @@ def _describe(leaf: Any) -> Any:
     return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-class Received(Protocol):
-    """Tensors from the previous stage, and the gradients that are sent back."""
+class Received:
+    """Tensors from the previous stage, and the gradients that are sent back.
 
-    specs: list[TensorSpec]
-    gradients: tuple[Tensor | None, ...]
+    The stage's graph holds it, so it must not lead to that graph.
+    """
+
+    __slots__ = ("gradients", "specs")
+
+    def __init__(self, specs: list[TensorSpec]) -> None:
+        self.specs = specs
+        self.gradients: tuple[Tensor | None, ...] = ()
 
 
 # Input of every _Enter: autograd needs one that requires a gradient, though it never gets one.

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     Action,
@@ -138,6 +139,23 @@ def test_after_backward_only_the_queue_is_alive(monkeypatch):
 def test_after_a_step_nothing_is_alive(num_ranks):
     module = Regression([Watched() for _ in range(4)]).double()
     run_pipeline(module, build("zb_h1", num_ranks, 4), torch.randn(4, 4).double(), 1)
+    assert not Watched.__alive__
+
+
+@pytest.mark.usefixtures("without_gc")
+def test_a_step_that_is_dropped_frees_what_its_forwards_saved(monkeypatch):
+    def fail(*_, **options):
+        raise OSError("lost")
+
+    monkeypatch.setattr(StageRunner, "backward", fail)
+    module = Regression([Watched() for _ in range(4)]).double()
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step)
+    with pytest.raises(OSError, match="lost") as caught:
+        pipeline.run(torch.randn(4, 4).double(), 1)
+    del caught
+    assert Watched.__alive__
+    for executor in pipeline.executors:
+        executor.abandon()
     assert not Watched.__alive__
 
 

@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
-from lightning_pipeoffload.runtime.payload import TensorSpec, gradients_to_send
+from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -40,10 +40,9 @@ _NUM_CHECKED = 8  # backwards of a stage
 
 @dataclass
 class _Alive:
-    specs: list[TensorSpec]  # with ``gradients``, of what was received
+    received: Received
     queue: WeightGradQueue
     store: ActivationStore | None = None
-    gradients: tuple[Tensor | None, ...] = ()
     loss: Tensor | None = None
     seen: TensorValues | None = None
     sent: tuple[GradientEdge, ...] = ()
@@ -110,8 +109,10 @@ class StageRunner:
             The tensors for the next stage; on the last stage the result of the user's step.
         """
         known = self._context.known(microbatch.record)
-        alive = _Alive(known.specs_in, WeightGradQueue(keeper=store), store)
-        step = StagePass(self._context, microbatch, receive, alive if keep else None, known)
+        alive = _Alive(Received(known.specs_in), WeightGradQueue(keeper=store), store)
+        step = StagePass(
+            self._context, microbatch, receive, alive.received if keep else None, known
+        )
         if self._context.writes.may_write_tensors:
             self._keep_seen()
         if not keep:
@@ -173,8 +174,8 @@ class StageRunner:
             else:
                 with around:
                     self._differentiate(alive, microbatch, gradients)
-        to_send = gradients_to_send(alive, self._sender)
-        alive.gradients, alive.sent, alive.loss = (), (), None
+        to_send = gradients_to_send(alive.received, self._sender)
+        alive.received.gradients, alive.sent, alive.loss = (), (), None
         if alive.store is not None or self.memory.deferred_flops is None:
             self.memory.measure_backward(alive.queue, alive.store)
         if fused:
