@@ -54,6 +54,7 @@ IMPORTED = {
         "tree_leaves tree_map tree_map_with_path tree_unflatten"
     ),
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
+    "torch.autograd.graph": "_engine_run_backward",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": (

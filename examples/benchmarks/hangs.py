@@ -260,8 +260,8 @@ class ModelStage:
         """Return what the previous stage sends."""
         return [] if self.is_first else [SPEC]
 
-    def payload_out(self, microbatch: Any) -> list[TensorSpec]:
-        """Return what this stage sends on."""
+    def gradient_specs(self, microbatch: Any) -> list[TensorSpec]:
+        """Return the gradient of what this stage sends on."""
         return [] if self.is_last else [SPEC]
 
     def forward(
