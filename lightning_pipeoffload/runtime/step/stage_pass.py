@@ -31,7 +31,12 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all, segment_seeder
+from lightning_pipeoffload.runtime.randomness import (
+    has_drawn_since,
+    mix_seed,
+    seed_all,
+    segment_seeder,
+)
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     give_values,
@@ -73,11 +78,14 @@ class KnownStep:
         outputs: The outputs of blocks before the stage that each F may use again, with what each
             was made of. To make one takes as long as all else that an F does for such a block, of
             which the last stages of a deep model have many.
+        draws_beside_torch: Whether it draws from numpy's or Python's global generator.
         seed_segment: Seeds the generators that the step draws from.
         shapes_suffice: Of each block before the stage, whether its output's shapes are known.
     """
 
-    def __init__(self, record: StepRecord, stage: Stage, is_last: bool) -> None:
+    def __init__(
+        self, record: StepRecord, stage: Stage, is_last: bool, draws_beside_torch: bool
+    ) -> None:
         start, stop = stage.blocks.start, stage.blocks.stop
         self.record = record
         self.specs_in = record.payload_over(start) if start else []
@@ -86,7 +94,8 @@ class KnownStep:
         self.coming = record.carried_over(start) if start else []
         self.going = [] if is_last else record.carried_over(stop)
         self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
-        self.seed_segment = segment_seeder(record.draws_beside_torch)
+        self.draws_beside_torch = draws_beside_torch or record.draws_beside_torch
+        self.seed_segment = segment_seeder(self.draws_beside_torch)
         self.shapes_suffice = [record.shapes_suffice(block) for block in range(start)]
 
 
@@ -123,6 +132,7 @@ class StageContext:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
         self._known: KnownStep | None = None
+        self._draws_beside_torch = False
 
     @cached_property
     def call(self) -> StepCall:
@@ -133,8 +143,17 @@ class StageContext:
     def known(self, record: StepRecord) -> KnownStep:
         """Return what ``record`` says about the stage."""
         if self._known is None or self._known.record is not record:
-            self._known = KnownStep(record, self.stage, self.is_last)
+            self._known = KnownStep(record, self.stage, self.is_last, self._draws_beside_torch)
         return self._known
+
+    def notice_draws(self, seed: int) -> None:
+        """Seed numpy and Python for each block from now on if the step has drawn from them.
+
+        A step may begin to draw after it was traced, as mixup does after a warm-up. In the
+        microbatch where that is noticed, the numbers of a block depend on the cut.
+        """
+        if has_drawn_since(seed):
+            self._draws_beside_torch, self._known = True, None
 
     def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
         """Return a block's output with tensors that have no value."""
@@ -183,6 +202,7 @@ class StagePass:
         self._record = known.record
         self._generators = context.generators
         self._seed_segment, self._shapes_suffice = known.seed_segment, known.shapes_suffice
+        self._draws_beside_torch = known.draws_beside_torch
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
         self._carried = self._counter = None
         if known.coming or known.going:
@@ -223,6 +243,8 @@ class StagePass:
             context.ownership.restore()
         if context.writes.is_by_users:
             self.left = context.writes.left()
+        if self._microbatch.index == 0 and not self._draws_beside_torch:  # once a batch
+            context.notice_draws(seed)
         return output
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

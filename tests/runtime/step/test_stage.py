@@ -186,6 +186,19 @@ class Stochastic(nn.Linear):
         return x + super().forward(x) * torch.from_numpy(np.random.binomial(1, 0.5, (len(x), 1)))
 
 
+class Later(nn.Linear):
+    """A block that is left out at random, from some batch on."""
+
+    def __init__(self, index):
+        super().__init__(6, 6)
+        nn.init.constant_(self.weight, 0.1 * index)
+        nn.init.zeros_(self.bias)
+        self.draws = False
+
+    def forward(self, x):
+        return x if self.draws and np.random.rand() < 0.5 else x + super().forward(x)
+
+
 def dropping():
     layers = [layer for _ in range(4) for layer in (Stochastic(6, 6), nn.Dropout(0.2))]
     return Classifier(nn.Linear(6, 6), *layers, nn.Linear(6, 5)).double()
@@ -198,6 +211,25 @@ def test_dropout_does_not_depend_on_ranks_and_schedule():
         found = run_pipeline(module, build(name, num_ranks, 4), batch, 2)
         assert found.losses == reference.losses
         assert_same(found, reference)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("zb_h1", 2), ("zb_v", 2), ("zb_h2", 4)])
+def test_draws_that_begin_after_the_trace_do_not_depend_on_ranks_either(name, num_ranks):
+    def losses(name, num_ranks):
+        pipeline = InProcessPipeline(module, build(name, num_ranks, 4), call_step)
+        found = []
+        for seed in range(4):
+            if seed == 2:  # it is noticed in this batch
+                for rank in pipeline.ranks:
+                    for block in rank.module.net[1:-1]:
+                        block.draws = True
+            found.append([float(loss) for loss in pipeline.run(batch, 2, seed)])
+        return found
+
+    module = Classifier(nn.Linear(6, 6), *map(Later, range(8)), nn.Linear(6, 5)).double()
+    batch = vectors(8)
+    expected, found = losses("gpipe", 1), losses(name, num_ranks)
+    assert found[0] == found[1] != found[3] == expected[3]
 
 
 def test_dropout_depends_on_seed_and_microbatch():
