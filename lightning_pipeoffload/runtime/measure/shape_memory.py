@@ -37,7 +37,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
-from lightning_pipeoffload.runtime.step.stage import BackwardOn, SavedMemory
+from lightning_pipeoffload.runtime.step.stage import SavedMemory, backward_on
 from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -189,7 +189,7 @@ class _MeasuringPass(StepTrace):
         for found, store in zip(self.found, self._stores.stores, strict=True):
             found.measure_forward(store)
         self._is_backward = True
-        with BackwardOn(self._part.device), self._queue:
+        with backward_on(self._part.device), self._queue:
             torch.autograd.backward(loss)
         self._come_back_to(-1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -168,7 +168,7 @@ class StageRunner:
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
         around = self._around(alive)
-        with BackwardOn(microbatch.device), alive.queue:
+        with backward_on(microbatch.device), alive.queue:
             if around is NOTHING:
                 self._differentiate(alive, microbatch, gradients)
             else:
@@ -179,7 +179,7 @@ class StageRunner:
         if alive.store is not None or self.memory.deferred_flops is None:
             self.memory.measure_backward(alive.queue, alive.store)
         if fused:
-            self.weight(microbatch)
+            del self._alive[microbatch.index]
         return to_send
 
     def _differentiate(
@@ -204,14 +204,13 @@ class StageRunner:
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""
         alive = self._alive.pop(microbatch.index)
-        if alive.queue.is_waiting:
-            around = self._around(alive)
-            with BackwardOn(microbatch.device):
-                if around is NOTHING:
+        around = self._around(alive)
+        with backward_on(microbatch.device):
+            if around is NOTHING:
+                alive.queue.run()
+            else:
+                with around:
                     alive.queue.run()
-                else:
-                    with around:
-                        alive.queue.run()
 
     def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
         """Run the last W's of a step parameter by parameter: each gradient is final at once."""
@@ -228,7 +227,7 @@ class StageRunner:
             del self._alive[microbatch.index]
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
-        with BackwardOn(microbatches[0].device), self._gradients, self._checking_hooks():
+        with backward_on(microbatches[0].device), self._gradients, self._checking_hooks():
             gradients.run(told.finish)
 
     def _around(self, alive: _Alive) -> AbstractContextManager[Any]:
@@ -329,17 +328,22 @@ class StageRunner:
         )
 
 
-class BackwardOn:
-    """Context of B and W: autocast is off, and autograd runs in this thread.
+@cache
+def backward_on(device: torch.device) -> _BackwardOn:
+    """Return the context of B and W: autocast is off, and autograd runs in this thread.
 
     Autograd's own thread for an accelerator takes time to wake, and does not have this thread's
     autocast state: a checkpoint in it would drop the casts that microbatches share.
     """
+    return _BackwardOn(device)
 
+
+class _BackwardOn:
     def __init__(self, device: torch.device) -> None:
-        self._outside = outside_autocast(device)
+        self._device = device
 
     def __enter__(self) -> None:
+        self._outside = outside_autocast(self._device)
         if self._outside is not NOTHING:
             self._outside.__enter__()
         self._here = torch.autograd.set_multithreading_enabled(False)

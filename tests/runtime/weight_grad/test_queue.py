@@ -422,7 +422,7 @@ def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
         output = linear(x)
         (found,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
         torch.autograd.backward(output.sum(), inputs=[x], retain_graph=True)
-        assert not queue.is_waiting
+        assert not queue.waiting
         output.sum().backward()
     queue.run()
     assert torch.equal(found, linear.weight.sum(0).expand(2, 4))
