@@ -41,7 +41,7 @@ MOST_MICROBATCHES = 1 << 12
 _STAGES, _TENSORS = 1 << 9, 1 << 9
 
 # With fewer examples/benchmarks/hangs.py finds plans that hang.
-_FEWEST_QUEUES = 4
+_FEWEST_QUEUES = 7
 # Channels of NCCL for one edge: an open receive takes a multiprocessor for each.
 _MOST_CHANNELS = 4
 

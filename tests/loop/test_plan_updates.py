@@ -37,7 +37,7 @@ class Scripted:
 
     def look(self):
         self.num_looks += 1
-        if self.num_looks % 6 == 1:  # by the next time all ranks have heard of it
+        if self.num_looks % 2 == 1:  # it is asked again when the plan in use has been measured
             self.is_over = not self.plans
             self.best = self.plans.pop(0) if self.plans else self.best
 

@@ -302,8 +302,8 @@ def test_only_errors_of_the_connection_blame_a_peer():
 
 def test_too_few_hardware_queues_are_refused(monkeypatch):
     transport_module.check_queues()
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "3")
-    with pytest.raises(ValueError, match=r"\(3\) must be at least 4, .*; unset it, or use 32"):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "6")
+    with pytest.raises(ValueError, match=r"\(6\) must be at least 7, .*; unset it, or use 32"):
         transport_module.check_queues()
 
 

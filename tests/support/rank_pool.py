@@ -76,9 +76,6 @@ def _receive(pipe, rank):
 
 
 def _serve(pipe, rank, size):
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size)
-    )
     # Where all ranks raise alike one may be late by as much as the machine stands still, and the
     # pool needs it afterwards.
     failure_board._OWN_ERROR_SECONDS = failure_board._SEEN_SECONDS = 300.0
@@ -93,7 +90,10 @@ def _serve(pipe, rank, size):
             torch.use_deterministic_algorithms(False)  # a Trainer has set it for good
             continue
         port, function, args = call
-        os.environ["MASTER_PORT"] = str(port)
+        os.environ.update(  # each time: the end of a Trainer removes some
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0",
+            WORLD_SIZE=str(size),
+        )  # fmt: skip
         try:
             pipe.send((None, function(*args)))
         except BaseException:
