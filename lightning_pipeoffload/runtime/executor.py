@@ -259,6 +259,12 @@ class Executor:
 
     # What each kind of action does
 
+    def _begin(self, *actions: Action) -> None:
+        # Before the clock starts: the time of an action does not include waits.
+        for action in actions:
+            self.memory.arrive(action)
+        self.timer.start()
+
     def _finish(self, *actions: Action) -> None:
         if self._keep:
             self.timer.record(*actions)
@@ -293,9 +299,7 @@ class Executor:
         return lambda: received
 
     def _backward(self, action: Action) -> None:
-        # Before the clock starts: the time of an action does not include waits.
-        self.memory.arrive(action)
-        self.timer.start()
+        self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         ends = self._ends[action]
         gradients = self._take(ends.needed)
@@ -312,8 +316,7 @@ class Executor:
         elif self._reduction is not None and tail:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
         else:
-            self.memory.arrive(action)
-            self.timer.start()
+            self._begin(action)
             self.stages[action.stage].weight(self._microbatches[action.microbatch])
             self._finish(action)
 
@@ -321,9 +324,7 @@ class Executor:
         assert self._reduction is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
-        for action in actions:
-            self.memory.arrive(action)
-        self.timer.start()
+        self._begin(*actions)
         self.stages[first.stage].last_weights(microbatches, self._reduction)
         self._finish(*actions)
         self._regrouped.update(others)

@@ -40,22 +40,15 @@ class InForce:
         said = self._said[kind]
         return said[-1] if said else None
 
-    def begin(self, said: object) -> None:
-        """Make ``said`` the current setting of its type until :meth:`end`."""
-        self._said[type(said)].append(said)
-
-    def end(self, said: object) -> None:
-        """Restore the setting before ``said``, which is the current one of its type."""
-        self._said[type(said)].pop()
-
     @contextmanager
     def during(self, said: object) -> Iterator[None]:
         """Make ``said`` the current setting within the context."""
-        self.begin(said)
+        found = self._said[type(said)]
+        found.append(said)
         try:
             yield
         finally:
-            self.end(said)
+            found.pop()
 
 
 IN_FORCE = InForce()

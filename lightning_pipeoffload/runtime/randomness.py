@@ -30,28 +30,24 @@ def mix_seed(*parts: int) -> int:
     return state >> 1
 
 
-def segment_seeder(beside_torch: bool) -> Callable[[int], Any]:
-    """Return a function that seeds torch's generators, and numpy's and Python's on request."""
-    if beside_torch:
-        return seed_all
-    accelerator = accelerator_in_use()
-    seed_cpu = torch.default_generator.manual_seed
-    if not accelerator:
-        return seed_cpu
-
-    def seed_torch(seed: int) -> None:
-        seed_cpu(seed)
-        accelerator.manual_seed(seed)
-
-    return seed_torch
-
-
-def seed_all(seed: int) -> None:
-    """Seed torch, numpy and Python."""
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators of the CPU and of the accelerator in use."""
     torch.default_generator.manual_seed(seed)
     accelerator = accelerator_in_use()
     if accelerator:
         accelerator.manual_seed(seed)
+
+
+def segment_seeder(beside_torch: bool) -> Callable[[int], Any]:
+    """Return a function that seeds torch's generators, and numpy's and Python's on request."""
+    if beside_torch:
+        return seed_all
+    return seed_torch if accelerator_in_use() else torch.default_generator.manual_seed
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch, numpy and Python."""
+    seed_torch(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 

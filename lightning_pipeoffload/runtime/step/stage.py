@@ -56,8 +56,7 @@ class StageRunner:
         self._compared: set[int] = set()
         self._num_checked = 0
         self._context = context
-        self._gradients = context.gradients
-        self._has_gradients = bool(context.gradients)
+        self._gradients: AbstractContextManager[Any] = context.gradients or NOTHING
         self.is_first = context.is_first
         self.is_last = context.is_last
         self.memory = SavedMemory()
@@ -167,13 +166,8 @@ class StageRunner:
         """
         alive = self._alive[microbatch.index]
         alive.queue.immediate = fused
-        around = self._around(alive)
-        with backward_on(microbatch.device), alive.queue:
-            if around is NOTHING:
-                self._differentiate(alive, microbatch, gradients)
-            else:
-                with around:
-                    self._differentiate(alive, microbatch, gradients)
+        with self._around_backward(alive, microbatch), alive.queue:
+            self._differentiate(alive, microbatch, gradients)
         to_send = gradients_to_send(alive.received, self._sender)
         alive.received.gradients, alive.sent, alive.loss = (), (), None
         if alive.store is not None or self.memory.deferred_flops is None:
@@ -204,13 +198,8 @@ class StageRunner:
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""
         alive = self._alive.pop(microbatch.index)
-        around = self._around(alive)
-        with backward_on(microbatch.device):
-            if around is NOTHING:
-                alive.queue.run()
-            else:
-                with around:
-                    alive.queue.run()
+        with self._around_backward(alive, microbatch):
+            alive.queue.run()
 
     def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
         """Run the last W's of a step parameter by parameter: each gradient is final at once."""
@@ -230,17 +219,20 @@ class StageRunner:
         with backward_on(microbatches[0].device), self._gradients, self._checking_hooks():
             gradients.run(told.finish)
 
-    def _around(self, alive: _Alive) -> AbstractContextManager[Any]:
+    def _around_backward(
+        self, alive: _Alive, microbatch: Microbatch
+    ) -> AbstractContextManager[Any]:
         """Return the context of a B or W: gradients and attributes as they are for this stage."""
-        is_plain = not (self._has_gradients or alive.seen or alive.left)
+        outside = backward_on(microbatch.device)
+        is_plain = self._gradients is NOTHING and not (alive.seen or alive.left)
         if is_plain and self._num_checked >= _NUM_CHECKED:
-            return NOTHING  # as in most models
-        checking = self._checking_hooks()
+            return outside  # as in most models
         return together(
-            self._gradients or NOTHING,
+            outside,
+            self._gradients,
             alive.seen.again() if alive.seen else NOTHING,
             self._context.writes.in_backward(self._context.stage.index, alive.left),
-            checking,
+            self._checking_hooks(),
         )
 
     def _checking_hooks(self) -> AbstractContextManager[Any]:
@@ -277,8 +269,6 @@ class StageRunner:
         around = self._context.around()
         is_cheap, writes = self._context.recompute == "cheap", self._context.writes
         is_first = microbatch.index not in self._compared
-        if not (is_first or alive.store or is_cheap or writes.is_by_users):
-            return together(queue, around)
         self._compared.add(microbatch.index)
         compares = is_first and is_repeatable(microbatch.device)
         return together(
@@ -294,7 +284,7 @@ class StageRunner:
     def abandon(self) -> None:
         """Drop the state of all microbatches, after an error."""
         self._alive.clear()
-        self._gradients.forget()
+        self._context.gradients.forget()
 
     def end_step(self) -> None:
         """Capture the blocks for later steps, with as many microbatches in flight."""

@@ -201,8 +201,7 @@ class StagePass:
         self.left: Left = []
         self._record = known.record
         self._generators = context.generators
-        self._seed_segment, self._shapes_suffice = known.seed_segment, known.shapes_suffice
-        self._draws_beside_torch = known.draws_beside_torch
+        self._known, self._seed_segment = known, known.seed_segment
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
         self._carried = self._counter = None
         if known.coming or known.going:
@@ -243,7 +242,7 @@ class StagePass:
             context.ownership.restore()
         if context.writes.is_by_users:
             self.left = context.writes.left()
-        if self._microbatch.index == 0 and not self._draws_beside_torch:  # once a batch
+        if self._microbatch.index == 0 and not self._known.draws_beside_torch:  # once a batch
             context.notice_draws(seed)
         return output
 
@@ -272,7 +271,7 @@ class StagePass:
             return self._carried.leave_block(index, self._remote_output(index, args, kwargs))
 
     def _remote_output(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        suffices = self._shapes_suffice[index]
+        suffices = self._known.shapes_suffice[index]
         output = self._record.outputs[index]
         if not suffices:
             output = self._computed_output(index, args, kwargs)

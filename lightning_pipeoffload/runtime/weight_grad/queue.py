@@ -82,14 +82,10 @@ class WeightGradQueue:
 
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
-        entries, self._entries = self._entries[::-1], []
-        is_enabled = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # a third of the calls of no_grad()
-        try:
+        entries = self.take()[::-1]
+        with torch.set_grad_enabled(False):  # half the calls of no_grad()
             while entries:
                 entries.pop().compute()
-        finally:
-            torch.set_grad_enabled(is_enabled)
 
     @property
     def waiting(self) -> list[WeightGrad]:
