@@ -73,11 +73,12 @@ def fit_lengths(size, lengths, options):
     [
         (2, "awkward", {"module": {"tie": True}}),
         (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
+        (2, "plain", {"num_microbatches": "auto", "data": {"batch_size": 2}}),
         slow((2, "late", {})),
         slow((4, "awkward", {"data_parallel_size": 2})),
         slow((2, "plain", {"num_chunks": 2, "trainer": {"accumulate_grad_batches": 2}})),
     ],
-    ids=["tied", "limited", "configure_model", "replicas", "chunks"],
+    ids=["tied", "limited", "two_microbatches", "configure_model", "replicas", "chunks"],
 )
 def test_weights_are_those_of_the_schedule_that_is_named(ranks, tmp_path, size, form, options):
     own, named = ranks(size).run(auto_and_by_hand, size, str(tmp_path), form, options)[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, islice, product
 from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -175,10 +175,10 @@ class BlockMeasurement:
         pipeline, device = self._pipeline, self._pipeline.device
         pipeline.cut_anew(pipeline.rank, replace(cut_settings, recompute=recompute))
         try:
-            slices = [_silent(part) for part in cut_batch()]
+            parts = islice(cycle(cut_batch()), _NUM_MEASURED)
+            slices = [_silent(part) for part in parts]  # one object for each place in the plan
         except ValueError as error:
             raise ScheduleError(str(error)) from error
-        slices = (slices * _NUM_MEASURED)[:_NUM_MEASURED]
         placement = cut_settings.stage_ranks
         plan = lower(_one_by_one(placement, max(placement) + 1))
         memory, timer = ActivationMemory.on(device), ActionTimer(device)
