@@ -9,10 +9,8 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +21,6 @@ from torch.cuda._sanitizer import (
     enable_cuda_sanitizer,  # private: TORCH_CUDA_SANITIZER works at the import of torch alone
 )
 from torch.nn import functional
-from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.benchmarks import offload_gpu
@@ -166,31 +163,6 @@ def late_copies_under_sanitizer(device: torch.device) -> Iterator[str]:
     yield from late_copies(device)
 
 
-@contextmanager
-def forbidding_waits(device: torch.device) -> Iterator[None]:
-    """Let whatever makes the host wait for the device raise."""
-    if is_accelerated(device):
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if is_accelerated(device):
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def host_waits(device: torch.device) -> Iterator[str]:
-    """The fourth step makes the host wait for nothing."""
-    model = Model(64, 8, 16).to(device)
-    batch = model.batch(8)
-    for name in ("1f1b", "zb_h1", "zb_v"):
-        pipeline = InProcessPipeline(model, build(name, 2, 8), call_step)
-        for _ in range(3):
-            pipeline.run(batch, 1)
-        with forbidding_waits(device):
-            pipeline.run(batch, 1)
-        yield f"{name}: the host waits for nothing"
-
-
 class CountCasts(TorchDispatchMode):
     """Counts those of weights."""
 
@@ -229,95 +201,8 @@ def casts(device: torch.device) -> Iterator[str]:
 _ROUNDING = 0.05  # of bfloat16, added up by atomic operations
 
 
-def live_bytes(device: torch.device) -> Iterator[str]:
-    """What the ledger counts is what the allocator has given."""
-    sizes = (512, 8, 256) if is_accelerated(device) else (32, 8, 16)
-    for recompute in ("none", "cheap", "full"):
-        model = Model(*sizes).bfloat16().to(device)
-        batch = model.batch(8)
-        pipeline = InProcessPipeline(model, build("zb_v", 1, 8), call_step, recompute=recompute)
-        for _ in range(2):
-            pipeline.run(batch, 1)
-        before = _allocated(device)
-        pipeline.run(batch, 1)
-        peak = pipeline.executors[0].memory.ledger.peak_device_bytes
-        more = _peak_allocated(device) - before
-        yield f"recompute {recompute}: the ledger has {_mib(peak)}, the allocator {_mib(more)}"
-
-
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _allocated(device: torch.device) -> int:
-    if not is_accelerated(device):
-        return 0
-    torch.accelerator.synchronize()
-    torch.accelerator.reset_peak_memory_stats()
-    return int(torch.accelerator.memory_allocated())
-
-
-def _peak_allocated(device: torch.device) -> int:
-    return int(torch.accelerator.max_memory_allocated()) if is_accelerated(device) else 0
-
-
-def compiled(device: torch.device) -> Iterator[str]:
-    """Compiled blocks have the gradients of plain ones, for two sizes of microbatches."""
-    compile_with = True if is_accelerated(device) else {"backend": "aot_eager"}
-    model = Model(64, 4, 64).to(device)
-    plan = build("zb_h1", 2, 4)
-    pipeline = InProcessPipeline(model, plan, call_step, compile=compile_with)
-    for size in (1, 2):
-        batch = model.batch(4 * size)
-        expected = gradients(model, batch, plan, size)
-        for rank in pipeline.ranks:
-            rank.module.zero_grad()
-        pipeline.run(batch, size)
-        found = {n: g for n, g in pipeline.named_gradients().items() if g is not None}
-        error = difference(found, expected)
-        yield f"microbatches of {size}: gradients differ by {error:.1e} from eager ones"
-        assert error < _FUSED
-    large = Model(*_LARGE if is_accelerated(device) else _SMALL).bfloat16().to(device)
-    yield from _split(large, compile=compile_with)
-
-
-_FUSED = 1e-3  # in float32, where products may be rounded to TF32
-_LARGE, _SMALL = (2048, 4, 2048), (32, 4, 16)  # width, blocks and sequence
-
-
-def _split(model: Model, **options: Any) -> Iterator[str]:
-    """B + W against both at once."""
-    batch, seconds = model.batch(8), {}
-    for name in ("1f1b", "zb_h1"):
-        pipeline = InProcessPipeline(model, build(name, 1, 8), call_step, **options)
-        for _ in range(3):
-            pipeline.run(batch, 1)
-            finished_at()
-        times = pipeline.executors[0].timer.action_seconds()
-        seconds[name] = sum(s for (kind, _), s in times.items() if kind is not Kind.F)
-    yield f"B + W take {seconds['zb_h1'] / seconds['1f1b']:.3f} of both at once"
-
-
-def host_time(device: torch.device) -> Iterator[str]:
-    """The host's time for a microbatch beside that of its kernels, in a stage of a usual size."""
-    model = Model(*_LARGE if is_accelerated(device) else _SMALL).bfloat16().to(device)
-    yield from _split(model)
-    batch = model.batch(8)
-    for name in ("1f1b", "zb_h1"):
-        pipeline = InProcessPipeline(model, build(name, 1, 8), call_step)
-        for _ in range(3):
-            pipeline.run(batch, 1)
-        started = finished_at()
-        pipeline.run(batch, 1)
-        on_host, whole = time.perf_counter() - started, finished_at() - started
-        with profile() as profiled:
-            pipeline.run(batch, 1)
-            finished_at()
-        kernels = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
-        yield (
-            f"{name}, a microbatch: {on_host / 8 * 1e3:.2f} ms of the host, "
-            f"{kernels / 8 * 1e3:.2f} ms of kernels, {whole / 8 * 1e3:.2f} ms in all"
-        )
 
 
 def block_graphs(device: torch.device) -> Iterator[str]:
@@ -359,6 +244,7 @@ def _inner_stage(pipeline: InProcessPipeline, batch: Tensor) -> str:
 
 _APART = Kind.F, Kind.B, Kind.W
 _MEDIUM = (512, 4, 512)
+_LARGE, _SMALL = (2048, 4, 2048), (32, 4, 16)  # width, blocks and sequence
 
 
 def _gradients_of_step(pipeline: InProcessPipeline, batch: Tensor, seed: int) -> dict[str, Tensor]:

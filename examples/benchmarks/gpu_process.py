@@ -6,16 +6,20 @@ imports take longer than most parts do. Two that run the same function stand for
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from select import select
 from typing import Any, NamedTuple
 
@@ -23,7 +27,7 @@ import torch
 
 from lightning_pipeoffload.processes.run_store import free_port
 
-ROW = "row: "
+ROW, ERROR = "row: ", "error: "
 Function = Callable[[torch.device], Iterator[str]]
 PROCESSES: Any = get_context("fork")
 
@@ -63,9 +67,26 @@ def _run(
         os.dup2(output.fileno(), stream)
     output.close()
     os.environ.update(environment)
-    # With an index, by which processes that share memory name the device.
-    for row in function(torch.device(kind) if kind == "cpu" else torch.device(kind, 0)):
-        print(f"{ROW}{row}", flush=True)
+    try:
+        # With an index, by which processes that share memory name the device.
+        for row in function(torch.device(kind) if kind == "cpu" else torch.device(kind, 0)):
+            print(f"{ROW}{row}", flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{ERROR}{_in_one_line(error)}", flush=True)
+        raise SystemExit(1) from None
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return an error's type, place and message, for a cell of a table."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    text = " ".join(str(error).replace("|", "/").split())
+    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+    return f"{type(error).__name__} at {place}: {text[:_ERROR_LENGTH]}"
+
+
+_ERROR_LENGTH = 300
 
 
 def lines_of(running: Running, deadline: float) -> Iterator[str]:
@@ -141,3 +162,18 @@ def _follow(rank: int, running: Running, deadline: float) -> list[str]:
 def rows_of(said: list[str]) -> list[str]:
     """Return the rows among the lines of a process."""
     return [line.removeprefix(ROW) for line in said if line.startswith(ROW)]
+
+
+def error_of(said: list[str]) -> str:
+    """Return the error among the lines of a process, else its last line."""
+    errors = [line for line in said if line.startswith(ERROR)]
+    return (errors or ["", *said])[-1].removeprefix(ERROR)
+
+
+def compile_kernel(source: str, name: str) -> Any:
+    """Compile a kernel in CUDA C++ by NVRTC, which torch opens by its name alone."""
+    for path in getattr(find_spec("nvidia"), "submodule_search_locations", None) or []:
+        for library in sorted(Path(path).glob("*/lib/libnvrtc*.so.*")):
+            if ".alt." not in library.name:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return torch.cuda._compile_kernel(source, name)  # private: torch has no other

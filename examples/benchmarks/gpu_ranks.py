@@ -1,4 +1,4 @@
-"""Two processes on one device: a step of each schedule, and what a message takes between them.
+"""Two processes on one device: a step of each schedule; and multiprocessors that are held.
 
 The executor, the transport and the stores are those of a fit; the Trainer and its strategy are left
 out, so that a hang is theirs.
@@ -26,13 +26,18 @@ from examples.benchmarks.gpu_parts import (
     offloading_memory,
     schedules,
 )
-from examples.benchmarks.gpu_process import Function, is_accelerated, rows_of, run_two
+from examples.benchmarks.gpu_process import (
+    Function,
+    compile_kernel,
+    error_of,
+    is_accelerated,
+    rows_of,
+    run_two,
+)
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.measure.link_speed import answer_latency, measure_latency
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import batch_size
-from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.microbatch import placed
@@ -60,11 +65,13 @@ def in_two_processes(
     function: Function, device: torch.device, seconds: float = 40, **environment: str
 ) -> Iterator[str]:
     """Run both ranks; yield how many steps were right, and raise where the last one has stopped."""
-    rows = [rows_of(said) for said in run_two(function, device, seconds, environment)]
+    both = run_two(function, device, seconds, environment)
+    rows = [rows_of(said) for said in both]
     done = min(sum("differ" in row for row in own) for own in rows)
     yield f"{done} steps over two processes have the gradients of one"
     if any(own[-1:] != [_END] for own in rows):
-        raise RuntimeError(f"the last words of the two: {[own[-1:] for own in rows]}")
+        ends = [f"{own[-1:]} {error_of(said)}" for own, said in zip(rows, both, strict=True)]
+        raise RuntimeError(f"the two ended with {ends}")
 
 
 _END = "that was all"
@@ -144,7 +151,7 @@ def held_multiprocessors(device: torch.device) -> Iterator[str]:
     size = 4096 if is_accelerated(device) else 64
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     alone = _seconds_of(lambda: left @ left)
-    for num_held in (0, 4, 32, 64):
+    for num_held in (0, 4, 8, 16):
         with _holding(num_held, device):
             slower = _seconds_of(lambda: left @ left) / alone
         yield f"{num_held} blocks of threads spin: products take {slower:.2f} of their time"
@@ -172,7 +179,7 @@ def _holding(num_blocks: int, device: torch.device) -> Iterator[None]:
     if not num_blocks or not is_accelerated(device):
         yield
         return
-    hold = torch.cuda._compile_kernel(_HOLD, "hold")
+    hold = compile_kernel(_HOLD, "hold")
     released = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     stream = torch.Stream(device, priority=-1)
     with stream:
@@ -186,57 +193,5 @@ def _holding(num_blocks: int, device: torch.device) -> Iterator[None]:
 
 def _spin(hold: Any, num_blocks: int, released: Tensor) -> None:
     """Let blocks of 512 threads spin on the current stream until a number on the host is set."""
-    hold((num_blocks, 1, 1), (512, 1, 1), (released,))
-
-
-def _messages(device: torch.device) -> list[Tensor]:
-    sizes = (1 << 16, 1 << 23, 1 << 26) if is_accelerated(device) else (1 << 10, 1 << 16)
-    return [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-
-
-def _row(message: Tensor, seconds: float) -> str:
-    rate = message.nbytes / seconds / 1e9
-    return f"a hop of {message.nbytes >> 10} KiB takes {seconds * 1e3:.3f} ms, {rate:.2f} GB/s"
-
-
-def hops_of_processes(device: torch.device) -> Iterator[str]:
-    """What a hop takes between two processes: over gloo by way of the host, and over NCCL."""
-    yield from _hops_between(be_one_end_of_gloo, device)
-    # Of this module, not torch.accelerator, whose answer asks the driver: processes fork after it.
-    if is_accelerated(device) and torch.get_device_module(device).device_count() > 1:
-        yield from _hops_between(be_one_end_of_nccl, device)
-    else:
-        yield "NCCL: untried, it wants two GPUs"
-
-
-def _hops_between(end: Callable[[torch.device], Iterator[str]], device: torch.device) -> list[str]:
-    rows = rows_of(run_two(end, device)[0])
-    if len(rows) < 2:
-        raise RuntimeError(f"a process has found {rows}")
-    return rows
-
-
-def be_one_end_of_gloo(device: torch.device) -> Iterator[str]:
-    """Be one of two processes that share a device."""
-    yield from _be_one_end("gloo", device)
-
-
-def be_one_end_of_nccl(device: torch.device) -> Iterator[str]:
-    """Be one of two processes, each with a device of its own."""
-    own = torch.device(device.type, int(os.environ["NODE_RANK"]))
-    torch.accelerator.set_device_index(own.index)
-    yield from _be_one_end("nccl", own)
-
-
-def _be_one_end(backend: str, device: torch.device) -> Iterator[str]:
-    rank = int(os.environ["NODE_RANK"])
-    dist.init_process_group(backend, rank=rank, world_size=2)
-    mesh = RankMesh(build("zb_v", 2, 4), rank)  # whose ranks are the global ones
-    transport = ProcessGroupTransport(mesh, {(0, 1), (1, 0)}, device)
-    for message in _messages(device):
-        if rank == 0:
-            seconds = measure_latency(transport, 0, 1, [message])
-            yield f"{backend}: {_row(message, seconds)}"
-        else:
-            answer_latency(transport, 1, 0, [TensorSpec.of(message)])
-    dist.destroy_process_group()
+    # With the shared memory of NCCL's, so that products find no room beside one.
+    hold((num_blocks, 1, 1), (512, 1, 1), (released,), shared_mem=47 << 10)

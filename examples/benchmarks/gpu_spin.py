@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.benchmarks.gpu_process import is_accelerated
+from examples.benchmarks.gpu_process import compile_kernel, is_accelerated
 from examples.benchmarks.gpu_ranks import in_two_processes, steps_of_all_schedules
 from lightning_pipeoffload.odc.shared_bytes import share_bytes
 from lightning_pipeoffload.runtime import transport
@@ -118,7 +118,7 @@ class SpinStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device, priority=-1)
-        self._kernel = torch.cuda._compile_kernel(_PASS_ON, "pass_on")
+        self._kernel = compile_kernel(_PASS_ON, "pass_on")
 
     def run(self, *arguments: Any) -> Any:
         """Enqueue one; return what lets the compute stream wait for it."""
@@ -180,20 +180,33 @@ def waits_beside_a_kernel(device: torch.device) -> Iterator[str]:
         if pin:
             torch.accelerator.empty_cache()
 
+    total = torch.accelerator.get_memory_info(device)[1] if pin else 1000
+
+    def take(tenths: int) -> None:
+        kept.append(torch.empty(total * tenths // 10, dtype=torch.uint8, device=device))
+
     calls: dict[str, Callable[[], Any]] = {
         "a kernel's first load": lambda: torch.special.i1e(x),
         "cudaMalloc": lambda: kept.append(torch.empty(numel, device=device)),
         "cudaHostAlloc": lambda: torch.empty(numel, pin_memory=pin),
         "cudaFree": free,
-        "a module's load": lambda: pin and torch.cuda._compile_kernel(_PASS_ON, "pass_on"),
+        "a module's load": lambda: pin and compile_kernel(_PASS_ON, "pass_on"),
+        # Of what was freed and is kept, for more than is free beside it.
+        _FLUSH: lambda: take(7),
     }
     for name, call in calls.items():
+        if name == _FLUSH:
+            take(6)
+            kept.clear()
         spinning = spin_beside(device)
         started = time.perf_counter()
         call()
         seconds = time.perf_counter() - started
         waited = "waits" if spinning() else "does not wait"
         yield f"{name} {waited} for a kernel that spins ({seconds * 1e3:.1f} ms)"
+
+
+_FLUSH = "a flush of the allocator"
 
 
 def spin_beside(device: torch.device) -> Callable[[], bool]:
