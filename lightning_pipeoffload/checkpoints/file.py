@@ -3,8 +3,8 @@
 A checkpoint is written under another name and then moved, so that at any moment, even after a kill,
 its name refers to a complete file, the old one or the new one::
 
-    being-written.1a2b3c4d.part   new: written, flushed        old: deleted
-    last.ckpt                     old             <- exchange ->      new
+    being-written.NODE.1a2b3c4d.part   new: written, flushed        old: deleted
+    last.ckpt                          old             <- exchange ->      new
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import os
 import re
 import secrets
 import shutil
+import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ _LIBC = ctypes.CDLL(None)
 _BEING_WRITTEN = "being-written"  # a name that no other program gives
 _PART = ".part"
 _TOKEN_LENGTH = 8
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# An unfinished file that nothing was written to for so long is that of a killed run.
+_DEAD_SECONDS = 24 * 3600.0
 _AT_CURRENT_FOLDER = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
@@ -229,17 +234,42 @@ def delete(path: Path) -> None:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete the unfinished files of killed runs in a folder, not those of running ones."""
-    for part in folder.glob(f"{_BEING_WRITTEN}.{'[0-9a-f]' * _TOKEN_LENGTH}{_PART}"):
+    """Delete the unfinished files of killed runs in a folder, not those of running ones.
+
+    Many shared file systems show a lock on the node only that has made it. So a free lock decides
+    about this node's files, and the time of the last write about those of other nodes.
+    """
+    token = "[0-9a-f]" * _TOKEN_LENGTH
+    for part in folder.glob(f"{_BEING_WRITTEN}.{token}.{token}{_PART}"):
         lock = _lock(part)
-        if lock is not None:
+        is_ours = part.name.split(".")[1] == _this_node()
+        if (is_ours and lock is not None) or _idle_seconds(part) > _DEAD_SECONDS:
             delete(part)
+        if lock is not None:
             os.close(lock)
+
+
+def _idle_seconds(part: Path) -> float:
+    """Return the seconds since a file, or one of a folder, was written; 0 if it is gone."""
+    try:
+        times = [path.stat().st_mtime for path in (part, *part.rglob("*"))]
+    except FileNotFoundError:
+        return 0.0
+    return time.time() - max(times)
 
 
 def _new_part(path: Path) -> Path:
     # Without the checkpoint's name: Lightning searches names for hpc_ckpt_ and a number.
-    return path.with_name(f"{_BEING_WRITTEN}.{secrets.token_hex(_TOKEN_LENGTH // 2)}{_PART}")
+    token = secrets.token_hex(_TOKEN_LENGTH // 2)
+    return path.with_name(f"{_BEING_WRITTEN}.{_this_node()}.{token}{_PART}")
+
+
+@cache
+def _this_node() -> str:
+    """Return a name of the running kernel, in which processes see each other's locks."""
+    if _BOOT_ID.exists():
+        return _BOOT_ID.read_text()[:_TOKEN_LENGTH]
+    return f"{uuid.getnode():012x}"[-_TOKEN_LENGTH:]
 
 
 def _aside(path: Path) -> Path:

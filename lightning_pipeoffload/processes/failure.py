@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -24,6 +25,7 @@ REFUSED_STATUS = 2
 
 POLL_SECONDS = 0.2
 _EXIT_SECONDS = 15.0  # for the rank at fault to print its traceback and exit
+_WRITE_SECONDS = 5.0  # for a reader of standard error that stands still
 _LINE = "pipeoffload_line"  # an exception's attribute
 _GONE = re.compile(r"global rank (\d+)(?=, which)")
 
@@ -142,9 +144,29 @@ def polls(seconds: float) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Write one line to standard error."""
-    sys.stderr.write(f"[pipeoffload] {line}\n")
-    sys.stderr.flush()
+    """Write one line to standard error.
+
+    Never raises: the line may have no reader any more. A reader that stands still is waited for
+    only a while, so that the run ends all the same.
+    """
+    _write_in_thread(lambda: sys.stderr.write(f"[pipeoffload] {line}\n"))
+
+
+def show(exception: BaseException) -> None:
+    """Write an exception's traceback to standard error, as :func:`say` writes a line."""
+    _write_in_thread(lambda: traceback.print_exception(exception))
+
+
+def _write_in_thread(write: Callable[[], object]) -> None:
+    def work() -> None:
+        # BaseException: rich, which may stand in place of standard error, exits at a closed pipe.
+        with suppress(BaseException):
+            write()
+            sys.stderr.flush()
+
+    writer = threading.Thread(target=work, name="failure-line", daemon=True)
+    writer.start()
+    writer.join(_WRITE_SECONDS)
 
 
 def exit_soon(exception: BaseException, status: int) -> None:
@@ -155,8 +177,7 @@ def exit_soon(exception: BaseException, status: int) -> None:
             pass
         # Python sets last_value when it has printed the traceback at the end of a script.
         if getattr(sys, "last_value", None) is not exception:
-            traceback.print_exception(exception)
-            sys.stderr.flush()
+            show(exception)
         os._exit(status)
 
     threading.Thread(target=exit_in_the_end, name="failure-end", daemon=True).start()

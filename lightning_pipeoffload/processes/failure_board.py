@@ -36,7 +36,6 @@ import os
 import re
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn
@@ -55,6 +54,7 @@ from lightning_pipeoffload.processes.failure import (
     say,
     say_instead,
     says_connection_ended,
+    show,
 )
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 
@@ -242,8 +242,8 @@ class FailureBoard:
             num_waits = num_waits + 1 if seen == self._num_polls else 0
             seen = self._num_polls
             if num_waits * POLL_SECONDS > self._timeout.total_seconds():
-                say(f"{self._name} stops because of global rank 0, which does not answer")
                 self._launched.kill_launcher()
+                say(f"{self._name} stops because of global rank 0, which does not answer")
                 os._exit(1)
 
     # Tasks of the thread: this rank has failed
@@ -301,11 +301,11 @@ class FailureBoard:
             say_instead(exception, f"{self._name} stops because of {failure.cause}")
 
     def _fail(self, exception: BaseException, doing: str) -> NoReturn:
-        traceback.print_exception(exception)
         try:
             failure = self._announce(Failure(f"{self._name}: {describe(exception)} ({doing})"))
         except dist.DistError:
             failure = _RANK_ZERO_GONE
+        show(exception)
         self._exit(failure)
 
     # Tasks of the thread: another rank has failed

@@ -169,8 +169,8 @@ class BetweenRuns:
         while not self._is_over.wait(POLL_SECONDS):
             failure = self._launched.find_ended_child(is_connecting=False)
             if failure is not None:
-                say(f"global rank {self._global_rank} stops because of {failure.cause}")
                 self._launched.kill_all()
+                say(f"global rank {self._global_rank} stops because of {failure.cause}")
                 os._exit(failure.status)
 
 

@@ -111,6 +111,18 @@ def test_what_another_run_is_writing_stays(tmp_path):
     assert read(tmp_path / "other.ckpt") == ["other"]
 
 
+@pytest.mark.parametrize(("days", "stays"), [(0, True), (2, False)])
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_what_another_node_has_begun_goes_a_day_after_its_last_write(tmp_path, form, days, stays):
+    part = tmp_path / "being-written.0123abcd.89abcdef.part"  # its lock is free here
+    make(part, form, "half")
+    for path in (part, *part.rglob("*")):
+        then = path.stat().st_mtime - days * 24 * 3600
+        os.utime(path, (then, then))
+    save(tmp_path / "last.ckpt", "file", "new")
+    assert part.exists() == stays
+
+
 def save_with_limits(path, form):
     """Save under limits of a file's size, each of which is to be raised as the system says it."""
     values = {f"layer {n}": torch.ones(10_000) for n in range(3)}

@@ -180,6 +180,15 @@ def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, ho
     assert run.lines == [because(rank, how)]
 
 
+WITHOUT_READER = [["--then", "wait", "--act", "exit"], [*BATCH, "raise"], [*BATCH, "terminate"]]
+
+
+@pytest.mark.parametrize("arguments", some(WITHOUT_READER, 2))
+def test_all_end_where_nobody_reads_their_messages(arguments):
+    run = run_failing(*arguments, "--rank", "1", "--without-reader")
+    assert run.status in {1, 143}
+
+
 @pytest.mark.parametrize("rank", some([1, 0], 2))
 def test_a_rank_that_stands_still_is_killed_after_the_timeout(rank):
     run = run_failing(*BATCH, "stop", "--rank", str(rank), "--timeout", "20", "--devices", "3")

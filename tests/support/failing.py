@@ -35,6 +35,14 @@ def rank_of():
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def lose_reader():
+    """Make standard error a pipe that nobody reads; what reads it until now waits for our end."""
+    os.dup(2)
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+
+
 def kill_a_worker():
     import multiprocessing
 
@@ -185,6 +193,7 @@ def read_options():
     parser.add_argument("--fewer", choices=["train", "val", "replica"])
     parser.add_argument("--then", choices=["call", "wait"])
     parser.add_argument("--rank-too", type=int)
+    parser.add_argument("--without-reader", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--save-to")
     parser.add_argument("--save-on-exception", action="store_true")
@@ -198,6 +207,8 @@ def main():
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
     options = read_options()
     is_at_fault = rank_of() == options.rank
+    if options.without_reader:
+        lose_reader()
     if options.before == "fit" and is_at_fault:
         ACTS[options.act]()
     data = DataLoader(
