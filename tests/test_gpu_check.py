@@ -16,6 +16,7 @@ from examples.benchmarks import (
     gpu_process,
     gpu_ranks,
     gpu_spin,
+    gpu_triton,
 )
 from examples.benchmarks.gpu_check import ON_DEMAND, PARTS, Part
 from tests.support.forks import FORKS
@@ -28,7 +29,7 @@ ALONE = [
     gpu_llama.llama, gpu_llama.compiled, gpu_parts.late_copies_under_sanitizer,
     gpu_parts.exactness, gpu_parts.casts, gpu_parts.block_graphs, gpu_parts.offload,
     gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors, gpu_fits.fits, gpu_fits.quantized,
-    gpu_fits.host_step,
+    gpu_fits.host_step, gpu_triton.triton_kernels,
 ]  # fmt: skip
 IN_PAIRS = [
     gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,

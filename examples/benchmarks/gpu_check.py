@@ -24,7 +24,15 @@ from pathlib import Path
 
 import torch
 
-from examples.benchmarks import gpu_fits, gpu_llama, gpu_parts, gpu_process, gpu_ranks, gpu_spin
+from examples.benchmarks import (
+    gpu_fits,
+    gpu_llama,
+    gpu_parts,
+    gpu_process,
+    gpu_ranks,
+    gpu_spin,
+    gpu_triton,
+)
 from examples.benchmarks.gpu_process import ERROR, ROW, Function, end, lines_of, start
 
 
@@ -53,7 +61,7 @@ _QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 PARTS = [
-    Part(gpu_fits.fits, 45),
+    Part(gpu_fits.fits, 60),
     Part(gpu_llama.llama, 80),
     Part(gpu_llama.products, 15),
     Part(gpu_llama.rehearsed, 60, _QUEUES),
@@ -65,6 +73,7 @@ PARTS = [
     Part(gpu_spin.waits_beside_a_kernel, 20),
     Part(gpu_spin.waits_beside_a_kernel, 20, _EXPANDABLE),
     Part(gpu_ranks.held_multiprocessors, 15),
+    Part(gpu_triton.triton_kernels, 15),
     Part(gpu_fits.host_step, 45),
     Part(gpu_ranks.two_ranks, 40),
     Part(gpu_spin.spinning_messages, 60),
@@ -83,10 +92,11 @@ def described(device: torch.device) -> Iterator[str]:
     """Yield what the machine has; not in the process that forks the others."""
     module = torch.get_device_module(device)
     started = time.monotonic()
-    torch.ones(1, device=device).item()
+    x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+    (x @ x).sum().item()  # which also reads the libraries from the disk, as the next part has to
     yield (
         f"{module.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; "
-        f"a context takes {time.monotonic() - started:.1f} s"
+        f"a context and a product take {time.monotonic() - started:.1f} s"
     )
 
 

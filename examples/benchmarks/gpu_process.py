@@ -27,6 +27,8 @@ import torch
 
 from lightning_pipeoffload.processes.run_store import free_port
 
+# On a machine without a network no name leads to an address.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 ROW, ERROR = "row: ", "error: "
 Function = Callable[[torch.device], Iterator[str]]
 PROCESSES: Any = get_context("fork")
@@ -66,18 +68,18 @@ def _run(
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
-    os.environ.update(environment)
+    os.environ.update(_LOOPBACK | environment)
     try:
         # With an index, by which processes that share memory name the device.
         for row in function(torch.device(kind) if kind == "cpu" else torch.device(kind, 0)):
             print(f"{ROW}{row}", flush=True)
     except Exception as error:
         traceback.print_exc()
-        print(f"{ERROR}{_in_one_line(error)}", flush=True)
+        print(f"{ERROR}{in_one_line(error)}", flush=True)
         raise SystemExit(1) from None
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Return an error's type, place and message, for a cell of a table."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
@@ -139,8 +141,7 @@ def run_two(
         environment: Variables beside this process's own.
     """
     places = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
-        **(environment or {}),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environment or {}),
     }  # fmt: skip
     both = [start(function, device, {**places, "NODE_RANK": str(rank)}) for rank in range(2)]
     deadline = time.monotonic() + (seconds if is_accelerated(device) else 600)

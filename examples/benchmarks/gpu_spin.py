@@ -172,6 +172,8 @@ def be_spinning_rank(device: torch.device) -> Iterator[str]:
 def waits_beside_a_kernel(device: torch.device) -> Iterator[str]:
     """What the driver does not do while a kernel spins: a receive must not be open there."""
     x, pin = torch.ones(8, device=device), is_accelerated(device)
+    if (settings := os.environ.get("PYTORCH_ALLOC_CONF")) and pin:
+        torch._C._accelerator_setAllocatorSettings(settings)  # torch may have read others before
     kept: list[Tensor] = []
     numel = 1 << 28 if pin else 8  # more than allocators have at hand
 

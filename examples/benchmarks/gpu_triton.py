@@ -1,0 +1,118 @@
+"""A kernel of Triton's, which takes addresses as Liger's do, for ``gpu_check.py``."""
+
+# Triton has no types, and is not installed on every machine.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from examples.benchmarks.gpu_parts import call_step, difference
+from examples.benchmarks.gpu_process import in_one_line
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+
+triton: Any = None
+with suppress(ImportError):
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _silu(x, out, size, block: tl.constexpr):
+        index = tl.program_id(0) * block + tl.arange(0, block)
+        value = tl.load(x + index, mask=index < size)
+        tl.store(out + index, value * tl.sigmoid(value), mask=index < size)
+
+    @triton.jit
+    def _silu_backward(x, grad, out, size, block: tl.constexpr):
+        index = tl.program_id(0) * block + tl.arange(0, block)
+        value = tl.load(x + index, mask=index < size)
+        part = tl.sigmoid(value)
+        slope = part * (1 + value * (1 - part)) * tl.load(grad + index, mask=index < size)
+        tl.store(out + index, slope, mask=index < size)
+
+
+class Silu(torch.autograd.Function):
+    """x * sigmoid(x), by kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Compute it."""
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        _silu[(triton.cdiv(x.numel(), 256),)](x, out, x.numel(), 256)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Compute the gradient."""
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(x)
+        grid, grad = (triton.cdiv(x.numel(), 256),), grads[0].contiguous()
+        _silu_backward[grid](x, grad, out, x.numel(), 256)
+        return out
+
+
+class Block(nn.Module):
+    """A residual block with a kernel, or with torch's own."""
+
+    def __init__(self, has_kernel: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.has_kernel = has_kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        return x + self.down(_silu_of(self.up(x), self.has_kernel))
+
+
+def _silu_of(x: Tensor, has_kernel: bool) -> Tensor:
+    return Silu.apply(x) if has_kernel else functional.silu(x)
+
+
+class Model(nn.Module):
+    """Blocks and a loss; kernels are in the ones, or in the other."""
+
+    def __init__(self, in_blocks: bool, in_loss: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(in_blocks) for _ in range(4))
+        self.in_loss = in_loss
+
+    def step(self, x: Tensor) -> Tensor:
+        """Return a loss."""
+        for block in self.blocks:
+            x = block(x)
+        return _silu_of(x, self.in_loss).square().mean()
+
+
+def triton_kernels(device: torch.device) -> Iterator[str]:
+    """Kernels in blocks, and in the loss: the gradients are those of torch's own operators."""
+    if triton is None:
+        yield "triton is not installed"
+        return
+    batch = torch.randn(4, 64, device=device)
+    expected: dict[str, Tensor] = {}
+    num_failed = 0
+    for in_blocks, in_loss in ((False, False), (True, False), (False, True)):
+        torch.manual_seed(0)
+        model = Model(in_blocks, in_loss).to(device)
+        try:
+            pipeline = InProcessPipeline(model, build("zb_h1", 2, 4), call_step)
+            pipeline.run(batch, 1)
+        except Exception as error:
+            num_failed += 1
+            yield f"in blocks {in_blocks}, in the loss {in_loss}: {in_one_line(error)}"
+            continue
+        found = {n: g for n, g in pipeline.named_gradients().items() if g is not None}
+        expected = expected or found
+        error_of_it = difference(found, expected)
+        yield f"in blocks {in_blocks}, in the loss {in_loss}: gradients differ by {error_of_it:.1e}"
+        assert error_of_it < 1e-4
+    assert num_failed == 0
