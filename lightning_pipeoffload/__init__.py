@@ -4,6 +4,8 @@ Importing it registers the strategies: ``Trainer(strategy="pipeoffload")``, and 
 schedule, ``"pipeoffload_zb_h1"`` for instance.
 """
 
+import lightning_pipeoffload.lightning_names  # noqa: F401, I001 - first: what it does to imports
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture

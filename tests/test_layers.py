@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / NAME
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # Lowest first: each imports those before it. Of runtime/ what lies flat has a place by itself.
 LAYERS = (
+    "lightning_names",
     "schedule",
     "pictures",
     "runtime/accelerator",

@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pipeoffload.lightning_names import PACKAGES
 from lightning_pipeoffload.loop.hooks.late_writes import OF_LIGHTNING, LateWrites
 from lightning_pipeoffload.loop.hooks.sent_values import (
     MOST_BYTES,
@@ -347,4 +348,4 @@ def _is_sent(variable: Variable) -> bool:
     if isinstance(variable.part, Metric):
         return variable.name in (*variable.part.metric_state, "_update_count", "_computed")
     library = type(variable.part).__module__.partition(".")[0]
-    return library not in ("torch", "lightning")
+    return library not in {"torch", *PACKAGES}

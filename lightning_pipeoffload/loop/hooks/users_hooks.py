@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from lightning_pipeoffload.lightning_names import PACKAGES
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
@@ -29,7 +30,7 @@ from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 
 # The demos of this package count as the user's code.
-_KNOWN = ("lightning.", "lightning_pipeoffload.callbacks.")
+_KNOWN = (*(f"{name}." for name in PACKAGES), "lightning_pipeoffload.callbacks.")
 _BETWEEN_BATCHES = (
     "on_train_batch_start",
     "on_before_backward",

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+from lightning_pipeoffload.lightning_names import PACKAGES
+
 _OURS = Path(__file__).parents[2]
 _PYTHONS = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -22,7 +24,7 @@ _OPAQUE = {
     "numpy",
     "torch",
     "functools",
-    "lightning",
+    *PACKAGES,
     _OURS.name,
 }
 
