@@ -40,7 +40,6 @@ from lightning_pipeoffload.planning.settings import (
     check_timeout,
 )
 from lightning_pipeoffload.processes.processes import gather_tensor
-from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 from lightning_pipeoffload.schedule import Schedule
 
 # What belongs to this process, and is left out of a trainer that is saved after a fit.
@@ -333,8 +332,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        with EqualIsSame():
-            super().setup_optimizers(trainer)
+        super().setup_optimizers(trainer)
         self.fit_run.have_optimizers()
 
     @override

@@ -155,7 +155,9 @@ class GradientTotals:
         self._age.change()
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        nn.utils.clip_grad_value_(self._own_parameters(optimizer), clip_val)
+        own = self._own_parameters(optimizer)
+        if own:  # else torch's kernel for many would fail
+            nn.utils.clip_grad_value_(own, clip_val)
         self._age.change()
 
     def _squared_norms(self, parameters: Sequence[Tensor]) -> Tensor:

@@ -44,7 +44,12 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
     refuse_other_callbacks,
     share_gradient_sizes,
 )
-from lightning_pipeoffload.loop.lightning_patches import join_loops, join_metrics, joined_precision
+from lightning_pipeoffload.loop.lightning_patches import (
+    filtering_by_identity,
+    join_loops,
+    join_metrics,
+    joined_precision,
+)
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
@@ -164,6 +169,7 @@ class FitRun:
     def setup(self) -> None:
         """Bring the trainer and the pipeline together."""
         strategy, group, pipeline = self._strategy, self._group, self.run.pipeline
+        self._at_end.enter_context(filtering_by_identity())
         if self._trains:
             strategy.setup_optimizers(self._trainer)
         if strategy.world_size > 1:

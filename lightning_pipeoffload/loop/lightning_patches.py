@@ -8,7 +8,7 @@ names are Lightning's own, most of them private; tests/test_private_api.py pins 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import BaseFinetuning, ThroughputMonitor
 from lightning.pytorch.loops.optimization.automatic import (
     _AutomaticOptimization,  # private: it decides what follows the training step
 )
@@ -36,6 +36,7 @@ from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.randomness import draw_seed
 from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 
+_filter_by_value = BaseFinetuning.filter_on_optimizer
 _SHARED_RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")
 
 
@@ -102,6 +103,21 @@ def joined_precision(precision: Precision, totals: GradientTotals) -> Iterator[N
             precision.__dict__.pop(name, None)
         if scaler is not None:
             scaler.__dict__.pop("_unscale_grads_", None)
+
+
+@contextmanager
+def filtering_by_identity() -> Iterator[None]:
+    """Make finetuning callbacks find the parameters that an optimizer has by identity."""
+
+    def find_new(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+        with EqualIsSame():
+            return _filter_by_value(optimizer, params)
+
+    BaseFinetuning.filter_on_optimizer = staticmethod(find_new)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseFinetuning.filter_on_optimizer = staticmethod(_filter_by_value)  # type: ignore[method-assign]
 
 
 def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:
@@ -213,8 +229,7 @@ def _fit(trainer: Any, plain: Callable[[], None]) -> None:
 
 def _start_epoch(trainer: Any, plain: Callable[[], None]) -> None:
     """Run the hooks of an epoch's start, which may freeze parameters of every stage."""
-    with EqualIsSame():
-        plain()
+    plain()
     trainer.strategy.fit_run.settle()
 
 

@@ -48,17 +48,18 @@ class Publisher:
         self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, key: str, metrics: Numbers) -> None:
+    def publish(self, key: str, metrics: Numbers, **remarks: Any) -> None:
         """Set ``key``, which is new in the store, to a JSON object of the numbers as they are now.
 
         Args:
             key: The key.
             metrics: Numbers, or tensors of one element, by kind and name.
+            remarks: More entries of the object.
         """
         fetch = start_fetching(metrics)
 
         def write() -> None:
-            self._store.set(key, json.dumps(fetch()))
+            self._store.set(key, json.dumps({**fetch(), **remarks}))
 
         values = (value for of_kind in metrics.values() for value in of_kind.values())
         if self._num_done < self._num_queued or any(map(late_values.is_on_accelerator, values)):

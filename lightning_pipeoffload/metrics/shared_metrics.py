@@ -67,8 +67,8 @@ class _Published:
         if self._tick != tick:
             found = json.loads(self._store.get(_key(self._replica, tick)))
             self._tick = tick
-            self._last = {kind: _as_tensors(values) for kind, values in found.items()}
-            self._last["pbar"] = found["pbar"]
+            dtypes = found.pop("dtypes")
+            self._last = {kind: _as_tensors(values, dtypes[kind]) for kind, values in found.items()}
         return self._last
 
     def forget(self, tick: int) -> None:
@@ -155,7 +155,9 @@ class SharedMetricsConnector(_LoggerConnector):
             return
         mine = self._update_all()
         now = {**mine, "returned": returned or {}, "outputs": outputs or {}}
-        self._publisher.publish(_key(self._replica, self._tick), now)
+        dtypes = {kind: _dtypes(values) for kind, values in now.items()}
+        dtypes["pbar"] = {}  # a progress bar shows numbers
+        self._publisher.publish(_key(self._replica, self._tick), now, dtypes=dtypes)
 
     def _update_all(self) -> dict[str, _Metrics]:
         """Update this rank's own metrics; return them by kind."""
@@ -279,8 +281,18 @@ def _keeping_tensors() -> Iterator[None]:
         names["convert_tensors_to_scalars"] = plain
 
 
-def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+def _dtypes(metrics: _Metrics) -> dict[str, str]:
+    """Return the name of each tensor's dtype: 0.7 is less in float32 than in float64."""
+    tensors = ((name, value) for name, value in metrics.items() if isinstance(value, Tensor))
+    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
+
+
+def _as_tensors(metrics: dict[str, float], dtypes: dict[str, str]) -> _Metrics:
+    """Return tensors of the published dtypes, with the bits that they have on the root."""
+    return {
+        name: torch.tensor(value, dtype=getattr(torch, dtypes[name])) if name in dtypes else value
+        for name, value in metrics.items()
+    }
 
 
 def _key(replica: int, tick: int) -> str:
