@@ -136,6 +136,12 @@ def with_router_loss(model, batch):
     return model(input_ids=batch, labels=batch, use_cache=False, output_router_logits=True).loss
 
 
+def with_masked_router_loss(model, batch):
+    options = {"use_cache": False, "output_router_logits": True}
+    mask = torch.ones_like(batch)
+    return model(input_ids=batch, attention_mask=mask, labels=batch, **options).loss
+
+
 def target_likelihood(model, batch):
     return functional.nll_loss(model(batch["x"], batch["y"]), batch["y"].flatten())
 
@@ -290,6 +296,12 @@ FAMILIES = {
     "mixtral_router_loss": Family(
         HF("MixtralForCausalLM", **TEXT, **EXPERTS, router_aux_loss_coef=0.1),
         with_router_loss,
+        tokens,
+        dtype=torch.float32,
+    ),
+    "mixtral_router_loss_with_mask": Family(
+        HF("MixtralForCausalLM", **TEXT, **EXPERTS, router_aux_loss_coef=0.1),
+        with_masked_router_loss,
         tokens,
         dtype=torch.float32,
     ),

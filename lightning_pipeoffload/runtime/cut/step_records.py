@@ -42,6 +42,8 @@ from lightning_pipeoffload.runtime.users_code.step_call import (
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _MOST_RECORDS = 64
+# Of values that are read in blocks and behind them, where most ask whether something is wrong.
+_FLAGS = (EVERYTHING, NO_ALARM), (NO_ALARM, NO_ALARM), (EVERYTHING, EVERYTHING)
 _CLOSE = 1e-4  # sums on an accelerator may differ by their order
 
 _Log = list[LoggedValue]
@@ -127,17 +129,20 @@ class StepRecords:
         return not self.always_trained.isdisjoint(names)
 
     def _trace(self, call: Callable[[], Any], is_first: bool) -> StepRecord:
-        """Trace with made-up flags True; if that fails, as an alarm would, with flags False."""
+        """Trace with made-up flags True in blocks and False behind them.
+
+        If that fails, as an alarm would, trace with the flags of blocks False, then with all True.
+        """
         error: ImaginedError | None = None
-        for imagined in (EVERYTHING, NO_ALARM):
+        for imagined, behind in _FLAGS:
             log: _Log | None = [] if is_first else None
             try:
-                record = StepTrace(*self._traced, log, imagined).trace(call)
+                record = StepTrace(*self._traced, log, imagined, behind=behind).trace(call)
             except ImaginedError as failed:
                 error = error or failed
                 continue
             if log is not None:
-                self._compare_runs(record, log, partial(self._repeat, call, imagined))
+                self._compare_runs(record, log, partial(self._repeat, call, imagined, behind))
             return record
         assert error is not None
         raise self._explain(error) from None
@@ -150,9 +155,9 @@ class StepRecords:
             # A call that only the first run makes fills a cache.
             record.unrepeatable = _first_difference(again, repeat())
 
-    def _repeat(self, call: Callable[[], Any], imagined: Imagined) -> _Log:
+    def _repeat(self, call: Callable[[], Any], imagined: Imagined, behind: Imagined) -> _Log:
         log: _Log = []
-        trace = StepTrace(*self._traced, log, imagined, observes=False)
+        trace = StepTrace(*self._traced, log, imagined, observes=False, behind=behind)
         with trace.running():
             try:
                 call()

@@ -75,6 +75,7 @@ class StepTrace:
         imagined: How to make up the values that blocks read.
         observes: Whether to record all of the step; else only its values and sizes.
         until: The block at which to leave the step; None: run to the end.
+        behind: How to make up the values that are read behind the blocks.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class StepTrace:
         imagined: Imagined = EVERYTHING,
         observes: bool = True,
         until: int | None = None,
+        behind: Imagined = NO_ALARM,
     ) -> None:
         self._module = module
         self.chain = chain
-        self._imagined = imagined
+        self._imagined, self._behind = imagined, behind
         self._observes = observes
         self._until = until
         self._writes = WriteWatch(module)
@@ -135,20 +137,34 @@ class StepTrace:
             with self.running():
                 try:
                     self._lead_back(run())
-                except ValueNeededError as error:
-                    if self.segment < len(self.chain):
-                        raise ValueError(_explain(error, self.chain, self.segment)) from None
-                except Exception:
-                    if not self.num_imagined:
-                        raise
+                except (ValueNeededError, Exception) as error:
+                    self._end_early(error)
                 self._finish()
             self._checks.check_complete(self.segment)
         except Exception as error:
-            if not self.record.imagined:
+            if isinstance(error, ImaginedError) or not self.record.imagined:
                 raise
             raise ImaginedError(error, self.record, self._is_in_block) from error
-        self.record.is_certain = not self.num_imagined
         return self.record
+
+    def _end_early(self, error: BaseException) -> None:
+        """Accept a step that has failed behind the blocks where it lacks values; else raise."""
+        is_missing = isinstance(error, ValueNeededError)
+        if is_missing and self.segment < len(self.chain):
+            raise ValueError(_explain(error, self.chain, self.segment)) from None
+        if not is_missing and not self.num_imagined:
+            raise error
+        self.record.is_certain = False
+        unused = self._values.unused_blocks()
+        if unused:
+            block, (first, *_) = self.chain.block_name(min(unused)), (str(error) + "\n").split("\n")
+            refusal = ValueError(
+                f"the step fails behind the blocks when it runs without values "
+                f"({type(error).__name__}: {first}){in_brackets(users_line(error))}, and an "
+                f"attribute or a hook holds what {block} has computed: whether it is used behind "
+                f"that line cannot be found out; use it before that line"
+            )
+            raise ImaginedError(refusal, self.record, is_in_block=False)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -246,13 +262,20 @@ class StepTrace:
             return self._imagined
         if self.segment < len(self.chain) or self.num_imagined >= _MOST_IMAGINED:
             return None
+        self._imagine_behind()
+        return self._behind
+
+    def _imagine_behind(self) -> None:
         self.num_imagined += 1
-        return NO_ALARM  # most flags there ask whether something is wrong
+        self.record.is_certain = False
 
     def _drop(self, written: Tensor) -> bool:
         name = self._stripped.buffer_name(written)
         if name is not None:
             self.record.segments[name].add(self.segment)
+        elif not self._is_in_block and self.segment == len(self.chain):
+            self._imagine_behind()  # the tensor's value is wrong from now on
+            return True
         return name is not None or self._is_in_block
 
     def _lead_back(self, result: Any) -> None:

@@ -7,6 +7,7 @@ walks the graph of the loss to find which values that cross a cut get a gradient
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -78,6 +79,7 @@ class ValueTrace(CallCounter):
         self._chain = chain
         self._block: int | None = None
         self._made: list[ShapeOnly] = []
+        self._inside: list[ref[ShapeOnly]] = []  # what blocks have got and made
         self._crossings: dict[Port | _Source, Crossing] = {}
         self._reach = BackwardReach()
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
@@ -150,6 +152,8 @@ class ValueTrace(CallCounter):
                     leaf, source, self._block, tensors[0].lineage if is_view and tensors else ()
                 )
                 self._made.append(leaf)  # a custom function makes it require a gradient later
+                if self._block is not None:
+                    self._inside.append(ref(leaf))
         for value in written_arguments(func, args):
             if isinstance(value, ShapeOnly) and hasattr(value, "source"):
                 self._written[memory_of(value)].append((value, self.segment))
@@ -165,6 +169,7 @@ class ValueTrace(CallCounter):
             inner = _Alias.apply(leaf, None, None)
             inner.is_weight = getattr(leaf, "is_weight", False)
             _set_source(inner, leaf.source, index, leaf.lineage[1:])  # type: ignore[attr-defined]
+            self._inside.append(ref(inner))
             return inner
 
         with self.paused():
@@ -216,6 +221,12 @@ class ValueTrace(CallCounter):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
             outputs[index] = outputs[index].with_gradients(arrives)
         return self._reach
+
+    def unused_blocks(self) -> set[int]:
+        """Return the blocks of which an attribute, a hook or the like holds values, all unused."""
+        gc.collect()  # a circle in a block's frame holds its values too
+        held = {value.block for made in self._inside if (value := made()) is not None}  # type: ignore[attr-defined]
+        return held - self._record.opened
 
     def _name(self, leaf: ShapeOnly, port: Port) -> None:
         if not hasattr(leaf, "source"):

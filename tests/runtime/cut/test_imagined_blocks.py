@@ -180,6 +180,52 @@ def test_what_depends_on_imagined_values_is_refused(case):
         run_pipeline(module, build("zb_h1", 2, 2), torch.randn(8, 4), 4)
 
 
+# Steps that fail behind the blocks for want of values
+
+
+class Measuring(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        self.size = x.pow(2).mean()
+        return x
+
+
+def check(x):
+    assert x.isfinite().all(), "not finite"
+
+
+def alarm_behind(m, x):
+    x = through(m.blocks, m.embed(x))
+    check(x)
+    return loss_of(m, x) + sum(block.size for block in m.blocks)
+
+
+def two_alarms_behind(m, x):
+    x = through(m.blocks, m.embed(x))
+    check(x)
+    assert not x.isnan().any()
+    return loss_of(m, x) + sum(block.size for block in m.blocks)
+
+
+def sizes_in_a_tensor(m, x):
+    x = through(m.blocks, m.embed(x))
+    total = x.new_zeros(())
+    for block in m.blocks:
+        total += block.size
+    return loss_of(m, x) + total
+
+
+@pytest.mark.parametrize("step", [alarm_behind, sizes_in_a_tensor])
+def test_values_of_blocks_are_used_behind_what_reads_values(step):
+    train_beside(step_of(step, lambda: Measuring(4, 4)).double(), "zb_h1", 2, [torch.randn(4, 4).double()])
+
+
+def test_what_blocks_keep_is_refused_where_the_trace_does_not_come():
+    module = step_of(two_alarms_behind, lambda: Measuring(4, 4))
+    with pytest.raises(ValueError, match=r"AssertionError: not finite\) .* what blocks.0 has"):
+        run_pipeline(module, build("zb_h1", 2, 2), torch.randn(4, 4), 2)
+
+
 # Sizes from the batch
 
 
