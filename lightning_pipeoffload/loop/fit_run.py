@@ -366,7 +366,8 @@ class FitRun:
     def evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch of an evaluation; return what its step has returned."""
         with self._between_hooks(kind), self._counted():
-            done = self.run.evaluate(self._steps.inputs(kind, args, kwargs))
+            inputs = self._steps.inputs(kind, args, kwargs)
+            done = self.run.evaluate(inputs, self._send_in_step)
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)
 
@@ -425,6 +426,10 @@ class FitRun:
         """Send the attributes that steps wrote to all ranks, before the hooks of an epoch's end."""
         if self._collected is not None:
             self._collected.send()
+
+    def _send_in_step(self) -> None:
+        if self._collected is not None:
+            self._collected.send_in_step()
 
     def reset_logged(self) -> None:
         """Reset metrics, when Lightning does on global rank 0."""

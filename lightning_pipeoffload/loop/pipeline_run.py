@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.replicas import SavedBuffers
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.users_code.attributes import GlobalWriteError
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Schedule
 
@@ -88,6 +89,7 @@ class PipelineRun:
         self._training, self.report = self.plans.training, self.plans.report
         self._weights = MicrobatchWeights(module, settings.microbatch_weight)
         self._runs_whole: dict[Hashable, bool] = {}
+        self._has_sent = True  # what training steps have written
         self.reduction: GradientReduction | None = None
 
     @property
@@ -170,6 +172,7 @@ class PipelineRun:
             early_step: Steps parameters on the host as their gradients become final; not where
                 replicas average them first.
         """
+        self._has_sent = False
         self._training.expect(self.pipeline.is_new)
         self.plans.before_plan(accumulation.is_first)
         sizes, shares = self._begin(inputs, slices)
@@ -189,13 +192,25 @@ class PipelineRun:
             self.reduction.wait()
             self._buffers.copy_first()
 
-    def evaluate(self, inputs: StepInputs) -> StepOutput:
-        """Run the forwards of a batch of any size, in no more microbatches than in training."""
+    def evaluate(self, inputs: StepInputs, send_written: Callable[[], None]) -> StepOutput:
+        """Run the forwards of a batch of any size, in no more microbatches than in training.
+
+        Args:
+            inputs: The batch.
+            send_written: Sends to all ranks the attributes that training steps wrote on some, for a
+                step that runs whole on each.
+        """
         key = inputs.kind, shape_signature(inputs.batch)
-        slices = None if self._runs_whole.get(key) else self._cut_evaluation(inputs, key)
+        is_open = not self._runs_whole.get(key)
+        slices = self._cut_evaluation(inputs, key) if is_open else None
         if slices is None or self._runs_whole[key]:
+            if not self._has_sent:
+                self._has_sent = True
+                send_written()
             done, could_be_cut = self._evaluate_whole(inputs, slices)
-            self._runs_whole[key] = not could_be_cut
+            if is_open and self._runs_whole[key]:
+                stays_whole = slices is None or not could_be_cut
+                self._runs_whole[key] = self._group.agree(stays_whole, unanimous=False)
         else:
             self._training.expect(self.pipeline.is_new)
             sizes, shares = self._begin(inputs, slices)
@@ -216,7 +231,9 @@ class PipelineRun:
             # A number may count samples: whether to cut is decided by a whole batch's.
             is_whole = inputs.kind == "predict_step" and not self._cuts_predictions
             slices = self._cut(inputs, total if is_whole else self._smallest_size(total), total)
-        except ValueError as error:
+        except GlobalWriteError:
+            raise
+        except Exception as error:  # an error of the user's comes again in the whole step
             obstacle = str(error)
         if key not in self._runs_whole:
             is_certain = slices is not None and all(cut.record.is_certain for cut in slices)

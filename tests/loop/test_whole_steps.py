@@ -5,8 +5,22 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from tests.support import fits
 from tests.support.pairs import first
+
+
+class Block(fits.Block):
+    """Keeps a number that training writes, on its own rank, and evaluations read."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.training:
+            self.scale = 0.5
+            return x
+        return x * self.scale
 
 
 class Generating(fits.Net):
@@ -14,6 +28,7 @@ class Generating(fits.Net):
 
     def __init__(self, way):
         super().__init__(dropout=0.0, depth=4)
+        self.blocks = torch.nn.ModuleList(Block(0.0) for _ in range(4)).double()
         self.way = way
         self.found = []
         self.register_buffer("tokens_made", torch.zeros(()))
@@ -79,3 +94,41 @@ def test_an_evaluation_that_cannot_be_cut_is_that_of_one_device(ranks, way, sche
 
 def _fit_with(num_devices, way, schedule):
     return _fit(num_devices, way, **({"schedule": schedule} if num_devices else {}))
+
+
+class Failing(fits.Net):
+    """Has an operation without a rule for shapes in an evaluation, or fills a list of its class."""
+
+    seen: list = []
+
+    def __init__(self, way):
+        super().__init__(dropout=0.0, depth=4)
+        self.way = way
+
+    def validation_step(self, batch, batch_idx):
+        if self.way == "fills":
+            self.seen.append(batch_idx)
+        elif isinstance(self.embed.weight, ShapeOnly):
+            raise NotImplementedError("no rule")
+        self.log("val_loss", self.loss(batch))
+
+
+def _validate(num_devices):
+    found = []
+    for way in ("no rule", "fills"):
+        L.seed_everything(7, verbose=False)
+        trainer = fits.trainer(num_devices, {}, max_epochs=1)
+        try:
+            trainer.validate(Failing(way), fits.loader(), verbose=False)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append(float(trainer.callback_metrics["val_loss"]))
+    return found
+
+
+def test_what_has_no_rule_for_shapes_runs_whole_and_what_fills_its_class_is_refused(ranks):
+    (plain,) = ranks(1).run(_validate, 0)
+    for value, message in ranks(2).run(_validate, 2):
+        assert value == pytest.approx(plain[0])
+        assert message.startswith("the step writes Failing.seen (a list), which a Python module")

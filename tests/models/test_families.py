@@ -18,7 +18,12 @@ from tests.support.small_modules import assert_same
 OVER_FOUR_RANKS = ["scaled_gpt", "t5", "llama_padding_mask", "gpt2"]
 EVALUATED = ["llama_cache", "dense_convolutions", "gpt2", "mixtral", "t5", "bert", "vit"]
 # The others differ from these, or from those over four ranks, in what no mechanism depends on.
-BY_DEFAULT = {"llama_checkpointed", "mixtral_router_loss_with_mask", "deberta", "dense_convolutions"}
+BY_DEFAULT = {
+    "llama_checkpointed",
+    "mixtral_router_loss_with_mask",
+    "deberta",
+    "dense_convolutions",
+}
 OVER_TWO_RANKS = [
     (name, 2, "zb_v") if name in BY_DEFAULT else slow((name, 2, "zb_v")) for name in FAMILIES
 ]

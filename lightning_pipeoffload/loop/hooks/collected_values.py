@@ -251,6 +251,11 @@ class CollectedValues:
             self._send_from(rank, labels)
         self._hide()
 
+    def send_in_step(self) -> None:
+        """Send them before a step that runs whole on each rank; all ranks call it."""
+        self.send()
+        self._show()
+
     def _report(self, label: str) -> Report:
         end = None if label in self._lacking else self._end
         leaves = [] if end is None else list(leaves_of(self._now(label).value))

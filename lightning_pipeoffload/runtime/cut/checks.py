@@ -12,7 +12,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
@@ -146,6 +146,7 @@ class _StepChecks:
         yield from self._hooked_spans()
         yield from self._crossings()
         yield from self._aliases()
+        yield from self._argument_writes()
 
     def _weight_writes(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
         for name, segment, line in self._record.weight_writes:
@@ -272,6 +273,11 @@ class _StepChecks:
                     f"(x = x + y for x += y)"
                 )
 
+    def _argument_writes(self) -> Iterator[str]:
+        for write in self._record.argument_writes:
+            if not write.is_tensor or write.block < self._last_start:
+                yield describe_argument_write(write, self._chain)
+
     def _block(self, index: int) -> str:
         return self._chain.block_name(index)
 
@@ -279,6 +285,16 @@ class _StepChecks:
         blocks = self._stages[stage].blocks
         first, last = self._block(blocks[0]), self._block(blocks[-1])
         return first if first == last else f"{first} to {last}"
+
+
+def describe_argument_write(write: ArgumentWrite, chain: BlockChain) -> str:
+    """Return the refusal of a block that writes into its arguments."""
+    does = "writes into the tensor" if write.is_tensor else "changes the list or dict"
+    return (
+        f"{chain.block_name(write.block)} {does} that is its argument {write.argument}"
+        f"{in_brackets(write.line)}, which only the block's own stage would see: let the block "
+        f"return such values beside its output"
+    )
 
 
 def _origins(origins: frozenset[str]) -> str:

@@ -43,6 +43,15 @@ class Alias(NamedTuple):
     line: str  # of the user's code that reads
 
 
+class ArgumentWrite(NamedTuple):
+    """What a block writes into a list, dict or tensor that it gets as an argument."""
+
+    block: int
+    argument: str
+    line: str  # of the user's code that calls the block
+    is_tensor: bool
+
+
 class StartedBackward(NamedTuple):
     """A backward that the step starts itself, between its blocks."""
 
@@ -115,6 +124,8 @@ class StepRecord:
     saved_and_written: set[Attribute] = field(default_factory=set)  # and read by a backward
     weight_writes: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
+    argument_writes: list[ArgumentWrite] = field(default_factory=list)
+    """Lists and dicts that blocks change, and tensors that are read behind the block too."""
     changes_batch: bool = False
 
     # Properties that make cuts impossible.

@@ -25,8 +25,13 @@ from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
+from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
-from lightning_pipeoffload.runtime.cut.checks import CallChecks, loss_in
+from lightning_pipeoffload.runtime.cut.checks import (
+    CallChecks,
+    describe_argument_write,
+    loss_in,
+)
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
@@ -100,6 +105,7 @@ class StepTrace:
         self._stripped = StrippedModule(module, device, self._values, self.record)
         self._sizes = _SizesByValues(self)
         self._checks = CallChecks(chain)
+        self.arguments = ArgumentWatch(self.record)
         self._device_type = device.type
         self._is_compiled = any(is_compiled(block) for block in chain.blocks)
         self._before_block: list[tuple[int, Any]] = []
@@ -142,6 +148,9 @@ class StepTrace:
                 self._finish()
             self._checks.check_complete(self.segment)
         except Exception as error:
+            if self.record.argument_writes:  # without which the step may fail
+                first = self.record.argument_writes[0]
+                raise ValueError(describe_argument_write(first, self.chain)) from error
             if isinstance(error, ImaginedError) or not self.record.imagined:
                 raise
             raise ImaginedError(error, self.record, self._is_in_block) from error
@@ -149,11 +158,11 @@ class StepTrace:
 
     def _end_early(self, error: BaseException) -> None:
         """Accept a step that has failed behind the blocks where it lacks values; else raise."""
-        is_missing = isinstance(error, ValueNeededError)
-        if is_missing and self.segment < len(self.chain):
+        if not isinstance(error, ValueNeededError):
+            if not self.num_imagined:
+                raise error
+        elif self.segment < len(self.chain):
             raise ValueError(_explain(error, self.chain, self.segment)) from None
-        if not is_missing and not self.num_imagined:
-            raise error
         self.record.is_certain = False
         unused = self._values.unused_blocks()
         if unused:
@@ -213,7 +222,9 @@ class StepTrace:
         args, kwargs = self._values.enter_block(index, arguments)
         self._compare_attributes(StepPoint(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
+        before = self.arguments.before(args, kwargs)
         output = self._run_block(index, args, kwargs)
+        self.arguments.after(index, self.chain.blocks[index].forward, args, kwargs, before)
         self._is_in_block = False
         self._compare_attributes(StepPoint(index, is_in_block=True))
         return self._values.leave_block(index, arguments, output)
@@ -400,6 +411,7 @@ class _SizesByValues(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         point = self._trace.point
+        self._trace.arguments.note_use(args, point.segment)
         if not point.is_in_block and point.segment < len(self._trace.chain):
             self._note_sizes(func, args, result, point.segment)
         return result

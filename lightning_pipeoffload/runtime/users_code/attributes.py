@@ -77,6 +77,10 @@ def variables(module: nn.Module) -> Iterator[Variable]:
             yield Variable(path, part, name)
 
 
+class GlobalWriteError(ValueError):
+    """A step writes state of a Python module or class, which is wrong however it runs."""
+
+
 class StepPoint(NamedTuple):
     """A segment of the step: its block, or the code before its block."""
 
@@ -247,10 +251,14 @@ def record_globals(module: nn.Module) -> Globals:
 
 
 def refuse_written_globals(before: Globals, after: Globals) -> None:
-    """Raise ``ValueError`` if the step that ran in between has written any of these variables."""
-    changed = [n for n, now in after.items() if not is_unchanged(before.get(n, []), now)]
+    """Raise an error if the step that ran in between has written any of these variables."""
+    changed = [
+        f"{name} (a {type(now[0][0]).__name__})"
+        for name, now in after.items()
+        if not is_unchanged(before.get(name, []), now)
+    ]
     if changed:
-        raise ValueError(
+        raise GlobalWriteError(
             f"the step writes {', '.join(sorted(changed))}, which a Python module or a class "
             f"holds: each stage would write it for itself. Keep it in an attribute of the module "
             f"(self.seen = [] in __init__), or write it in a hook"

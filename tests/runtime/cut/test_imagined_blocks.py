@@ -217,7 +217,9 @@ def sizes_in_a_tensor(m, x):
 
 @pytest.mark.parametrize("step", [alarm_behind, sizes_in_a_tensor])
 def test_values_of_blocks_are_used_behind_what_reads_values(step):
-    train_beside(step_of(step, lambda: Measuring(4, 4)).double(), "zb_h1", 2, [torch.randn(4, 4).double()])
+    train_beside(
+        step_of(step, lambda: Measuring(4, 4)).double(), "zb_h1", 2, [torch.randn(4, 4).double()]
+    )
 
 
 def test_what_blocks_keep_is_refused_where_the_trace_does_not_come():

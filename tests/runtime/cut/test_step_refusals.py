@@ -8,7 +8,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.schedule import build
-from tests.support.small_modules import Step, loss_of, run_pipeline, through
+from tests.support.small_modules import (
+    Step,
+    linear_blocks,
+    loss_of,
+    run_pipeline,
+    through,
+    train_beside,
+)
 
 HERE = "# <- named in the message"
 
@@ -295,3 +302,69 @@ def bare_except(m, x):
 )
 def test_a_step_is_refused_as_a_whole(step, message):
     assert refusal(Step(step)) == message
+
+
+# What blocks write into their arguments
+
+
+class Filling(nn.Linear):
+    def __init__(self, fill):
+        super().__init__(4, 4)
+        self.fill = fill
+
+    def forward(self, x, kept):
+        x = super().forward(x)
+        self.fill(kept, x.pow(2).mean())
+        return x
+
+
+def appends(kept, loss):
+    kept.append(loss)
+
+
+def sets_a_key(kept, loss):
+    kept["loss"] = kept.get("loss", 0) + loss
+
+
+def appends_inside(kept, loss):
+    kept["losses"].append(loss)
+
+
+def adds_in_place(kept, loss):
+    kept += loss
+
+
+CONTAINER = "changes the list or dict"
+FILLS = {
+    appends: (list, CONTAINER),
+    sets_a_key: (dict, CONTAINER),
+    appends_inside: (lambda: {"losses": []}, CONTAINER),
+    adds_in_place: (lambda: torch.zeros(()), "writes into the tensor"),
+}
+
+
+@pytest.mark.parametrize(("fill", "case"), FILLS.items(), ids=[f.__name__ for f in FILLS])
+def test_what_a_block_writes_into_its_arguments_is_refused(fill, case):
+    make, does = case
+
+    def step(m, x):
+        kept = make()
+        for block in m.blocks:
+            x = block(x, kept)  # <- named in the message
+        return loss_of(m, x) + (kept if isinstance(kept, torch.Tensor) else 0)
+
+    assert refusal(Step(step, [Filling(fill) for _ in range(4)])) == (
+        f"blocks.0 {does} that is its argument kept {line_of(step)}, which only the block's own "
+        f"stage would see: let the block return such values beside its output"
+    )
+
+
+class Halving(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def test_a_batch_that_a_block_writes_and_nothing_reads_behind_it():
+    blocks = [Halving(4, 4), *linear_blocks(3)]
+    step = Step(lambda m, x: loss_of(m, through(m.blocks, x)), blocks)
+    train_beside(step.double(), "zb_h1", 2, [torch.randn(4, 4).double()])

@@ -1,0 +1,78 @@
+"""Finds what blocks write into their arguments: later stages, which do not run them, would lack it.
+
+A tensor that a block computes from other stages' values is sent on as it was written. So of tensors
+only those are of interest that each stage has itself: constants, and those of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten  # private: see runtime/leaves
+
+from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+
+_State = tuple[Any, list[Any], list[tuple[Tensor, int]]]
+
+
+class ArgumentWatch:
+    """Compares the arguments of each block before and after its call, one level of objects deep."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record = record
+        self._written: dict[int, ArgumentWrite] = {}  # tensors, by their memory
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_State]:
+        """Return the state of a block's arguments."""
+        return [_state_of(value) for value in (*args, *kwargs.values())]
+
+    def after(
+        self,
+        block: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: list[_State],
+    ) -> None:
+        """Record the arguments that the block has changed."""
+        values = (*args, *kwargs.values())
+        for place, (value, was) in enumerate(zip(values, before, strict=True)):
+            written = [tensor for tensor, version in was[2] if tensor._version != version]
+            if written or not _is_same(_state_of(value), was):
+                name = [*_names(forward, len(args)), *kwargs][place]
+                write = ArgumentWrite(block, name, calling_line(), bool(written))
+                self._written.update((memory_of(tensor), write) for tensor in written)
+                if not written:
+                    self._record.argument_writes.append(write)
+
+    def note_use(self, args: tuple[Any, ...], segment: int) -> None:
+        """Record a tensor that an operation reads behind the block that has written it."""
+        for tensor in tensors_in(args) if self._written else ():
+            write = self._written.get(memory_of(tensor))
+            if write is not None and write.block < segment:
+                self._record.argument_writes.append(write)
+                del self._written[memory_of(tensor)]
+
+
+def _state_of(value: Any) -> _State:
+    leaves, spec = tree_flatten(value)
+    own = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)]
+    # Private: counts writes. Inference tensors count none.
+    return spec, leaves, [(leaf, leaf._version) for leaf in own if not leaf.is_inference()]
+
+
+def _is_same(now: _State, was: _State) -> bool:
+    return now[0] == was[0] and [*map(id, now[1])] == [*map(id, was[1])]
+
+
+def _names(forward: Callable[..., Any], count: int) -> Iterator[str]:
+    """Yield the names of the first arguments by position."""
+    parameters = [*inspect.signature(forward).parameters]
+    for place in range(count):
+        yield parameters[place] if place < len(parameters) else f"{place + 1}"
