@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torchmetrics import MeanMetric
 
+from lightning_pipeoffload.runtime.step import checkpoint_replay
 from lightning_pipeoffload.schedule import Action
 
 TRAINER = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -138,7 +139,7 @@ OWNERS = [
         TRAINER._logger_connector,
         "_callback_metrics _logged_metrics _progress_bar_metrics _first_loop_iter",
     ),
-    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+    (torch.utils.checkpoint, checkpoint_replay.GENERATOR),
     (MeanMetric(), "_forward_cache _computed _update_count _to_sync"),
     (LightningModule(), "_current_fx_name"),
     (_ChildProcessObserver(os.getpid(), []), "_child_processes"),
@@ -152,9 +153,9 @@ OWNERS = [
     (SHARDED._get_fsdp_state(), "_fsdp_param_group"),
     (
         SHARDED._get_fsdp_state()._fsdp_param_group.fsdp_params[0],
-        "_module_info _unsharded_param sharded_param padded_sharded_param_size",
+        "_module_info _unsharded_param mp_policy sharded_param padded_sharded_param_size",
     ),
-    (SHARDED._get_fsdp_state()._fsdp_param_group, "fsdp_params mp_policy"),
+    (SHARDED._get_fsdp_state()._fsdp_param_group, "fsdp_params"),
 ]
 USED = {name: owner for owner, names in OWNERS for name in names.split()}
 
@@ -262,6 +263,7 @@ def test_every_method_that_is_replaced_is_listed():
 
 def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_on():
     source = inspect.getsource(torch.utils.checkpoint)
+    assert f"        gen = {checkpoint_replay.GENERATOR}(" in source
     assert " ret = function(*args, **kwargs)" in source
     assert "            next(gen)\n        except StopIteration:\n            return ret" in source
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -105,12 +105,7 @@ def _has_containers(module: nn.Module) -> bool:
 def _explicit(policy: MixedPrecisionPolicy, module: nn.Module) -> MixedPrecisionPolicy:
     """Set the dtype of gradient sums explicitly: None means different things in torch versions."""
     dtype = next((parameter.dtype for parameter in module.parameters()), None)
-    return MixedPrecisionPolicy(
-        policy.param_dtype,
-        policy.reduce_dtype or policy.param_dtype or dtype,
-        policy.output_dtype,
-        policy.cast_forward_inputs,
-    )
+    return replace(policy, reduce_dtype=policy.reduce_dtype or policy.param_dtype or dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,16 +205,17 @@ def _members(module: FSDPModule) -> tuple[Any, ...]:
 
 def _group(name: str, module: Any) -> ShardedGroup:
     members = _members(module)
-    policy = module._get_fsdp_state()._fsdp_param_group.mp_policy
     places = ((member._module_info, member) for member in members)
     names = tuple(f"{_path(module, info.module, name)}{info.param_name}" for info, member in places)
-    types = {member.sharded_param.dtype for member in members}
-    if len(types) > 1:
+    policy = members[0].mp_policy
+    held = {member.sharded_param.dtype for member in members}
+    gathered = {member.mp_policy.param_dtype or member.sharded_param.dtype for member in members}
+    if len(types := max(held, gathered, key=len)) > 1:
         raise ValueError(
             f"{name or 'the module'} has parameters of {_listed(types)}, which are gathered "
             f"together; give them one dtype, or shard those of another by themselves"
         )
-    published = policy.param_dtype or next(iter(types))
+    published = next(iter(gathered))
     return ShardedGroup(
         name or "the module's own parameters",
         module,

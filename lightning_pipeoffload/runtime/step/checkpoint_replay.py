@@ -25,8 +25,12 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 
-# Private, both: every way to make a checkpoint calls one of them.
-_make_checkpoint = torchs._checkpoint_without_reentrant_generator
+# Private, both: every way to make a checkpoint calls one of them. Before torch 2.14 the first has
+# another name, and takes the function's arguments among its own.
+_NAME = "_checkpoint_without_reentrant_generator"
+_TAKES_ARGUMENTS_APART = hasattr(torchs, f"{_NAME}_impl")
+GENERATOR = f"{_NAME}_impl" if _TAKES_ARGUMENTS_APART else _NAME
+_make_checkpoint = getattr(torchs, GENERATOR)
 _run_reentrant = torchs.CheckpointFunction.forward
 
 
@@ -95,7 +99,7 @@ class _ReentrantRerun(_Rerun):
         return output
 
 
-def _checkpoint(
+def _checkpoint_until_2_13(
     function: Callable[..., Any],
     preserve_rng_state: bool,
     context_fn: Any,
@@ -105,14 +109,39 @@ def _checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[None]:
+    def make(rerun: Any, stops: bool) -> Iterator[None]:
+        options = preserve_rng_state, context_fn, determinism_check, debug, stops
+        return _make_checkpoint(rerun, *options, *args, **kwargs)
+
+    return _follow(function, early_stop, make)
+
+
+def _checkpoint(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    early_stop: bool = True,
+    **options: Any,
+) -> Iterator[None]:
+    def make(rerun: Any, stops: bool) -> Iterator[None]:
+        return _make_checkpoint(rerun, args, kwargs, early_stop=stops, **options)
+
+    return _follow(function, early_stop, make)
+
+
+def _follow(
+    function: Callable[..., Any],
+    early_stop: bool,
+    make: Callable[[Any, bool], Iterator[None]],
+) -> Iterator[None]:
     """Run torch's generator, before and after the checkpointed function."""
     rerun: Any = function
     watch = _find_watch()
     if watch is not None:
         rerun = _Rerun(function, watch)
         early_stop = early_stop and not watch.compares
-    options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
-    plain = _make_checkpoint(rerun, *options, *args, **kwargs)
+    plain: Any = make(rerun, early_stop)
     next(plain)
     try:
         yield
@@ -144,13 +173,14 @@ def is_repeatable(device: torch.device) -> bool:
 
 def install_replay() -> None:
     """Follow torch's checkpoints from now on."""
-    torchs._checkpoint_without_reentrant_generator = _checkpoint  # type: ignore[assignment]
+    generator = _checkpoint if _TAKES_ARGUMENTS_APART else _checkpoint_until_2_13
+    setattr(torchs, GENERATOR, generator)
     torchs.CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]
 
 
 def remove_replay() -> None:
     """Follow them no more."""
-    torchs._checkpoint_without_reentrant_generator = _make_checkpoint
+    setattr(torchs, GENERATOR, _make_checkpoint)
     torchs.CheckpointFunction.forward = staticmethod(_run_reentrant)  # type: ignore[method-assign]
 
 
