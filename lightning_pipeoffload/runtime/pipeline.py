@@ -129,7 +129,7 @@ class Pipeline:
         self.tensors = NamedTensors(self.module, ranks)
         self._writes = StepWrites(self.module, self.chain, self.local_stages)
         self.records = StepRecords(
-            self.module, self.chain, self.device, len(ranks) > 1, lambda: self.before_trace()
+            self.module, self.chain, self.device, len(ranks), lambda: self.before_trace()
         )
         self.stages.clear()
         self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)

@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.cut.other_blocks import propose
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
@@ -36,11 +38,16 @@ class StageExit(BaseException):
 
 
 class BlockChain:
-    """Blocks in the order of their calls."""
+    """Blocks in the order of their calls.
+
+    Attributes:
+        propose: Returns the ``blocks=...`` of at least so many blocks of the module; "" of none.
+    """
 
     def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
         self.name = name
         self.blocks = list(blocks.values())
+        self.propose: Callable[[int], str] = lambda num_stages: ""
         self._names = list(blocks)
         self._origins = [frozenset((f"the output of {block}",)) for block in blocks]
         self._index = {block: index for index, block in enumerate(blocks)}
@@ -130,6 +137,7 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
             inside of a compiled module.
     """
     chain = _find_chain(module, name)
+    chain.propose = partial(propose, module)
     _check_uncompiled(module, chain)
     return chain
 
@@ -159,15 +167,17 @@ def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockCha
     best = max(spread.values(), default=(0, 0))
     names = [path for path, value in spread.items() if value == best]
     if best == (0, 0):
+        other = propose(module)
         raise ValueError(
             f"found no ModuleList or Sequential of blocks with parameters in "
             f"{type(module).__name__}; a pipeline is cut between its entries, so keep the model's "
             f"layers in one and call them once each and in order"
+            f"{f', or name the blocks in the order of their calls: {other}' if other else ''}"
         )
     if len(names) > 1:
         raise ValueError(
-            f"{' and '.join(names)} could both be the chain of blocks; say which with "
-            f'blocks="{names[0]}"'
+            f"{', '.join(names)} could each be the chain of blocks; name the blocks that the step "
+            f"calls, in the order of their calls: {propose(module, 1)}"
         )
     return _chain_of(names[0], containers[names[0]])
 

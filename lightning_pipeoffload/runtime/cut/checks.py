@@ -38,6 +38,10 @@ def loss_in(result: Any) -> Tensor:
 # While the step is traced
 
 
+class CallsError(ValueError):
+    """The step does not call the blocks of the chain once each and in order."""
+
+
 class CallChecks:
     """Refuses calls of blocks that a stage cannot make, or cannot repeat in B."""
 
@@ -58,7 +62,7 @@ class CallChecks:
         if index == expected:
             return
         what = f"before {self._chain.block_name(expected)}" if index > expected else "again"
-        raise ValueError(
+        raise CallsError(
             f"the step calls {self._chain.block_name(index)} {what}"
             f"{in_brackets(calling_line())}; a pipeline needs each entry of {self._chain.name} "
             f"called once and in order"
@@ -66,7 +70,7 @@ class CallChecks:
 
     def _check_gradients(self, index: int) -> None:
         if self._training and not torch.is_grad_enabled():
-            raise ValueError(
+            raise CallsError(
                 f"the step calls {self._chain.block_name(index)} without gradients"
                 f"{in_brackets(calling_line())}: leave out torch.no_grad(), and write "
                 f"checkpoint(..., use_reentrant=False)"
@@ -84,9 +88,9 @@ class CallChecks:
             )
 
     def check_complete(self, expected: int) -> None:
-        """Raise ``ValueError`` if the step has ended without calling block ``expected``."""
+        """Raise ``CallsError`` if the step has ended without calling block ``expected``."""
         if expected < len(self._chain):
-            raise ValueError(
+            raise CallsError(
                 f"the step does not call {self._chain.block_name(expected)}; a pipeline needs "
                 f"each entry of {self._chain.name} called once and in order"
             )

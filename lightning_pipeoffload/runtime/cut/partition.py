@@ -175,9 +175,11 @@ def cut(
     """
     num_blocks, num_stages = len(chain), len(stage_ranks)
     if num_blocks < num_stages:
+        proposal = chain.propose(num_stages)
+        others = f", or cut more of this one, in the order of its calls: {proposal}"
         raise ValueError(
             f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
-            f"num_chunks, or a model of at least {num_stages} blocks"
+            f"num_chunks, or a model of at least {num_stages} blocks{others if proposal else ''}"
         )
     counts = _count_blocks(costs, num_blocks, stage_ranks, split)
     ends = list(accumulate(counts))

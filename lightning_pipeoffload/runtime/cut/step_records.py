@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, StepTrace
+from lightning_pipeoffload.runtime.cut.trial_cuts import propose_traced
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.step_rules import (
@@ -64,12 +66,12 @@ class StepRecords:
         module: nn.Module,
         chain: BlockChain,
         device: torch.device,
-        is_cut: bool,
+        num_stages: int,
         before_trace: Callable[[], None] = lambda: None,
     ) -> None:
         self._module, self._chain = module, chain
         self._traced = module, chain, device
-        self._is_cut = is_cut
+        self._num_stages = num_stages
         self._before_trace = before_trace
         self._compared: set[Any] = set()
         self.generators = Generators(module)
@@ -92,8 +94,11 @@ class StepRecords:
         if (key, sizes) in self.known:
             self.known.move_to_end((key, sizes))
             return self.known[key, sizes]
-        record = self._trace(trial, is_first=key[:2] not in self._compared)
-        if self._is_cut and record.sized_in is not None and key not in self._sized_in:
+        try:
+            record = self._trace(trial, is_first=key[:2] not in self._compared)
+        except CallsError as error:
+            raise ValueError(self._with_other_blocks(error, trial)) from None
+        if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
             self._sized_in[key] = record.sized_in
             sizes = record.sizes
         self.known[key, sizes] = record
@@ -105,6 +110,13 @@ class StepRecords:
         if torch.is_grad_enabled():
             self._note_training(record)
         return record
+
+    def _with_other_blocks(self, error: CallsError, trial: Callable[[], Any]) -> str:
+        # An evaluation runs as a whole then.
+        proposal = ""
+        if torch.is_grad_enabled():
+            proposal = propose_traced(*self._traced, trial, self._num_stages)
+        return f"{error}; it could be cut with {proposal}" if proposal else str(error)
 
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         if key not in self._sized_in:

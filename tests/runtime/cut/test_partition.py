@@ -90,7 +90,11 @@ COMPILED = (
     "compile the blocks instead, block.compile() for each"
 )
 REFUSED = [
-    (Two, None, 'encoder and decoder could both be the chain of blocks; say which with blocks="en'),
+    (
+        Two,
+        None,
+        "encoder, decoder could each be the chain of blocks; name the blocks that the step",
+    ),
     (Two, "encodr", "blocks='encodr' is not .* encoder, decoder, single"),
     (Two, "encodr", "did you mean 'encoder'"),
     (Two, "encoder.0", "blocks='encoder.0' is not .* encoder, decoder, single"),

@@ -65,10 +65,12 @@ def two_in_a_checkpoint(m, x):
 
 ONCE = "a pipeline needs each entry of blocks called once and in order"
 NO_GRAD = "leave out torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
+OTHERS = '; it could be cut with blocks=["blocks.1", "blocks.2", "blocks.3"]'
+IN_ORDER = '; it could be cut with blocks=["blocks.0", "blocks.2", "blocks.1", "blocks.3"]'
 CALLS = {
-    block_twice: f"the step calls blocks.0 again {{line}}; {ONCE}",
-    out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {ONCE}",
-    without_gradients: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}",
+    block_twice: f"the step calls blocks.0 again {{line}}; {ONCE}{OTHERS}",
+    out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {ONCE}{IN_ORDER}",
+    without_gradients: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}{OTHERS}",
     two_in_a_checkpoint: (
         "the step checkpoints blocks.1 and blocks.2 together {line}; a stage can only compute its "
         'own blocks again, so checkpoint each by itself, or leave it to recompute="full"'
@@ -292,7 +294,11 @@ def bare_except(m, x):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (one_missing, f"the step does not call blocks.3; {ONCE}"),
+        (
+            one_missing,
+            f"the step does not call blocks.3; {ONCE}; it could be cut with "
+            f'blocks=["blocks.0", "blocks.1", "blocks.2"]',
+        ),
         (
             bare_except,
             "the step caught the signal by which a stage leaves it, so it has an `except:` or "
