@@ -86,12 +86,16 @@ def _hook_of(exception: BaseException) -> str:
 
 
 def first_line(exception: BaseException) -> str:
-    """Return the first line of an exception's message.
+    """Return the first line of an exception's message, as text that any store and terminal takes.
 
     A DataLoader puts a worker's whole traceback into the message; then its last line, the worker's
     own exception, is appended.
     """
-    lines = str(exception).strip().splitlines() or [""]
+    try:
+        text = str(exception).encode(errors="backslashreplace").decode()
+    except Exception:  # of the user's class
+        text = "its message cannot be shown"
+    lines = text.strip().splitlines() or [""]
     from_worker = lines[0].startswith("Caught ") and len(lines) > 1
     return f"{lines[0]} {lines[-1]}" if from_worker else lines[0]
 

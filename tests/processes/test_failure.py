@@ -12,9 +12,18 @@ from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.schedule import ScheduleError
 
 
+class NoMessageError(Exception):
+    """Cannot be printed."""
+
+    def __str__(self):
+        raise KeyError
+
+
 @pytest.mark.parametrize(
     ("exception", "line"),
     [
+        (NoMessageError(), "NoMessageError: its message cannot be shown"),
+        (OSError("no file b\udce4ren"), "OSError: no file b\\udce4ren"),
         (ValueError("no\nmore"), "ValueError: no"),
         (AssertionError(), "AssertionError"),
         (
