@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 _CAUSE_SECONDS = 5.0
 
 _LAUNCHER = "PIPEOFFLOAD_LAUNCHER"
+# As long as nobody has changed it: relative paths of the command line begin there.
+_STARTED_IN = Path.cwd()
 
 _COPIES_ADVICE = """\
 %s has %s, which each of this machine's %d processes makes as a whole: %s of the %s that are free. \
@@ -269,13 +271,34 @@ class JointLauncher(_SubprocessScriptLauncher):
         if self.num_processes > 1:
             _refuse_without_script(self.num_processes)
             os.environ.setdefault("MASTER_PORT", str(free_port()))
-        super()._call_children_scripts()
+        with _as_started():
+            super()._call_children_scripts()
         self.started.extend(self.procs)
+
+
+@contextmanager
+def _as_started() -> Iterator[None]:
+    """Start processes as this one was: in its first folder, with its script."""
+    folder, name = Path.cwd(), sys.argv[0]
+    os.chdir(_STARTED_IN)
+    sys.argv[0] = str(_script() or name)
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        sys.argv[0] = name
+
+
+def _script() -> Path | None:
+    """Return the absolute path of the script that runs, if there is one."""
+    names = sys.argv[0], getattr(sys.modules["__main__"], "__file__", None)
+    paths = [Path(_STARTED_IN, name) for name in names if name]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _refuse_without_script(num_processes: int) -> None:
     is_module = getattr(sys.modules["__main__"], "__spec__", None) is not None
-    if is_module or Path(sys.argv[0]).is_file():
+    if is_module or _script():
         return
     raise ValueError(
         f"devices={num_processes} needs {num_processes} processes, which run the script that this "

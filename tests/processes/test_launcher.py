@@ -69,10 +69,34 @@ def test_a_long_wait_for_other_ranks_is_told(monkeypatch):
 def test_a_script_that_is_no_file_starts_no_processes(monkeypatch, name):
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     options = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
     trainer = L.Trainer(**options, devices=2, strategy=PipeOffloadStrategy())
     with pytest.raises(ValueError, match="devices=2 needs 2 processes, which run the script"):
         trainer.fit(L.LightningModule())
+
+
+@pytest.mark.parametrize("main", ["script", "renamed", "module"])
+def test_ranks_start_as_the_first_process_did_though_the_folder_has_changed(
+    monkeypatch, tmp_path, main
+):
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(launcher, "_STARTED_IN", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["name" if main == "renamed" else "train.py", "--seed=1"])
+    module = sys.modules["__main__"]
+    monkeypatch.setattr(
+        module, "__spec__", SimpleNamespace(name="a.b") if main == "module" else None
+    )
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "train.py"), raising=False)
+    started = []
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda words, **_: started.append((words[1:], os.getcwd()))
+    )
+    before = os.getcwd(), sys.argv[0]
+    _trainer(2).strategy.launcher._call_children_scripts()
+    command = ["-m", "a.b"] if main == "module" else [str(tmp_path / "train.py")]
+    assert started == [([*command, "--seed=1"], str(tmp_path))]
+    assert (os.getcwd(), sys.argv[0]) == before
 
 
 @pytest.fixture
