@@ -34,10 +34,10 @@ from examples.benchmarks.gpu_process import (
     rows_of,
     run_two,
 )
+from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.microbatch import placed

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -85,6 +86,7 @@ class AutoChoice:
         pipeline: This rank's part of the module, in a first cut.
         group: The pipeline's processes, placed for that cut.
         measurements: Measures copies, and the limits of the machines.
+        cutter: Cuts the first batch.
         has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
     """
 
@@ -94,12 +96,13 @@ class AutoChoice:
         pipeline: Pipeline,
         group: PipelineGroup,
         measurements: Measurements,
+        cutter: BatchCutter,
         has_step_barrier: bool,
     ) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._group = group
-        self._measurements = measurements
+        self._measurements, self._cutter = measurements, cutter
         self._has_step_barrier = has_step_barrier
 
     def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
@@ -108,7 +111,7 @@ class AutoChoice:
         Args:
             inputs: The first batch.
             num_microbatches: Slices of it.
-            batch_size: Its samples.
+            batch_size: Its samples; 0 where they are not counted.
 
         Raises:
             ValueError: The step cannot be cut.
@@ -118,8 +121,8 @@ class AutoChoice:
             return self._by_default(num_microbatches)
 
         def cut_batch(count: int) -> list[Microbatch]:
-            copied, size = copy_batch(inputs.batch), batch_size // count
-            return self._pipeline.cut_batch(copied, size, inputs.step, inputs.kind, inputs.seed)
+            copied = replace(inputs, batch=copy_batch(inputs.batch))
+            return self._cutter.cut_into(copied, count, batch_size)
 
         first = cut_batch(num_microbatches)[0]
         self._shared = self._pipeline.shared_segments()

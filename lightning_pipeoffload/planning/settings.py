@@ -66,6 +66,7 @@ class PipelineSettings:
     schedule: ScheduleLike = "auto"
     blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
+    make_microbatches: Callable[[Any, int], list[Any]] | None = None
     microbatch_weight: str | Callable[[Any], float] = "samples"
     optimizer_sync: str = "barrier"
     per_parameter_optimizer: bool = False
@@ -144,6 +145,11 @@ class PipelineSettings:
         )
         is_split = split in ("auto", "even") or _is_filled(split, _is_int)
         _require(is_split, "split", '"auto", "even" or a list of block counts', split)
+        make, words = (
+            self.make_microbatches,
+            "a callable (batch, num_microbatches) -> list, or None",
+        )
+        _require(make is None or callable(make), "make_microbatches", words, make)
         weight = self.microbatch_weight
         is_weight = weight in ("samples", "tokens") or callable(weight)
         words = '"samples", "tokens" or a callable of the microbatch'
@@ -275,7 +281,7 @@ class PipelineSettings:
 
         Args:
             num_ranks: The number of ranks of the pipeline.
-            batch_size: The samples of the batch.
+            batch_size: The samples of the batch; 0: ``make_microbatches`` cuts it, whatever it has.
             least_samples: The samples that a microbatch needs, where the number is chosen.
 
         Raises:
@@ -305,6 +311,8 @@ class PipelineSettings:
 
     def _legal_divisor(self, num_ranks: int, batch_size: int, least_samples: int) -> int:
         most = min(max(batch_size // least_samples, 1), MOST_MICROBATCHES)
+        if not batch_size:
+            most = MOST_MICROBATCHES
         divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
         enough = [n for n in divisors if n >= 2 * num_ranks]
         for count in (*enough, *(n for n in reversed(divisors) if n < 2 * num_ranks)):

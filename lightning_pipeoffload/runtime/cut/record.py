@@ -146,6 +146,9 @@ class StepRecord:
     sized_in: int | None = None  # the last segment with such a size
     sizes: tuple[Any, ...] = ()  # these sizes and the shapes of the next block's arguments
 
+    result_counts: frozenset[int] | None = frozenset()
+    """Numbers of samples for which the step's result has a row for each; None: it is None."""
+
     is_known: bool = False  # the pipeline has been cut for it
     has_run: bool = False  # a batch with such a microbatch was cut to run
 

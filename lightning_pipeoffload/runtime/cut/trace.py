@@ -43,7 +43,7 @@ from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import (
@@ -142,7 +142,9 @@ class StepTrace:
         try:
             with self.running():
                 try:
-                    self._lead_back(run())
+                    result = run()
+                    self.record.result_counts = sample_counts(result)
+                    self._lead_back(result)
                 except (ValueNeededError, Exception) as error:
                     self._end_early(error)
                 self._finish()
