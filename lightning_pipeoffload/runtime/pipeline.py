@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.batch_structure import BatchParts, BatchStructure
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, warn_once
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.checks import check_shared_weights, check_step
+from lightning_pipeoffload.runtime.cut.checks import (
+    check_recompute_full,
+    check_shared_weights,
+    check_step,
+)
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
@@ -328,6 +332,8 @@ class Pipeline:
         self._leave_to_b(record)
         if record.hook_line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hook_line))
+        if self.settings.recompute == "full" and torch.is_grad_enabled():
+            check_recompute_full(record, self.chain)
         if len(self.partition) > 1:
             check_step(record, self.chain, self.partition, self.tensors.owners_of)
 

@@ -141,6 +141,8 @@ class StepRecord:
     led_back_into: set[int] = field(default_factory=set)  # blocks that such a backward reaches
     hooked_spans: list[HookedSpan] = field(default_factory=list)
     hook_line: str = ""  # a line that registers a hook on a tensor
+    recompute_obstacles: dict[int, str] = field(default_factory=dict)
+    """What blocks do that the backward cannot compute again."""
 
     # Sizes between the blocks that depend on the batch's values.
     sized_in: int | None = None  # the last segment with such a size
