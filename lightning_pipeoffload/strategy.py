@@ -29,7 +29,7 @@ from lightning_pipeoffload.loop.backward import BatchBackward
 from lightning_pipeoffload.loop.fit_run import FitRun
 from lightning_pipeoffload.loop.lightning_patches import LaterSteps
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
-from lightning_pipeoffload.loop.run_checks import check_run
+from lightning_pipeoffload.loop.run_checks import check_run, explaining_optimizers
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.planning.settings import (
@@ -338,7 +338,8 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with explaining_optimizers():
+            super().setup_optimizers(trainer)
         self.fit_run.have_optimizers()
 
     @override
