@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -136,6 +137,8 @@ class PipelineSettings:
             "of a .csv file",
             schedule,
         )
+        if callable(schedule):
+            _check_signature(schedule)
         names = [blocks] if isinstance(blocks, str) else blocks
         _require(
             names is None or _is_filled(names, lambda name: isinstance(name, str) and name),
@@ -366,6 +369,17 @@ def check_backend(backend: Any) -> None:
             f"process_group_backend={backend!r} is not there in this torch.distributed; leave it "
             f"at None, which is gloo on CPUs and nccl on GPUs"
         )
+
+
+def _check_signature(schedule: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(schedule).bind(2, 4)
+    except TypeError as error:
+        raise ValueError(
+            f"schedule={schedule!r} is called with (num_ranks, num_microbatches): {error}"
+        ) from None
+    except ValueError:  # a builtin shows no signature
+        return
 
 
 def _require(is_right: bool, name: str, words: str, value: Any) -> None:
