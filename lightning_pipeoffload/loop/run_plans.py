@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
-from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
@@ -77,10 +76,9 @@ class RunPlans:
         executor: Executor,
         group: PipelineGroup,
         measurements: Measurements,
-        cutter: BatchCutter,
     ) -> None:
         self.settings = settings
-        self._pipeline, self._executor, self._cutter = pipeline, executor, cutter
+        self._pipeline, self._executor = pipeline, executor
         self._group, self._measurements = group, measurements
         self._on_accelerator = pipeline.device.type != "cpu"
         self.boundary: StepBoundary | None = None
@@ -118,10 +116,8 @@ class RunPlans:
         may_step = self.boundary is not None and self.boundary.may_step_early
         return Kind.STEP if may_step and self.settings.optimizer_offload else None
 
-    def choose(self, inputs: StepInputs, total: int = 0) -> int:
+    def choose(self, inputs: StepInputs, total: int) -> int:
         """Make the plan of the first steps, by a first batch of ``total`` samples.
-
-        0: its samples are not counted, since ``make_microbatches`` cuts it.
 
         Returns:
             The number of microbatches that the batch is cut into.
@@ -139,7 +135,7 @@ class RunPlans:
     def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
         """Replace "auto" or "optpipe" by the schedule that is chosen for this run."""
         count = self._choose_count(total)
-        known = self.settings, self._pipeline, self._group, self._measurements, self._cutter
+        known = self.settings, self._pipeline, self._group, self._measurements
         choice = AutoChoice(*known, self._has_step_barrier)
         self._chosen = self.report.chosen = choice.choose(inputs, count, total)
         self.settings = self._chosen.settings

@@ -37,7 +37,6 @@ from lightning_pipeoffload.loop.lightning_patches import (
     LaterSteps,
     stop_without_waiting,
 )
-from lightning_pipeoffload.loop.run_checks import explaining_optimizers
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
@@ -144,8 +143,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         self._join_loaders(trainer)
         self._join_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            with explaining_optimizers():
-                self.setup_optimizers(trainer)
+            self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:

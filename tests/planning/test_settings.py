@@ -35,7 +35,6 @@ ALSO_BAD = [
     ("num_microbatches", True),
     ("num_microbatches", 0),
     ("schedule", 3),
-    ("schedule", lambda num_ranks: None),
     ("blocks", []),
     ("blocks", ""),
     ("split", [4.0, 4.0]),

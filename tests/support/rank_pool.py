@@ -17,10 +17,14 @@ _PATIENCE_SECONDS = 1000.0
 
 
 class RankPool:
-    """``size`` processes; a call runs on all of them, in a process group of its own."""
+    """``size`` processes; a call runs on all of them, in a process group of its own.
 
-    def __init__(self, size):
+    A call of which no further process answers within ``patience`` seconds raises a TimeoutError.
+    """
+
+    def __init__(self, size, patience=_PATIENCE_SECONDS):
         self.is_broken = False
+        self._patience = patience
         self._pipes = []
         self._processes = []
         for rank in range(size):
@@ -40,7 +44,7 @@ class RankPool:
         running = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         results = {}
         while running:
-            for pipe in _wait_for_any(running):
+            for pipe in _wait_for_any(running, self._patience):
                 rank = running.pop(pipe)
                 results[rank] = _receive(pipe, rank)
         self.is_broken = False
@@ -58,8 +62,8 @@ class RankPool:
             process.kill()
 
 
-def _wait_for_any(running):
-    ready = wait(list(running), _PATIENCE_SECONDS)
+def _wait_for_any(running, patience):
+    ready = wait(list(running), patience)
     if not ready:
         raise TimeoutError(f"global ranks {sorted(running.values())} do not answer")
     return ready

@@ -1,0 +1,140 @@
+"""One device that calls the step for each microbatch in turn, as docs/contract.md promises.
+
+Nothing of it is the package's own code, which it is to be compared with.
+"""
+
+import copy
+import dataclasses
+from itertools import islice
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+
+class CutSteps(SingleDeviceStrategy):
+    """Trains on each batch in so many slices as the first one was cut into.
+
+    Args:
+        num_microbatches: Slices of the first batch.
+        sizes: Keeps a slice's number of samples, over trainers too.
+    """
+
+    def __init__(self, num_microbatches, sizes):
+        super().__init__(torch.device("cpu"))
+        self.num_microbatches, self.sizes = num_microbatches, sizes
+
+    def training_step(self, *args):
+        module = self.lightning_module
+        step, log = module.training_step, module.log
+        logged = _Logged(log)
+        module.training_step = lambda batch, *rest: self._run(logged, step, batch, rest)
+        module.log = logged.take
+        try:
+            output = super().training_step(*args)
+        finally:
+            del module.training_step, module.log
+        return output
+
+    def _run(self, logged, step, batch, rest):
+        total = samples_in(batch)
+        outputs, shares = [], []
+        for part in cut(batch, self._size(total)):
+            logged.begin(samples_in(part) / total)
+            outputs.append(step(part, *rest))
+            shares.append(samples_in(part) / total)
+        logged.end(total)
+        return _mean(outputs, shares)
+
+    def _size(self, total):
+        size = self.sizes.setdefault("size", total // self.num_microbatches)
+        size = max(size, -(-total // self.num_microbatches))
+        if total % size == 1 < total and _has_statistics(self.lightning_module):
+            size = next(more for more in range(size, total + 1) if total % more != 1)
+        return size
+
+
+def _has_statistics(module):
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+
+
+class _Logged:
+    """What a batch's steps log, as one number of each name."""
+
+    def __init__(self, log):
+        self._log, self._values, self._share = log, {}, 0.0
+
+    def begin(self, share):
+        self._share = share
+
+    def take(self, name, value, **options):
+        self._values.setdefault(name, ([], options))[0].append((value, self._share))
+
+    def end(self, total):
+        for name, (values, options) in self._values.items():
+            value = values[-1][0]
+            if not hasattr(value, "compute"):
+                is_sum = options.get("reduce_fx") == "sum"
+                value = sum(value * (1 if is_sum else share) for value, share in values)
+            self._log(name, value, **{"batch_size": total, **options})
+
+
+def _mean(outputs, shares):
+    if isinstance(outputs[0], dict):
+        return {name: _mean([each[name] for each in outputs], shares) for name in outputs[0]}
+    return sum(output * share for output, share in zip(outputs, shares, strict=True))
+
+
+def fit_from_the_next_batch(fit, module, loader, *loaders, ckpt_path=None):
+    """Fit; resumed within an epoch from the next batch, where Lightning reads its first again."""
+    if ckpt_path is not None:
+        loops = torch.load(ckpt_path, weights_only=False)["loops"]["fit_loop"]
+        num_read = loops["epoch_loop.batch_progress"]["current"]["ready"]
+        loader = _Rest(loader, num_read % len(loader))
+    return fit(module, loader, *loaders, ckpt_path=ckpt_path)
+
+
+class _Rest:
+    """A loader whose first pass begins later."""
+
+    def __init__(self, loader, start):
+        self._loader, self._start = loader, start
+
+    def __len__(self):
+        return len(self._loader)
+
+    def __iter__(self):
+        start, self._start = self._start, 0  # at its first batch: it may be asked for twice
+        yield from islice(self._loader, start, None)
+
+
+def samples_in(batch):
+    """Return a generated batch's number of samples: it has a class for each, in its field ``y``."""
+    if isinstance(batch, dict):
+        return len(batch["y"])
+    return len(batch.y if dataclasses.is_dataclass(batch) else batch[-1])
+
+
+def cut(batch, size):
+    """Cut a generated batch: its fields are tensors, or lists with an entry for each sample."""
+    starts = range(0, samples_in(batch), size)
+    return [_part(batch, slice(start, start + size)) for start in starts]
+
+
+def _part(batch, rows):
+    if isinstance(batch, dict):
+        return {name: _field(field, rows) for name, field in batch.items()}
+    if dataclasses.is_dataclass(batch):
+        part = copy.copy(batch)
+        vars(part).update({name: _field(field, rows) for name, field in vars(batch).items()})
+        return part
+    fields = [_field(field, rows) for field in batch]
+    return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
+
+
+def _field(field, rows):
+    if isinstance(field, tuple):
+        return tuple(_field(each, rows) for each in field)
+    is_column = isinstance(field, list) or isinstance(field, torch.Tensor) and field.ndim
+    part = field[rows] if is_column else field
+    return part.clone() if isinstance(part, torch.Tensor) else part  # the step may write it
