@@ -62,7 +62,7 @@ _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 PARTS = [
     Part(gpu_fits.fits, 60),
-    Part(gpu_llama.llama, 80),
+    Part(gpu_llama.llama, 110),
     Part(gpu_llama.products, 15),
     Part(gpu_llama.rehearsed, 60, _QUEUES),
     Part(gpu_parts.exactness, 35),
