@@ -4,48 +4,58 @@
 # make gpu     what one GPU tells, in so many seconds, with the python that it is given:
 #              make gpu PYTHON=python3 SECONDS=440
 # make fuzz    runs generated programs beside one device, for so many seconds: make fuzz SECONDS=600
-# The first three make the environment that they need, and again when pyproject.toml changes.
+# All but gpu make the environment that they need, and again when pyproject.toml changes.
+# What TORCH says goes to pip, and has an environment of its own: make test TORCH=torch==2.14.1
+# tests that torch in .venv-torch-2.14.1.
 
 PYTHON ?= python3
 SECONDS ?= 440
 # Installed first and pinned, so that a machine which has this version's CPU wheel takes that one: the
-# newest on PyPI brings gigabytes of CUDA. What stands here goes to pip: `make TORCH=torch train`.
-TORCH ?= torch==2.13.0
+# newest on PyPI brings gigabytes of CUDA.
+DEFAULT := torch==2.13.0
+TORCH ?= $(DEFAULT)
 
-BIN := .venv/bin
+NAME := $(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
+VENV := .venv$(if $(filter-out $(DEFAULT),$(TORCH)),-$(NAME))
+BIN := $(VENV)/bin
+PRINT_TORCH = @$(BIN)/python -c 'import torch; print("torch", torch.__version__, flush=True)'
 # Without bytecode every rank compiles torch and lightning anew at its start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test fuzz docs gpu
 # Training and tests, one thread a rank: on two cores they would wait for each other's threads.
-train: .venv/installed
+train: $(VENV)/installed
+	$(PRINT_TORCH)
 	OMP_NUM_THREADS=1 $(BIN)/pipeoffload-train trainer=cpu
 
-test: .venv/installed-test
+test: $(VENV)/installed-test
+	$(PRINT_TORCH)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4 --dist worksteal --durations 10
 
-fuzz: .venv/installed-test
+fuzz: $(VENV)/installed-test
+	$(PRINT_TORCH)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.generated fuzz $(SECONDS)
 
-docs: .venv/installed-docs
+docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 gpu:
 	$(PYTHON) -u -m examples.benchmarks.gpu_check --seconds $(SECONDS)
 
-.venv/installed: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install $(TORCH)
-	$(BIN)/pip install --editable ".[hydra]"
+# TORCH is named each time: what pyproject.toml excludes is an error, not another version.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install '$(TORCH)'
+	$(BIN)/pip install --editable ".[hydra]" '$(TORCH)'
 	touch $@
 
-.venv/installed-docs: .venv/installed
-	$(BIN)/pip install --editable ".[docs]"
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/pip install --editable ".[docs]" '$(TORCH)'
 	touch $@
 
-.venv/installed-test: .venv/installed
-	$(BIN)/pip install --editable ".[test]"
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/pip install --editable ".[test]" '$(TORCH)'
 	touch $@

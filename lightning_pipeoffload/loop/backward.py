@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.amp import GradScaler
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
