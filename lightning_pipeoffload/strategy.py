@@ -29,7 +29,7 @@ from lightning_pipeoffload.loop.backward import BatchBackward
 from lightning_pipeoffload.loop.fit_run import FitRun
 from lightning_pipeoffload.loop.lightning_patches import LaterSteps
 from lightning_pipeoffload.loop.pipeline_run import PipelineRun
-from lightning_pipeoffload.loop.run_checks import check_run
+from lightning_pipeoffload.loop.run_checks import check_run, explaining_optimizers
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.planning.settings import (
@@ -91,6 +91,10 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         blocks: Name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
             blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
+        make_microbatches: A callable ``(batch, num_microbatches) -> list`` of so many batches, for
+            batches that no dimension cuts: graphs, pixels of many images in one tensor. Of batches
+            behind the first, and of evaluations, it may return fewer. None: along dimension 0 of
+            tensors, and along lists with an entry for each sample.
         microbatch_weight: Weight of a microbatch's loss in the batch's: "samples"; "tokens":
             ``batch["labels"]`` that are not -100, without the first of each sequence where a causal
             model of transformers leaves that out; or a callable of the microbatch. The values that
@@ -149,6 +153,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         host_memory_limit: int | str | None = None,
         blocks: str | Sequence[str] | None = None,
         split: str | Sequence[int] = "auto",
+        make_microbatches: Callable[[Any, int], list[Any]] | None = None,
         microbatch_weight: str | Callable[[Any], float] = "samples",
         optimizer_sync: str = "barrier",
         per_parameter_optimizer: bool = False,
@@ -182,6 +187,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             schedule=schedule,
             blocks=blocks,
             split=split,
+            make_microbatches=make_microbatches,
             microbatch_weight=microbatch_weight,
             optimizer_sync=optimizer_sync,
             per_parameter_optimizer=per_parameter_optimizer,
@@ -332,7 +338,8 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with explaining_optimizers():
+            super().setup_optimizers(trainer)
         self.fit_run.have_optimizers()
 
     @override

@@ -22,6 +22,8 @@ LAYERS = (
     "runtime/stored_tensor",
     "runtime/contexts",
     "runtime/late_values",
+    "runtime/batch_tree",
+    "runtime/batch_structure",
     "runtime/microbatch",
     "runtime/timing",
     "runtime/users_code",

@@ -127,7 +127,7 @@ OWNERS = [
     (dist.distributed_c10d, "_abort_process_group"),
     (torch.ops.aten, "_local_scalar_dense _unique2"),
     (torch.amp.GradScaler("cpu"), "_scale _growth_tracker _unscale_grads_"),
-    (torch.ops.aten.add.Tensor, "_schema"),
+    (torch.ops.aten.add.Tensor, "_schema _dispatch_cache"),
     (torch.library.Library, "_destroy"),
     (ModelParallelStrategy(), "_save_distributed_checkpoint _device_mesh"),
     (torch.compile(nn.Module(), backend="eager"), "_orig_mod"),

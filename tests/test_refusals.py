@@ -149,6 +149,13 @@ CASES = [
         "LBFGS computes over all its parameters, and each of the 2 ranks has a part of them only; "
         "use an optimizer that treats each parameter by itself, such as AdamW, or devices=1",
     ),
+    (
+        net(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), 0.1)] * 2),
+        {},
+        "configure_optimizers returned several optimizers, and one is stepped after each "
+        "batch; give one optimizer several groups of parameters: torch.optim.AdamW(["
+        '{"params": self.encoder.parameters(), "lr": 1e-4}, {"params": ...}])',
+    ),
     (net(training_step=gather), {}, None),  # over the replicas, of which there is one
     (net(configure_optimizers=lambda self: None), {}, None),  # Lightning warns, and nothing trains
 ]

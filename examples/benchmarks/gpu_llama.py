@@ -204,7 +204,8 @@ def _fit(
     _empty(device)
     torch.manual_seed(0)
     module = Llama(size, device)
-    if compiles:
+    module.model.config.use_cache = not compiles  # a cache makes each layer a function of its own
+    if compiles and isinstance(strategy, str):
         for layer in module.model.model.layers:
             layer.compile(**_compile_with(device))
     is_plain = isinstance(strategy, str)
@@ -244,7 +245,7 @@ def _figures(device: torch.device, steps: Steps, trainer: Trainer) -> str:
         f"{steps.seconds * 1e3:.0f} ms, of the host {steps.host_seconds * 1e3:.0f}; "
         f"{sum(steps.reads.values())} reads {dict(steps.reads.most_common(3))}; "
         f"{allocated:.1f} GiB before a step, {peak:.1f} at its peak, {reserved:.1f} reserved"
-        f"{_of_pipeline(steps, trainer)}; loss {float(trainer.callback_metrics['loss']):.4f}"
+        f"{_of_pipeline(steps, trainer)}; loss {_loss(trainer):.4f}"
     )
 
 
@@ -284,13 +285,14 @@ def llama(device: torch.device) -> Iterator[str]:
     """A Trainer over one stage or two, beside plain Lightning that accumulates."""
     split: dict[str, float] = {}
     steps, trainer = _fit(device, "auto")
-    plain = steps.seconds
+    plain, loss = steps.seconds, _loss(trainer)
     yield f"plain Lightning: {_figures(device, steps, trainer)}"
     del trainer
     count = Size.on(device).num_microbatches
     for name, options in _strategies().items():
         steps, trainer = _fit(device, PipeOffloadStrategy(num_microbatches=count, **options))
         yield f"{name}: {plain / steps.seconds:.3f} of plain; {_figures(device, steps, trainer)}"
+        assert abs(_loss(trainer) - loss) < _TOLERANCE
         del trainer
         split[name] = sum(s for kind, s in _by_kind(steps).items() if kind is not Kind.F)
     yield f"B + W take {split['zb_h1'] / split['1f1b']:.3f} of both at once"
@@ -307,14 +309,22 @@ def compiled(device: torch.device) -> Iterator[str]:
     count, compile_with = Size.on(device).num_microbatches, _compile_with(device) or True
     strategy = PipeOffloadStrategy(num_microbatches=count, schedule="zb_h1", compile=compile_with)
     started = time.perf_counter()
-    steps, trainer = _fit(device, strategy, num_warm=3)
+    steps, trainer = _fit(device, strategy, compiles=True, num_warm=3)
     whole = time.perf_counter() - started
     yield f"zb_h1, whose fit took {whole:.0f} s: {_figures(device, steps, trainer)}"
-    pipeline = steps.seconds
+    pipeline, loss = steps.seconds, _loss(trainer)
     del trainer, strategy
     steps, trainer = _fit(device, "auto", compiles=True, num_warm=3)
     share = steps.seconds / pipeline
     yield f"plain Lightning, of which zb_h1 is {share:.3f}: {_figures(device, steps, trainer)}"
+    assert abs(_loss(trainer) - loss) < _TOLERANCE
+
+
+_TOLERANCE = 2e-3  # of losses in bfloat16, between orders of additions
+
+
+def _loss(trainer: Trainer) -> float:
+    return float(trainer.callback_metrics["loss"])
 
 
 def products(device: torch.device) -> Iterator[str]:

@@ -34,10 +34,10 @@ from examples.benchmarks.gpu_process import (
     rows_of,
     run_two,
 )
+from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.step.microbatch import placed
@@ -141,7 +141,8 @@ def gradients_of_rank(
 
 _HOLD = """
 extern "C" __global__ void hold(volatile int* released) {
-    while (!*released) { }
+    if (threadIdx.x == 0) { while (!*released) { } }
+    __syncthreads();
 }
 """
 
@@ -193,5 +194,6 @@ def _holding(num_blocks: int, device: torch.device) -> Iterator[None]:
 
 def _spin(hold: Any, num_blocks: int, released: Tensor) -> None:
     """Let blocks of 512 threads spin on the current stream until a number on the host is set."""
-    # With the shared memory of NCCL's, so that products find no room beside one.
+    # With the shared memory of NCCL's, so that products find no room beside one. As there, few
+    # threads poll: if all did, their reads of the host's memory would hold up launches.
     hold((num_blocks, 1, 1), (512, 1, 1), (released,), shared_mem=47 << 10)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.microbatch import batch_size
+from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 
 __all__ = ["OptimizerStep", "count_batch", "figures_to_log"]

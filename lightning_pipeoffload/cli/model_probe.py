@@ -25,11 +25,11 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
 )
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.making.construction import make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
-from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch

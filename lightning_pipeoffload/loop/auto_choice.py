@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -22,6 +23,7 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for
 from lightning_pipeoffload.planning.report import print_line
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.cut.checks import recompute_risk
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
@@ -85,6 +87,7 @@ class AutoChoice:
         pipeline: This rank's part of the module, in a first cut.
         group: The pipeline's processes, placed for that cut.
         measurements: Measures copies, and the limits of the machines.
+        cutter: Cuts the first batch.
         has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
     """
 
@@ -94,12 +97,13 @@ class AutoChoice:
         pipeline: Pipeline,
         group: PipelineGroup,
         measurements: Measurements,
+        cutter: BatchCutter,
         has_step_barrier: bool,
     ) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._group = group
-        self._measurements = measurements
+        self._measurements, self._cutter = measurements, cutter
         self._has_step_barrier = has_step_barrier
 
     def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
@@ -108,7 +112,7 @@ class AutoChoice:
         Args:
             inputs: The first batch.
             num_microbatches: Slices of it.
-            batch_size: Its samples.
+            batch_size: Its samples; 0 where they are not counted.
 
         Raises:
             ValueError: The step cannot be cut.
@@ -118,13 +122,14 @@ class AutoChoice:
             return self._by_default(num_microbatches)
 
         def cut_batch(count: int) -> list[Microbatch]:
-            copied, size = copy_batch(inputs.batch), batch_size // count
-            return self._pipeline.cut_batch(copied, size, inputs.step, inputs.kind, inputs.seed)
+            copied = replace(inputs, batch=copy_batch(inputs.batch))
+            return self._cutter.cut_into(copied, count, batch_size)
 
         first = cut_batch(num_microbatches)[0]
         self._shared = self._pipeline.shared_segments()
+        self._left_out = self._find_recompute_risk()
         cache = ChoiceCache(
-            self._settings, self._pipeline, num_microbatches, self._has_step_barrier
+            self._settings, self._pipeline, num_microbatches, self._has_step_barrier, self._ways()
         )
         if torch.are_deterministic_algorithms_enabled():
             found = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
@@ -197,7 +202,16 @@ class AutoChoice:
     def _ways(self) -> Sequence[str]:
         """Return the values of ``recompute`` to try; without a memory limit, the configured one."""
         given = self._settings.recompute
-        return _WAYS if given == "none" and self._is_limited else (given,)
+        if given != "none" or not self._is_limited:
+            return (given,)
+        return _WAYS if not self._left_out else [way for way in _WAYS if way != "full"]
+
+    def _find_recompute_risk(self) -> str:
+        """Return why no block is computed again as a whole, alike on all ranks; "" if some may."""
+        known = self._pipeline.records.known.values()
+        risks = (recompute_risk(record, self._pipeline.chain) for record in known)
+        own = next(filter(None, risks), "")
+        return next(filter(None, self._group.world.gather(own)), "")
 
     @property
     def _is_limited(self) -> bool:
@@ -237,6 +251,7 @@ class AutoChoice:
         has_barrier = partial(self._has_barrier, known)
         given = self._settings, self._group.num_ranks, wanted, known.costs_of, limits
         plan = plan_for_all(self._group, request_for(*given, has_barrier))
+        plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(known)])
         option = plan.best.option
         settings = replace(
             self._settings,
@@ -247,6 +262,18 @@ class AutoChoice:
             split=[len(stage.blocks) for stage in known.stages(option)],
         )
         return Chosen(settings, plan, limits, known.is_measured)
+
+    def _candidates_left_out(self, known: _KnownCosts) -> list[Candidate]:
+        if not (self._left_out and known.is_measured and len(self._ways()) > 1):
+            return []
+        num_chunks = self._settings.num_chunks
+        asked = num_chunks if isinstance(num_chunks, int) else None
+        counts = {count: None for _, count in known.by_way}
+        return [
+            Candidate(option, str(self._settings.offload), f"recompute=full: {self._left_out}")
+            for option in options(counts, None, asked, ["full"])
+            if known.covers(option)
+        ]
 
     def _has_barrier(self, known: _KnownCosts, option: Option) -> bool:
         """Whether an option's ranks wait for each other at a step's end, be it for tied weights.
@@ -316,6 +343,7 @@ class ChoiceCache:
         pipeline: Pipeline,
         num_microbatches: int,
         has_barrier: bool,
+        ways: Sequence[str],
     ) -> None:
         self._cache = PlanCache(settings.plan_cache)
         names = ("offload", "recompute", "num_chunks", "split")
@@ -325,7 +353,7 @@ class ChoiceCache:
         )
         stages = pipeline.settings.stage_ranks
         self._question = PlanQuestion(
-            f"auto {kind} {asked} barrier={has_barrier}",
+            f"auto {kind} {asked} barrier={has_barrier} {' '.join(ways)}",
             max(stages) + 1,
             num_microbatches,
             0,

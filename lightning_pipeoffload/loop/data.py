@@ -26,8 +26,14 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    default_collate,
+    default_convert,
+)
 
+from lightning_pipeoffload.runtime.batch_structure import refuse_unclear_list
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from lightning_pipeoffload.runtime.randomness import mix_seed, seeded
@@ -35,11 +41,16 @@ from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
 
 _NUM_COMPARED = 2  # one batch alone may be like another's where all are alike
+_TORCHS = default_collate, default_convert
 _ARRIVED = "arrived/"
 
 
 class PipelineLoaders:
-    """The loaders of a fit or an evaluation; the seed is the same on every rank."""
+    """The loaders of a fit or an evaluation; the seed is the same on every rank.
+
+    ``checks_lists`` is whether batches are cut by what they hold: a list that a ``collate_fn`` of
+    the user's returns may be of samples or of columns.
+    """
 
     def __init__(
         self,
@@ -47,9 +58,10 @@ class PipelineLoaders:
         current_epoch: Callable[[], int],
         replica: int = 0,
         first_batches: FirstBatches | None = None,
+        checks_lists: bool = False,
     ) -> None:
         self._seed, self._replica = seed, replica
-        self._first_batches = first_batches
+        self._first_batches, self._checks_lists = first_batches, checks_lists
         self._current_epoch = current_epoch
         self._num_owned: Counter[tuple[bool, int]] = Counter()
         self._owned: list[Any] = []
@@ -70,6 +82,8 @@ class PipelineLoaders:
         note: Callable[[Iterator[Any]], Iterator[Any]] = iter
         if is_training and self._first_batches is not None:
             note = self._first_batches.noting(loader)
+        by_torch = is_collated_by_torch(loader) or not isinstance(loader, DataLoader)
+        is_unchecked = self._checks_lists and not by_torch
         finished: Counter[int] = Counter()
 
         def start(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -80,6 +94,7 @@ class PipelineLoaders:
             return read(epoch, own_seed, batches)
 
         def read(epoch: int, seed: int, batches: Iterator[Any]) -> Iterator[Any]:
+            nonlocal is_unchecked
             for number in count(1):
                 with seeded(mix_seed(seed, number)):
                     try:
@@ -88,6 +103,9 @@ class PipelineLoaders:
                         # In training a loader may start over and over within an epoch.
                         finished[epoch] += is_training
                         return
+                if is_unchecked:
+                    is_unchecked = False
+                    refuse_unclear_list(batch, loader_size(loader))
                 yield batch
 
         if _intercept_passes(loader, start):
@@ -97,6 +115,20 @@ class PipelineLoaders:
         """Restore the loaders' classes."""
         while self._owned:
             _give_back(self._owned.pop())
+
+
+def loader_size(loader: Any) -> int | None:
+    """Return how many samples a loader puts in a batch; None if it does not say."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(owner, "batch_size", None)
+        if type(size) is int:
+            return size
+    return None
+
+
+def is_collated_by_torch(loader: Any) -> bool:
+    """Whether torch's own function makes a loader's batches."""
+    return isinstance(loader, DataLoader) and loader.collate_fn in _TORCHS
 
 
 def _let_workers_agree(loader: DataLoader[Any], replica: int) -> None:

@@ -129,7 +129,11 @@ class FitRun:
         self.seed = strategy._seed = self._choose_seed()
         self._first_batches = FirstBatches(group.replicas)
         self._loaders = PipelineLoaders(
-            self.seed, lambda: epoch_to_read(self._trainer), group.replica, self._first_batches
+            self.seed,
+            lambda: epoch_to_read(self._trainer),
+            group.replica,
+            self._first_batches,
+            self._settings.make_microbatches is None,
         )
         self._at_end.callback(self._loaders.release)
         if before is not None and not self.making.is_made:
@@ -271,6 +275,7 @@ class FitRun:
     def own_loader(self, loader: object) -> None:
         """Make a loader's batches the same on every rank, and resume them where the fit does."""
         self._loaders.own(loader, self._trainer.training)
+        self.run.cutter.note_loader(loader, self._trainer.training)
         if self._trainer.training:
             leave_out_seen(loader, count_seen(self._trainer))
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.microbatch import batch_leaves, weigh_parts
+from lightning_pipeoffload.runtime.batch_tree import batch_leaves
+from lightning_pipeoffload.runtime.microbatch import weigh_parts
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_pipeoffload.loop.auto_choice import compile_ahead
 from lightning_pipeoffload.loop.backward import BatchBackward
+from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples
 from lightning_pipeoffload.loop.run_plans import RunPlans
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
@@ -21,16 +22,12 @@ from lightning_pipeoffload.optimizers.host_step import EarlyStep
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Accumulation
+from lightning_pipeoffload.runtime.batch_structure import BatchParts, batch_size
 from lightning_pipeoffload.runtime.executor import Executor, Settle
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.microbatch import (
-    batch_size,
-    has_row_for_each,
-    merge_outputs,
-    shape_signature,
-)
+from lightning_pipeoffload.runtime.microbatch import merge_outputs, shape_signature
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.replicas import SavedBuffers
@@ -51,6 +48,7 @@ class PipelineRun:
     Attributes:
         pipeline: This rank's part of the module.
         executor: Runs this rank's actions.
+        cutter: Cuts its batches.
         exchange: Compares the batches with the other ranks'; another one for each fit.
         measurements: What those actions cost.
         plans: Makes the plans.
@@ -59,7 +57,6 @@ class PipelineRun:
     """
 
     exchange: StepExchange
-    _cuts_predictions: bool | None = None
 
     def __init__(
         self,
@@ -85,11 +82,15 @@ class PipelineRun:
             group.replicas.pending,
         )
         self.measurements = Measurements(self.executor, self.pipeline, group)
-        self.plans = RunPlans(settings, self.pipeline, self.executor, group, self.measurements)
+        self.cutter = BatchCutter(self.pipeline, settings)
+        self.plans = RunPlans(
+            settings, self.pipeline, self.executor, group, self.measurements, self.cutter
+        )
         self._training, self.report = self.plans.training, self.plans.report
         self._weights = MicrobatchWeights(module, settings.microbatch_weight)
         self._runs_whole: dict[Hashable, bool] = {}
         self._has_sent = True  # what training steps have written
+        self._cuts_predictions: dict[int, bool] = {}  # of each loader
         self.reduction: GradientReduction | None = None
 
     @property
@@ -118,7 +119,9 @@ class PipelineRun:
         Raises:
             ValueError: The batch has no samples, or it or the step cannot be cut.
         """
-        total = batch_size(inputs.batch)
+        if self.cutter.by_user:
+            return self._cut_by_user(inputs)
+        total = self.cutter.count(inputs)
         if not total:
             raise ValueError(
                 f"{inputs.kind} got a batch without samples, which makes no microbatch; leave it "
@@ -132,17 +135,33 @@ class PipelineRun:
         if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
             # The last one would have no statistics.
             size = next(more for more in range(size, total + 1) if total % more != 1)
+        parts = self.cutter.split(inputs, size)
         try:
-            return self._cut(inputs, size, total)
+            return self.cutter.trace(inputs, parts)
         except Exception as error:
             if size < total:
                 self._blame_cutting(error, inputs, total, size)
             raise
 
+    def _cut_by_user(self, inputs: StepInputs) -> list[Microbatch]:
+        is_first = not self.report.size
+        if is_first:
+            self.plans.choose(inputs)
+        cut = self._make_parts(inputs, may_be_fewer=not is_first)
+        if is_first:
+            self.report.size = -(-sum(cut.sizes) // len(cut.parts))
+            if self._group.reports:
+                self._weights.note_ignored_labels(inputs.batch)
+        return self.cutter.trace(inputs, cut)
+
+    def _make_parts(self, inputs: StepInputs, may_be_fewer: bool = True) -> BatchParts:
+        count = self._training.schedule.num_microbatches
+        return self.cutter.make_parts(inputs, count, may_be_fewer)
+
     def _blame_cutting(self, error: Exception, inputs: StepInputs, total: int, size: int) -> None:
         """Raise an error that says so where the step fails only with a microbatch."""
         try:
-            self._cut(inputs, total, total)
+            self.cutter.cut(inputs, total)
         except Exception:
             return  # the first error counts, which is the caller's
         raise ValueError(
@@ -218,19 +237,17 @@ class PipelineRun:
             results = self.executor.run(plan, placed(slices))
             self.exchange.turn()
             done = _step_output(results, sizes, shares)
-        if inputs.kind == "predict_step" and self._cuts_predictions is None:
-            has_rows = not self._group.is_root or has_row_for_each(done.value, sum(done.sizes))
-            self._cuts_predictions = self._group.agree(has_rows, unanimous=True)
         return done
 
     def _cut_evaluation(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
         """Cut a batch, and decide whether batches of its key run in slices; None: not cut."""
         slices, obstacle = None, ""
+        given = self._make_parts(inputs) if self.cutter.by_user else None
         try:
-            total = batch_size(inputs.batch)
-            # A number may count samples: whether to cut is decided by a whole batch's.
-            is_whole = inputs.kind == "predict_step" and not self._cuts_predictions
-            slices = self._cut(inputs, total if is_whole else self._smallest_size(total), total)
+            if given is None:
+                slices = self._slice_evaluation(inputs)
+            else:
+                slices = self.cutter.trace(inputs, given)
         except GlobalWriteError:
             raise
         except Exception as error:  # an error of the user's comes again in the whole step
@@ -241,6 +258,18 @@ class PipelineRun:
             if obstacle and self._group.reports:
                 log.info(_WHOLE, inputs.kind, obstacle)
         return slices
+
+    def _slice_evaluation(self, inputs: StepInputs) -> list[Microbatch]:
+        total = self.cutter.count(inputs)
+        size = self._smallest_size(total)
+        if inputs.kind != "predict_step" or size == total:
+            return self.cutter.cut(inputs, size)
+        if inputs.loader not in self._cuts_predictions:
+            # A number may count samples, so a batch's predictions need a row for each to be cut.
+            (whole,) = self.cutter.cut(inputs, total)
+            counts = whole.record.result_counts
+            self._cuts_predictions[inputs.loader] = counts is None or total in counts
+        return self.cutter.cut(inputs, size if self._cuts_predictions[inputs.loader] else total)
 
     def _evaluate_whole(
         self, inputs: StepInputs, slices: list[Microbatch] | None
@@ -263,11 +292,11 @@ class PipelineRun:
             could_be_cut &= lending.could_be_cut
         self.exchange.turn()
         parts = [part for part, _ in cuts]
-        sizes = [*map(_size_of, parts)]
+        sizes = [cut.num_samples for cut in slices] if slices else [_size_of(inputs.batch)]
         shares = self._weights.shares(parts, sizes) if slices else [1.0]
         if not self._group.is_root:
             return StepOutput(None, sizes, shares), could_be_cut
-        whole = values[0] if len(values) == 1 else merge_outputs(values, shares)
+        whole = values[0] if len(values) == 1 else merge_outputs(values, shares, sizes)
         return StepOutput(whole, sizes, shares), could_be_cut
 
     def _begin(
@@ -285,13 +314,6 @@ class PipelineRun:
 
     def _smallest_size(self, total: int) -> int:
         return -(-total // self._training.schedule.num_microbatches)
-
-    def _cut(self, inputs: StepInputs, size: int, total: int) -> list[Microbatch]:
-        parts = self.pipeline.parts
-        if parts is not None:
-            parts.check_filled()
-        given = inputs.step, inputs.kind, inputs.seed
-        return self.pipeline.cut_batch(inputs.batch, size, *given, total)
 
     def begin_training(self, accumulation: Accumulation) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
@@ -312,13 +334,14 @@ class PipelineRun:
         if self.reduction is not None:
             self.reduction.abandon()
         self._group.replicas.pending.forget()
-        self._cuts_predictions = None
+        self._cuts_predictions.clear()
         self._weights.forget()
         self.pipeline.detach()
 
 
 def _step_output(results: list[Any], sizes: list[int], shares: Sequence[Any]) -> StepOutput:
-    return StepOutput(merge_outputs(results, shares) if results else None, sizes, shares)
+    value = merge_outputs(results, shares, sizes) if results else None
+    return StepOutput(value, sizes, shares)
 
 
 def _size_of(batch: Any) -> int:

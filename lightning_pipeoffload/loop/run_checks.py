@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -39,6 +42,21 @@ def check_run(trainer: Trainer, num_replicas: int) -> None:
             'starts or ends a trace; use profiler="simple" or "advanced", or devices=1'
         )
     refuse_synchronized_norms(trainer, num_replicas)
+
+
+@contextmanager
+def explaining_optimizers() -> Iterator[None]:
+    """Refuse several optimizers before Lightning advises manual optimization, refused as well."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ValueError(
+            "configure_optimizers returned several optimizers, and one is stepped after each "
+            "batch; give one optimizer several groups of parameters: torch.optim.AdamW(["
+            '{"params": self.encoder.parameters(), "lr": 1e-4}, {"params": ...}])'
+        ) from None
 
 
 def _check_of_fit(callback: Callback, module: LightningModule) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
+from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
@@ -76,9 +77,10 @@ class RunPlans:
         executor: Executor,
         group: PipelineGroup,
         measurements: Measurements,
+        cutter: BatchCutter,
     ) -> None:
         self.settings = settings
-        self._pipeline, self._executor = pipeline, executor
+        self._pipeline, self._executor, self._cutter = pipeline, executor, cutter
         self._group, self._measurements = group, measurements
         self._on_accelerator = pipeline.device.type != "cpu"
         self.boundary: StepBoundary | None = None
@@ -116,8 +118,10 @@ class RunPlans:
         may_step = self.boundary is not None and self.boundary.may_step_early
         return Kind.STEP if may_step and self.settings.optimizer_offload else None
 
-    def choose(self, inputs: StepInputs, total: int) -> int:
+    def choose(self, inputs: StepInputs, total: int = 0) -> int:
         """Make the plan of the first steps, by a first batch of ``total`` samples.
+
+        0: its samples are not counted, since ``make_microbatches`` cuts it.
 
         Returns:
             The number of microbatches that the batch is cut into.
@@ -135,7 +139,7 @@ class RunPlans:
     def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
         """Replace "auto" or "optpipe" by the schedule that is chosen for this run."""
         count = self._choose_count(total)
-        known = self.settings, self._pipeline, self._group, self._measurements
+        known = self.settings, self._pipeline, self._group, self._measurements, self._cutter
         choice = AutoChoice(*known, self._has_step_barrier)
         self._chosen = self.report.chosen = choice.choose(inputs, count, total)
         self.settings = self._chosen.settings

@@ -27,12 +27,21 @@ _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One batch to run: the kind of step ("training_step"), any pytree, the step, its seed."""
+    """One batch to run.
+
+    Attributes:
+        kind: The kind of step ("training_step").
+        batch: Any pytree.
+        step: The user's step.
+        seed: The seed of its random numbers.
+        loader: The loader's number, where the step gets it.
+    """
 
     kind: str
     batch: Any
     step: UsersStep
     seed: int
+    loader: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,8 @@ class StepCalls:
 
         trainer = self._module.trainer
         position = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, *rest
-        return StepInputs(kind, batch, step, mix_seed(self._seed, _KINDS.index(kind), *position))
+        seed = mix_seed(self._seed, _KINDS.index(kind), *position)
+        return StepInputs(kind, batch, step, seed, *rest[1:])
 
     def log(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log once for the whole batch what its steps have logged; see :class:`StepOutput`."""

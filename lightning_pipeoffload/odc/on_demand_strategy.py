@@ -37,6 +37,7 @@ from lightning_pipeoffload.loop.lightning_patches import (
     LaterSteps,
     stop_without_waiting,
 )
+from lightning_pipeoffload.loop.run_checks import explaining_optimizers
 from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
@@ -143,7 +144,8 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         self._join_loaders(trainer)
         self._join_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
+            with explaining_optimizers():
+                self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,6 +67,7 @@ class PipelineSettings:
     schedule: ScheduleLike = "auto"
     blocks: str | Sequence[str] | None = None
     split: str | Sequence[int] = "auto"
+    make_microbatches: Callable[[Any, int], list[Any]] | None = None
     microbatch_weight: str | Callable[[Any], float] = "samples"
     optimizer_sync: str = "barrier"
     per_parameter_optimizer: bool = False
@@ -135,6 +137,8 @@ class PipelineSettings:
             "of a .csv file",
             schedule,
         )
+        if callable(schedule):
+            _check_signature(schedule)
         names = [blocks] if isinstance(blocks, str) else blocks
         _require(
             names is None or _is_filled(names, lambda name: isinstance(name, str) and name),
@@ -144,6 +148,11 @@ class PipelineSettings:
         )
         is_split = split in ("auto", "even") or _is_filled(split, _is_int)
         _require(is_split, "split", '"auto", "even" or a list of block counts', split)
+        make, words = (
+            self.make_microbatches,
+            "a callable (batch, num_microbatches) -> list, or None",
+        )
+        _require(make is None or callable(make), "make_microbatches", words, make)
         weight = self.microbatch_weight
         is_weight = weight in ("samples", "tokens") or callable(weight)
         words = '"samples", "tokens" or a callable of the microbatch'
@@ -275,7 +284,7 @@ class PipelineSettings:
 
         Args:
             num_ranks: The number of ranks of the pipeline.
-            batch_size: The samples of the batch.
+            batch_size: The samples of the batch; 0: ``make_microbatches`` cuts it, whatever it has.
             least_samples: The samples that a microbatch needs, where the number is chosen.
 
         Raises:
@@ -305,6 +314,8 @@ class PipelineSettings:
 
     def _legal_divisor(self, num_ranks: int, batch_size: int, least_samples: int) -> int:
         most = min(max(batch_size // least_samples, 1), MOST_MICROBATCHES)
+        if not batch_size:
+            most = MOST_MICROBATCHES
         divisors = [n for n in range(1, most + 1) if batch_size % n == 0]
         enough = [n for n in divisors if n >= 2 * num_ranks]
         for count in (*enough, *(n for n in reversed(divisors) if n < 2 * num_ranks)):
@@ -358,6 +369,17 @@ def check_backend(backend: Any) -> None:
             f"process_group_backend={backend!r} is not there in this torch.distributed; leave it "
             f"at None, which is gloo on CPUs and nccl on GPUs"
         )
+
+
+def _check_signature(schedule: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(schedule).bind(2, 4)
+    except TypeError as error:
+        raise ValueError(
+            f"schedule={schedule!r} is called with (num_ranks, num_microbatches): {error}"
+        ) from None
+    except ValueError:  # a builtin shows no signature
+        return
 
 
 def _require(is_right: bool, name: str, words: str, value: Any) -> None:

@@ -24,7 +24,7 @@ SIGINT_STATUS = 128 + signal.SIGINT
 REFUSED_STATUS = 2
 
 POLL_SECONDS = 0.2
-_EXIT_SECONDS = 15.0  # for the rank at fault to print its traceback and exit
+EXIT_SECONDS = 15.0  # for the rank at fault to print its traceback and exit
 _WRITE_SECONDS = 5.0  # for a reader of standard error that stands still
 _LINE = "pipeoffload_line"  # an exception's attribute
 _GONE = re.compile(r"global rank (\d+)(?=, which)")
@@ -177,7 +177,7 @@ def exit_soon(exception: BaseException, status: int) -> None:
     """Exit after a delay, in case something blocks the process's regular exit."""
 
     def exit_in_the_end() -> None:
-        for _ in polls(_EXIT_SECONDS):
+        for _ in polls(EXIT_SECONDS):
             pass
         # Python sets last_value when it has printed the traceback at the end of a script.
         if getattr(sys, "last_value", None) is not exception:

@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_pipeoffload.processes.failure import (
+    EXIT_SECONDS,
     SIGINT_STATUS,
     SIGTERM_STATUS,
     first_line,
@@ -177,9 +178,9 @@ class JointProcesses(ParallelStrategy):
             self._board = None
             self._watch_between_runs()
 
-    def _watch_between_runs(self) -> None:
+    def _watch_between_runs(self, patience: float = 0.0) -> None:
         if self._launched.has_children:
-            BetweenRuns(self.global_rank, self._launched)
+            BetweenRuns(self.global_rank, self._launched, patience)
 
     # Failure
 
@@ -216,7 +217,7 @@ class JointProcesses(ParallelStrategy):
         """End without waiting for ranks; after an error of all ranks, another run may follow."""
         if is_of_all:
             self._must_reconnect = True
-            self._watch_between_runs()
+            self._watch_between_runs(EXIT_SECONDS)
 
     def _fail_elsewhere(self, exception: Exception) -> None:
         """End the run because the thread that publishes metrics has failed."""

@@ -149,12 +149,21 @@ class BetweenRuns:
 
     When one of them fails, all end, as with Lightning's own launcher: the next call would wait for
     it for ever.
+
+    Args:
+        global_rank: The global rank of this process.
+        launched: The ranks to watch.
+        patience: How long this process may go on after that, in seconds; it ends by itself if all
+            ranks have raised an exception that nobody catches.
     """
 
     _current: ClassVar[BetweenRuns | None] = None
 
-    def __init__(self, global_rank: int, launched: LaunchedProcesses) -> None:
+    def __init__(
+        self, global_rank: int, launched: LaunchedProcesses, patience: float = 0.0
+    ) -> None:
         self.end()
+        self._patience = patience
         BetweenRuns._current = self
         self._global_rank, self._launched = global_rank, launched
         self._is_over = threading.Event()
@@ -170,7 +179,7 @@ class BetweenRuns:
     def _watch(self) -> None:
         while not self._is_over.wait(POLL_SECONDS):
             failure = self._launched.find_ended_child(is_connecting=False)
-            if failure is not None:
+            if failure is not None and not self._is_over.wait(self._patience):
                 self._launched.kill_all()
                 say(f"global rank {self._global_rank} stops because of {failure.cause}")
                 os._exit(failure.status)
@@ -208,7 +217,7 @@ class JointLauncher(_SubprocessScriptLauncher):
         fail: Callable[[BaseException], None],
     ) -> None:
         super().__init__(environment, num_processes, num_nodes)
-        _refuse_without_srun(environment, num_processes * num_nodes)
+        _refuse_without_srun(environment, num_processes, num_nodes)
         self._end, self._fail = end, fail
         self._has_launched = False
 
@@ -307,14 +316,22 @@ def _refuse_without_script(num_processes: int) -> None:
     )
 
 
-def _refuse_without_srun(environment: ClusterEnvironment, num_ranks: int) -> None:
-    """Refuse to run a rank in Slurm's batch script, which would wait for the others for ever."""
-    is_script = os.environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in os.environ
-    if num_ranks > 1 and is_script and isinstance(environment, SLURMEnvironment):
-        raise ValueError(
-            f"{num_ranks} ranks, but the batch script has started this process without srun, and "
-            f"nothing starts the others; write srun --kill-on-bad-exit=1 before the command"
-        )
+def _refuse_without_srun(
+    environment: ClusterEnvironment, num_processes: int, num_nodes: int
+) -> None:
+    """Refuse to wait for ranks that Slurm does not start: a batch script and salloc start one."""
+    if not isinstance(environment, SLURMEnvironment):
+        return
+    num_ranks = num_processes * num_nodes
+    has_step = "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ
+    if has_step and int(os.environ.get("SLURM_STEP_NUM_TASKS", num_ranks)) >= num_ranks:
+        return
+    started = "started only this process by srun" if has_step else "not started this one by srun"
+    raise ValueError(
+        f"{num_ranks} ranks, but Slurm has {started}, and nothing starts the others; write srun "
+        f"--nodes={num_nodes} --ntasks-per-node={num_processes} --kill-on-bad-exit=1 before the "
+        f"command, or SLURM_JOB_NAME=interactive for ranks of one machine without srun"
+    )
 
 
 def warn_of_copies(module: nn.Module, num_processes: int) -> None:

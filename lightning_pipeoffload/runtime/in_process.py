@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.microbatch import batch_size
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory

@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.batch_structure import BatchParts, BatchStructure
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, warn_once
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.checks import check_shared_weights, check_step
+from lightning_pipeoffload.runtime.cut.checks import (
+    check_recompute_full,
+    check_shared_weights,
+    check_step,
+)
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
@@ -31,7 +36,6 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.microbatch import batch_size, split_batch
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
@@ -180,23 +184,22 @@ class Pipeline:
         return [s for s, rank in enumerate(self.settings.stage_ranks) if rank == self.rank]
 
     def cut_batch(
-        self,
-        batch: Any,
-        size: int,
-        step: UsersStep,
-        kind: str,
-        seed: int,
-        total: int | None = None,
+        self, batch: Any, size: int, step: UsersStep, kind: str, seed: int
     ) -> list[Microbatch]:
-        """Cut a batch into microbatches, and trace the step for those with new shapes.
+        """Cut a batch into microbatches of ``size`` samples; see :meth:`trace_parts`."""
+        return self.trace_parts(BatchStructure().split(batch, size), batch, step, kind, seed)
+
+    def trace_parts(
+        self, cut: BatchParts, batch: Any, step: UsersStep, kind: str, seed: int
+    ) -> list[Microbatch]:
+        """Make microbatches of a batch's parts, and trace the step for those with new shapes.
 
         Args:
-            batch: Any pytree.
-            size: Samples of a microbatch.
+            cut: The parts.
+            batch: The batch: any pytree.
             step: The user's step.
             kind: The kind of the step, such as "train".
             seed: The seed of the batch.
-            total: The number of samples in the batch; None: they are counted.
 
         Raises:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
@@ -206,13 +209,15 @@ class Pipeline:
         records: list[StepRecord] = []
         self.batch_records = records
         slices: list[Microbatch] = []
-        total = batch_size(batch) if total is None else total
-        parts = split_batch(batch, size, total)
-        for index, part in enumerate(parts):
+        for index, (part, num_samples) in enumerate(zip(cut.parts, cut.sizes, strict=True)):
             own_seed = mix_seed(seed, index)
-            num_samples = min(size, total - index * size)
-            # Slices of one size have the same shapes; sizes that depend on values differ.
-            is_like_first = index and num_samples == size and records[0].sized_in is None
+            # Parts of one size have the same shapes; sizes that depend on values differ.
+            is_like_first = (
+                index > 0
+                and cut.are_alike
+                and num_samples == cut.sizes[0]
+                and records[0].sized_in is None
+            )
             record = records[0] if is_like_first else self.records.find(kind, part, step, own_seed)
             if not record.is_known:
                 self._take_in(record)
@@ -220,7 +225,7 @@ class Pipeline:
             records.append(record)
             run: Callable[[StepCall], Any] = partial(step, part)
             if record.changes_batch:
-                own = without_shared(part, batch) if part is not parts[-1] else part
+                own = without_shared(part, batch) if index < len(cut.parts) - 1 else part
                 run = CallOnCopies(step, own, len(self.stages))
             slices.append(Microbatch(part, num_samples, run, record, self.device, own_seed))
         if torch.is_grad_enabled():
@@ -327,6 +332,8 @@ class Pipeline:
         self._leave_to_b(record)
         if record.hook_line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hook_line))
+        if self.settings.recompute == "full" and torch.is_grad_enabled():
+            check_recompute_full(record, self.chain)
         if len(self.partition) > 1:
             check_step(record, self.chain, self.partition, self.tensors.owners_of)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.accelerator import CopyError, CopyLanes, make_lanes
+from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import (
     ActivationStore,
@@ -26,7 +27,6 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.schedule import Action

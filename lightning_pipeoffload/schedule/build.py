@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from .actions import ScheduleError
@@ -60,4 +61,6 @@ def check_name(name: str, *others: str) -> None:
     """
     if name not in SCHEDULES:
         known = ", ".join((*SCHEDULES, *others))
-        raise ScheduleError(f"schedule {name!r} does not exist; use one of {known}")
+        similar = get_close_matches(name.lower(), SCHEDULES, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ScheduleError(f"schedule {name!r} does not exist; use one of {known}{hint}")

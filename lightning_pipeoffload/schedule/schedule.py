@@ -70,7 +70,8 @@ class Schedule:
             path: A file with one line per rank; its stem becomes the name.
 
         Raises:
-            ScheduleError: The file is no text, or a cell does not begin with a compute action.
+            ScheduleError: The file cannot be read or is no text, or a cell does not begin with a
+                compute action.
         """
         try:
             with open(path, newline="") as file:
@@ -79,6 +80,11 @@ class Schedule:
             raise ScheduleError(
                 f"{path} has no rows of text, one for each rank: {error}"
             ) from error
+        except OSError as error:
+            raise ScheduleError(
+                f"schedule {str(path)!r} cannot be read: {error.strerror}; give the path of a file "
+                f"that to_csv has written, or the name of a schedule"
+            ) from None
         ranks = ([a for cell in row for a in _actions_in(cell, path)] for row in rows)
         return cls.of(ranks, name=Path(path).stem)
 

@@ -114,6 +114,15 @@ def test_the_report_says_what_was_tried(wide):
     assert max(report["measured"]["peak_activation_bytes"]) == max(report["peak_memory"])
 
 
+def test_no_block_is_computed_again_that_uses_what_the_step_writes(ranks, tmp_path):
+    options = {"memory_limit": "1GiB"}
+    report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "counts", options)[0]["report"]
+    assert {c["recompute"] for c in report["candidates"] if c["fits"]} == {"none", "cheap"}
+    reasons = {c["reason"] for c in report["candidates"] if c["recompute"] == "full"}
+    (reason,) = reasons
+    assert reason.startswith("recompute=full: the step writes self.blocks.1.calls (")
+
+
 def test_a_limit_that_is_too_small_is_refused_with_the_least(ranks, tmp_path):
     options = {"memory_limit": "10KiB", "recompute": "cheap"}
     with pytest.raises(Exception, match="than any of .* plans needs; use at least .* MiB"):

@@ -35,6 +35,7 @@ ALSO_BAD = [
     ("num_microbatches", True),
     ("num_microbatches", 0),
     ("schedule", 3),
+    ("schedule", lambda num_ranks: None),
     ("blocks", []),
     ("blocks", ""),
     ("split", [4.0, 4.0]),

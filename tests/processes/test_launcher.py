@@ -38,15 +38,28 @@ def test_several_nodes_are_refused_where_nothing_tells_them_apart(monkeypatch, m
         make_trainer()
 
 
-@pytest.mark.parametrize(("step", "is_refused"), [({}, True), ({"SLURM_STEP_ID": "0"}, False)])
-def test_a_batch_script_without_srun_is_refused(monkeypatch, step, is_refused):
-    task = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "NNODES": "2", "PROCID": "0", "LOCALID": "0"}
-    slurm = {f"SLURM_{name}": value for name, value in task.items()}
-    for name, value in {**slurm, "ENVIRONMENT": "BATCH", "SLURM_NODEID": "0", **step}.items():
-        monkeypatch.setenv(name, value)
-    expected = pytest.raises(ValueError, match="2 ranks, but .* write srun")
+TASK = {"STEP_ID": "0", "PROCID": "0", "LOCALID": "0"}
+INTERACTIVE = {**TASK, "STEP_ID": "4294967290", "STEP_NUM_TASKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_refused"),
+    [
+        ({}, True),  # salloc
+        ({"STEP_ID": "4294967294", "PROCID": "0", "STEP_NUM_TASKS": "1"}, True),  # batch script
+        (INTERACTIVE, True),  # salloc where it starts the shell by srun
+        ({**INTERACTIVE, "JOB_NAME": "interactive"}, False),
+        (TASK, False),
+        ({**TASK, "STEP_NUM_TASKS": "2"}, False),
+    ],
+)
+def test_a_process_of_slurm_without_the_other_ranks_is_refused(monkeypatch, variables, is_refused):
+    job = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "NNODES": "1", "NODEID": "0", "JOB_ID": "7"}
+    for name, value in {**job, **variables}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    expected = pytest.raises(ValueError, match="2 ranks, but .* srun --nodes=1 --ntasks-per-node=2")
     with expected if is_refused else nullcontext():
-        make_trainer()
+        L.Trainer(accelerator="cpu", devices=2, logger=False, strategy=PipeOffloadStrategy())
 
 
 def test_a_trainer_that_has_started_no_ranks_claims_none():

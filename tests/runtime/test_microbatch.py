@@ -1,4 +1,5 @@
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -7,14 +8,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
-from lightning_pipeoffload.runtime.microbatch import (
+from lightning_pipeoffload.runtime.batch_structure import (
+    BatchStructure,
+    Collation,
     batch_size,
-    has_row_for_each,
-    merge_outputs,
+    refuse_unclear_list,
     split_batch,
+)
+from lightning_pipeoffload.runtime.microbatch import (
+    merge_outputs,
+    sample_counts,
     start_checksum,
     weigh_parts,
 )
@@ -134,7 +141,8 @@ SPARSE = "the batch holds a {} tensor, .* return a dense"
 REFUSED = [
     (lambda: {}, NO_DIMENSION),
     (lambda: "text", NO_DIMENSION),
-    (lambda: (torch.tensor(1.0), ["a"]), NO_DIMENSION),
+    (lambda: (torch.tensor(1.0), [1, 2]), NO_DIMENSION),
+    (lambda: {"names": ["a", "b"], "classes": ["c"]}, NO_DIMENSION),
     (lambda: (torch.ones(4), torch.ones(6)), r"different lengths \[4, 6\] along dimension 0"),
     (lambda: {"x": X, "y": torch.eye(4).to_sparse()}, SPARSE.format("sparse_coo")),
     (lambda: {"x": X, "y": torch.eye(4).to_sparse_csr()}, SPARSE.format("sparse_csr")),
@@ -196,8 +204,9 @@ NOT_BY_SAMPLE = [3, "a", torch.tensor(1.0), torch.ones(2, 3), (torch.ones(3), 3)
 
 
 def test_what_has_a_row_for_each_sample():
-    assert all(has_row_for_each(output, 3) for output in BY_SAMPLE)
-    assert not any(has_row_for_each(output, 3) for output in NOT_BY_SAMPLE)
+    assert all(3 in sample_counts(output) for output in BY_SAMPLE)
+    assert not any(3 in sample_counts(output) for output in NOT_BY_SAMPLE)
+    assert sample_counts({"x": None}) is None
 
 
 CHANGED = [
@@ -232,3 +241,141 @@ def test_a_checksum_of_a_large_tensor_looks_at_all_parts_of_it():
         changed[start : start + 100] = 1
         seen.add(checksum(changed))
     assert len(seen) == 5
+
+
+def boxes(*counts):
+    """Targets of detection: a dict for each image, with so many boxes."""
+    return [{"boxes": torch.full((n, 4), n), "id": i} for i, n in enumerate(counts)]
+
+
+LISTS = {
+    "dicts": boxes(2, 0, 4, 4, 1),
+    "one row each": [{"id": torch.tensor([i])} for i in range(5)],
+    "dataclasses": [Frozen(torch.ones(i, 2), ["a"]) for i in range(5)],
+    "captions": [["a", "b"], ["c"], [], ["d"], ["e", "f", "g"]],
+    "tuples": [(i, "name") for i in range(5)],
+    "tensors without dimensions": [torch.tensor(i) for i in range(5)],
+    "tensors of other lengths": [torch.ones(i, 3) for i in range(1, 6)],
+    "some are None": [None, {"x": 1}, None, {"x": torch.ones(2)}, {}],
+    "objects": [object() for _ in range(5)],
+    "a tuple": tuple(boxes(1, 2, 3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+def test_a_list_with_an_entry_for_each_sample_is_cut(entries):
+    batch = {"x": X, "targets": entries}
+    assert batch_size(batch) == 5
+    expected = [{"x": X[k : k + 2], "targets": entries[k : k + 2]} for k in (0, 2, 4)]
+    assert all(map(same, split_batch(batch, 2), expected))
+
+
+ROWS = [torch.ones(3, i, 7) for i in range(1, 5)]
+OF_SAMPLES = {
+    "a list of dicts": [{"image": row[0], "id": i} for i, row in enumerate(ROWS)],
+    "a list of tensors": [torch.ones(i) for i in range(1, 5)],
+    "columns of samples": (tuple(ROWS), tuple(boxes(1, 2, 3, 4))),
+    "columns of samples and numbers": (tuple(ROWS), (1, 2, 3, 4), [5, 6, 7, 8]),
+    "columns of samples and labels": (tuple(ROWS), tuple(map(torch.tensor, range(4)))),
+    "texts": {"text": list("abcd"), "label": (0, 1, 1, 0)},
+}
+
+
+@pytest.mark.parametrize("batch", OF_SAMPLES.values(), ids=OF_SAMPLES)
+def test_a_batch_may_be_lists_of_samples(batch):
+    assert batch_size(batch) == 4
+    first, second = split_batch(batch, 2)
+    if isinstance(batch, list):
+        assert same(first + second, batch)
+        return
+    columns = [b.values() if isinstance(b, dict) else b for b in (batch, first, second)]
+    for whole, one, other in zip(*columns, strict=True):
+        assert same(one + other, whole)
+        assert len(one) == 2
+
+
+TWO = torch.ones(2, 3)
+COLUMNS = [(TWO, TWO), [TWO, TWO], [(TWO, TWO[:, 0]), {"x": TWO}], [{"x": TWO}, {"x": TWO}]]
+
+
+@pytest.mark.parametrize("batch", COLUMNS)
+def test_the_outermost_list_holds_columns(batch):
+    assert batch_size(batch) == 2
+    assert [len(part) for part in split_batch(batch, 1)] == [2, 2]
+
+
+def test_lists_may_have_a_row_for_all():
+    structure, batch = BatchStructure(Collation(by_torch=True)), {"a": [TWO], "b": [TWO[:1]]}
+    assert structure.count(batch) == 2
+    assert [len(part["a"][0]) for part in structure.split(batch, 1).parts] == [1, 1]
+
+
+UNCLEAR = [
+    ({"x": TWO, "views": [TWO, TWO]}, r"batch\['views'\] has 2 entries of as many rows.*stack it"),
+    ((TWO, [{"x": TWO}, {"x": TWO}]), r"batch\[1\] has 2 entries of as many rows"),
+    ({"views": [TWO, TWO, TWO]}, r"batch\['views'\] has 3 entries with 2 rows"),
+    ({"x": TWO, "y": TWO.numpy()[:1].repeat(3, 0)}, r"different lengths \[2, 3\]"),
+    ({"x": TWO, "all": [torch.ones(5), torch.ones(6), "a"]}, r"batch\['all'\]\[0\] has 5 rows"),
+    ((TWO, Object := type("Object", (), {"__init__": lambda self: vars(self).update(x=TWO)})()),
+     r"batch\[1\] is a Object, whose tensors cannot be cut"),
+    ((TWO, pack_sequence([TWO])), r"holds a PackedSequence, batch\[1\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "message"), UNCLEAR)
+def test_what_is_unclear_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message + ".*make_microbatches"):
+        split_batch(batch, 1)
+
+
+def test_later_batches_follow_the_first_one():
+    structure = BatchStructure()
+
+    def cut(num, classes=("a", "b")):
+        batch = {"x": torch.ones(num), "targets": boxes(*range(num)), "classes": list(classes)}
+        return [[len(part[n]) for n in batch] for part in structure.split(batch, 1).parts]
+
+    assert cut(3) == [[1, 1, 2]] * 3
+    assert cut(2) == [[1, 1, 2]] * 2
+    with pytest.raises(ValueError, match=r"batch\['targets'\] 2;"):
+        structure.count({"x": torch.ones(4), "targets": boxes(1, 2)})
+    assert structure.count({"x": torch.ones(1), "targets": boxes(3)}) == 1
+
+
+LIKE = [
+    ([TWO, TWO], None, True),
+    ([TWO, TWO], 2, True),
+    ([TWO, TWO, TWO], 3, False),
+    ([{"x": TWO}, {"x": TWO}, {"x": TWO}], 2, False),
+    ([{"x": TWO}, {"x": TWO}, {"x": TWO}], 5, True),
+    ((TWO, TWO), None, False),
+    ([TWO, TWO[0]], None, False),
+    ([TWO, TWO.int()], None, False),
+    ([torch.tensor(1), torch.tensor(2)], None, False),
+    ([{"x": TWO}], None, False),
+    ([TWO[:1], TWO[:1]], 2, True),
+]
+
+
+@pytest.mark.parametrize(("batch", "size", "is_unclear"), LIKE)
+def test_a_list_of_a_collate_fn_may_be_unclear(batch, size, is_unclear):
+    with pytest.raises(ValueError, match="samples or") if is_unclear else nullcontext():
+        refuse_unclear_list(batch, size)
+
+
+@pytest.mark.parametrize(
+    "batch", [[TWO] * 5, [{"x": TWO}] * 5, {"views": [TWO] * 5}, (([TWO] * 5), [{"x": TWO}] * 5)]
+)
+def test_the_loaders_batch_size_decides_where_two_numbers_may_be(batch):
+    for sizes, count in (({5}, 5), ({7, 5}, 5), ({2}, 2), ({3}, 2)):
+        assert BatchStructure(Collation(sizes=sizes)).count(batch) == count
+    assert BatchStructure(Collation(by_torch=True)).count(batch) == 2
+
+
+def test_results_with_an_entry_for_each_sample_are_put_together():
+    whole = boxes(3, 1, 2)
+    assert same(merge_outputs([whole[:2], whole[2:]], [0.5, 0.5], [2, 1]), whole)
+    assert 3 in sample_counts(whole)
+    columns = [torch.ones(2, 1), torch.ones(2, 1)]
+    joined = [torch.ones(4, 1), torch.ones(4, 1)]
+    assert same(merge_outputs([columns, columns], [0.5, 0.5], [2, 2]), joined)

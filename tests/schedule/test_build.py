@@ -36,6 +36,7 @@ def test_every_size_builds_and_lowers(name, size):
     ("change", "message"),
     [
         ({"name": "zb_3p"}, "schedule 'zb_3p' does not exist; use one of gpipe, .*1f1b"),
+        ({"name": "ZB-H1"}, "; did you mean 'zb_h1'?"),
         ({"num_ranks": 0}, r"num_ranks \(0\) must be a whole number from 1 on; use num_ranks="),
         ({"num_ranks": 2.0}, r"num_ranks \(2\.0\) must be a whole number"),
         ({"num_microbatches": -1}, r"num_microbatches \(-1\) must be a whole number"),

@@ -131,6 +131,11 @@ def test_csv_may_have_idle_slots(tmp_path):
     assert Schedule.from_csv(tmp_path / "s.csv") == plan("0F0 0BW0\n1F0 1BW0")
 
 
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ScheduleError, match=r"mine.csv' cannot be read: No such file"):
+        Schedule.from_csv(tmp_path / "mine.csv")
+
+
 def test_csv_that_cannot_be_is_refused(tmp_path):
     path = tmp_path / "s.csv"
     with pytest.raises(ScheduleError, match=r"0SEND_F0 cannot be written.*before lower\(\)"):

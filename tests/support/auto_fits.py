@@ -69,6 +69,26 @@ class Bare(Wide):
         return loss
 
 
+class Counting(nn.Module):
+    """A block that uses how often it was called: another number where it runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + torch.tanh(self.linear(x)) / self.calls
+
+
+class Counts(fits.Net):
+    """Has such a block."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0, depth=4)
+        self.blocks[1] = Counting().double()
+
+
 class Late(fits.Net):
     """Makes its layers in ``configure_model``."""
 
@@ -81,7 +101,14 @@ class Late(fits.Net):
             self.blocks = nn.ModuleList(fits.Block(0.1) for _ in range(8)).double()
 
 
-MODULES = {"awkward": Awkward, "bare": Bare, "plain": fits.Net, "late": Late, "wide": Wide}
+MODULES = {
+    "awkward": Awkward,
+    "bare": Bare,
+    "counts": Counts,
+    "plain": fits.Net,
+    "late": Late,
+    "wide": Wide,
+}
 
 
 class Drawn(L.Callback):

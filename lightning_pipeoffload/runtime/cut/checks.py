@@ -119,6 +119,40 @@ def _checkpoint_around() -> Any:
 # When the step is cut
 
 
+def check_recompute_full(record: StepRecord, chain: BlockChain) -> None:
+    """Refuse ``recompute="full"`` of blocks that cannot run again in a backward.
+
+    Raises:
+        ValueError: With the block, what it does, and its line.
+    """
+    for block, obstacle in _obstacles(record, chain):
+        raise ValueError(
+            f'recompute="full" cannot run {block} again in the backward, since it {obstacle}; use '
+            f'recompute="cheap" or "none", or change that'
+        )
+
+
+def _obstacles(record: StepRecord, chain: BlockChain) -> Iterator[tuple[str, str]]:
+    for block, obstacle in record.recompute_obstacles.items():
+        if block not in record.opened:  # which is not computed again
+            yield chain.block_name(block), obstacle
+
+
+def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
+    """Return why blocks may not be the same when they run again in a backward; "" if they are.
+
+    One that uses an attribute which the step writes finds that of a later microbatch. No trace
+    shows what is read.
+    """
+    for block, obstacle in _obstacles(record, chain):
+        return f"{block} {obstacle}"
+    in_blocks = {id(part) for block in chain.blocks for part in block.modules()}
+    for write in record.writes:
+        if write.is_users and (write.point.is_in_block or id(write.variable.part) in in_blocks):
+            return f"the step writes {write.variable.label}{in_brackets(write.line)}"
+    return ""
+
+
 def check_step(
     record: StepRecord,
     chain: BlockChain,

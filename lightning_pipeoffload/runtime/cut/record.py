@@ -141,10 +141,15 @@ class StepRecord:
     led_back_into: set[int] = field(default_factory=set)  # blocks that such a backward reaches
     hooked_spans: list[HookedSpan] = field(default_factory=list)
     hook_line: str = ""  # a line that registers a hook on a tensor
+    recompute_obstacles: dict[int, str] = field(default_factory=dict)
+    """What blocks do that the backward cannot compute again."""
 
     # Sizes between the blocks that depend on the batch's values.
     sized_in: int | None = None  # the last segment with such a size
     sizes: tuple[Any, ...] = ()  # these sizes and the shapes of the next block's arguments
+
+    result_counts: frozenset[int] | None = frozenset()
+    """Numbers of samples for which the step's result has a row for each; None: it is None."""
 
     is_known: bool = False  # the pipeline has been cut for it
     has_run: bool = False  # a batch with such a microbatch was cut to run

@@ -43,9 +43,14 @@ from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
+    memory_of,
+    shape_only_leaves,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
     NO_ALARM,
@@ -112,6 +117,7 @@ class StepTrace:
         self._training = torch.is_grad_enabled()
         self._is_in_block = False
         self._num_in_block = 0
+        self._given: set[int] = set()  # addresses of the block's arguments
         self.num_imagined = 0  # values behind the blocks
 
     @property
@@ -142,7 +148,9 @@ class StepTrace:
         try:
             with self.running():
                 try:
-                    self._lead_back(run())
+                    result = run()
+                    self.record.result_counts = sample_counts(result)
+                    self._lead_back(result)
                 except (ValueNeededError, Exception) as error:
                     self._end_early(error)
                 self._finish()
@@ -223,6 +231,7 @@ class StepTrace:
         self._compare_attributes(StepPoint(index, is_in_block=False))
         self._is_in_block, self._num_in_block = True, 0
         before = self.arguments.before(args, kwargs)
+        self._given = {memory_of(leaf) for leaf in shape_only_leaves(arguments)}
         output = self._run_block(index, args, kwargs)
         self.arguments.after(index, self.chain.blocks[index].forward, args, kwargs, before)
         self._is_in_block = False
@@ -246,6 +255,8 @@ class StepTrace:
                 self.record.segments[name].add(self.segment)
         self._values.observe(func, args, result)
         self._stripped.note_weight_writes(func, args)
+        if self._is_in_block:
+            self._note_input_writes(func, args)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         for leaf in tree_iter(result):
             if isinstance(leaf, ShapeOnly):
@@ -253,6 +264,12 @@ class StepTrace:
         flops = count_flops(func, args, result)
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         self._count(flops, trains, weights)
+
+    def _note_input_writes(self, func: Any, args: tuple[Any, ...]) -> None:
+        for written in shape_only_leaves(list(written_arguments(func, args))):
+            if memory_of(written) in self._given:
+                obstacle = f"writes its input in place{in_brackets(calling_line())}"
+                self.record.recompute_obstacles.setdefault(self.segment, obstacle)
 
     def _count(self, flops: int, trains: bool, weights: list[bool]) -> None:
         """Add the work of a product and of its gradients: one per operand that trains."""

@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.runtime.weight_grad.kernels import uses_in
 
 _Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its outputs
@@ -108,7 +108,10 @@ class ValueTrace(CallCounter):
         if not any(isinstance(leaf, ShapeOnly) for leaf in tensors_in(outputs)):
             return
         self._record.starts_backward = True
-        if self._block is None:
+        if self._block is not None:
+            obstacle = f"starts a backward of its own{in_brackets(calling_line())}"
+            self._record.recompute_obstacles.setdefault(self._block, obstacle)
+        else:
             is_given = bool(rest) and func is torch.autograd.grad
             inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
             sources = [getattr(leaf, "source", None) for leaf in inputs]

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import make_lanes
+from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
@@ -30,7 +31,6 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.microbatch import batch_leaves
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly

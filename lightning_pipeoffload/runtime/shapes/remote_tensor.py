@@ -162,9 +162,9 @@ def explain_remote(error: ValueNeededError) -> str:
         "call trainer.strategy.gather(parameter.grad) on all ranks to have its value"
         if any(origin.startswith(GRADIENT_OF) for origin in error.origins)
         else "call trainer.strategy.gather(parameter) on all ranks to have its value, or "
-        "lightning_pipeoffload.save_pretrained(module, folder) to save adapters; an average "
-        "of the weights starts from copy.deepcopy(module) before training, of which each rank "
-        "averages its part"
+        "lightning_pipeoffload.save_pretrained(module, folder) to save adapters; for an average "
+        "of the weights use Lightning's callback EMAWeightAveraging(), or start from "
+        "copy.deepcopy(module) in on_fit_start, of which each rank averages its part"
     )
     return f"{error}{in_brackets(users_line(error))}, which is not on this rank: {advice}"
 

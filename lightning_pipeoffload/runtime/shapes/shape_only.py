@@ -157,7 +157,7 @@ class ShapeOnly(Tensor):
 
         torch's RNNs, which check whether their weights are contiguous, and its sanitizer get 0.
         """
-        if sys._getframe(1).f_globals["__name__"] in _ASKS_FOR_ADDRESSES:
+        if sys._getframe(1).f_globals.get("__name__") in _ASKS_FOR_ADDRESSES:
             return 0
         raise ValueNeededError(
             "a kernel that is called with the tensor's address (torch.library makes an operator "

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
+from lightning_pipeoffload.runtime.users_code.sources import Generators
 
 
 def run_checkpointed(
@@ -26,19 +26,15 @@ def run_checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     written: Iterable[Tensor] = (),
+    generators: Generators | None = None,
 ) -> Any:
     """Return ``call(*args, **kwargs)``, which runs again in the backward.
 
     A block that the user's model checkpoints already runs as it is.
-
-    Raises:
-        ValueError: The block writes its input in place, so it cannot run again.
     """
     if not torch.is_grad_enabled() or _is_checkpointed(block):
         return call(*args, **kwargs)
-    before = _Before(block, written)
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    versions = [tensor._version for tensor in inputs]
+    before = _Before(block, written, generators)
     output = checkpoint(
         call,
         *args,
@@ -48,17 +44,15 @@ def run_checkpointed(
         **kwargs,
     )
     before.drop_unwritten()
-    if [tensor._version for tensor in inputs] != versions:
-        raise ValueError(
-            f'recompute="full" cannot run {type(block).__name__} again, which writes its input in '
-            f'place; take inplace=True out of it, or use recompute="cheap"'
-        )
     return output
 
 
 class _Before:
-    def __init__(self, block: nn.Module, written: Iterable[Tensor]) -> None:
+    def __init__(
+        self, block: nn.Module, written: Iterable[Tensor], generators: Generators | None
+    ) -> None:
         self._randomness = RandomnessReplay()
+        self._of_modules = generators.replay() if generators is not None else nullcontext
         self._weights = TensorValues(written)
         self._buffers = [
             (child, name, buffer.clone(), buffer._version)
@@ -84,7 +78,7 @@ class _Before:
         for child, name, value, _ in self._buffers:
             child._buffers[name] = value.clone()
         try:
-            with forked_randomness(), self._weights.again():
+            with forked_randomness(), self._of_modules(), self._weights.again():
                 self._randomness.restore()
                 yield
         finally:

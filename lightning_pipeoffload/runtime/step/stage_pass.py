@@ -310,7 +310,8 @@ class StagePass:
             return run
         if context.recompute == "full":
             block, written = context.chain.blocks[index], context.written_tensors()
-            return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, written)
+            beside = written, self._generators
+            return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *beside)
         graphs = context.graphs
         if graphs is not None:
             return lambda *args, **kwargs: graphs.call(index, args, kwargs, record)

@@ -6,7 +6,7 @@ import io
 import random
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -59,12 +59,34 @@ class Generators:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        before = [(generator, _state(generator)) for _, generator in self._now()]
+        restore = self._snapshot()
         try:
             yield
         finally:
+            restore()
+
+    def replay(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return a function that makes a context with each generator's present state."""
+        return self._replayed(self._snapshot()) if self._places else lambda: NOTHING
+
+    def _replayed(self, restore: Callable[[], None]) -> Callable[[], AbstractContextManager[Any]]:
+        @contextmanager
+        def replayed() -> Iterator[None]:
+            with self._kept():
+                restore()
+                yield
+
+        return replayed
+
+    def _snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present state of each generator."""
+        before = [(generator, _state(generator)) for _, generator in self._now()]
+
+        def restore() -> None:
             for generator, state in before:
                 _set_state(generator, state)
+
+        return restore
 
 
 def is_generator(value: Any) -> bool:

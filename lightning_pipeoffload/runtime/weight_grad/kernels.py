@@ -191,3 +191,9 @@ def remove_kernels() -> None:
     while _libraries:
         # Private: a Library unregisters only when it is garbage-collected.
         _libraries.popitem()[1]._destroy()
+    # Private: what was compiled meanwhile has cached that these keys have a kernel, and what is
+    # compiled later would find none there, so that parameters got no gradient.
+    for name in _KERNELS:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            getattr(packet, overload)._dispatch_cache.clear()

@@ -80,8 +80,53 @@ def test_nothing_changes(how, name, schedule):
 @pytest.mark.parametrize(("name", "schedule"), [("mlp", "zb_v"), ("cnn", "interleaved_1f1b")])
 def test_blocks_that_write_in_place(name, schedule):
     assert_equal(run(name, schedule, "cheap"), run(name, schedule, "none"))
-    with pytest.raises(ValueError, match="cannot run ReLU again, which writes its input in place"):
+    expected = 'recompute="full" cannot run .* again in the backward, since it writes its input in'
+    with pytest.raises(ValueError, match=expected):
         run(name, schedule, "full")
+
+
+class Energy(nn.Module):
+    """A block that follows the gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        energy = torch.tanh(self.linear(x)).sum()
+        return x - torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class Noisy(nn.Module):
+    """A block that draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.noise = torch.Generator()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * torch.rand(x.shape, generator=self.noise)
+
+
+def run_blocks(make, how):
+    torch.manual_seed(0)
+    blocks = [nn.Linear(4, 4), *(make() for _ in range(3))]
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    module = Step(Regression.step, blocks)
+    return run_pipeline(module, build("zb_h1", 2, 4), batch, 2, recompute=how)
+
+
+def test_a_block_that_draws_from_a_generator_of_its_own_draws_the_same_again():
+    assert_equal(run_blocks(Noisy, "full"), run_blocks(Noisy, "none"))
+
+
+def test_a_block_that_differentiates_is_not_computed_again():
+    assert_equal(run_blocks(Energy, "cheap"), run_blocks(Energy, "none"))
+    with pytest.raises(
+        ValueError, match=r"since it starts a backward of its own \(.*test_recompute"
+    ):
+        run_blocks(Energy, "full")
 
 
 class Counting(nn.Module):

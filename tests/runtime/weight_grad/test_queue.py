@@ -413,6 +413,15 @@ def test_a_kernel_that_somebody_else_has_put_in_place_is_run():
     assert calls == [(2, 3)]
 
 
+def test_what_is_compiled_after_kernels_were_removed_gets_gradients():
+    for is_installed in (True, False):
+        (install_kernels if is_installed else lambda device: remove_kernels())("cpu")
+        linear = nn.Linear(4, 4)
+        torch.compile(linear, backend="aot_eager")(torch.randn(2, 4)).sum().backward()
+        assert linear.weight.grad is not None
+        torch._dynamo.reset()
+
+
 def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
     linear = nn.Linear(4, 4)
     mark(linear.weight)

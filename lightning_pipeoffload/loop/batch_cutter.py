@@ -1,0 +1,120 @@
+"""A run's batches cut into microbatches, along their samples or by ``make_microbatches``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from lightning_pipeoffload.loop.data import is_collated_by_torch, loader_size
+from lightning_pipeoffload.loop.step_calls import StepInputs
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.batch_structure import (
+    BatchParts,
+    BatchStructure,
+    Collation,
+    batch_size,
+)
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+
+
+class BatchCutter:
+    """Cuts the batches of one module's steps.
+
+    Attributes:
+        structures: What the lists of the batches are, by kind of step and loader.
+    """
+
+    def __init__(self, pipeline: Pipeline, settings: PipelineSettings) -> None:
+        self._pipeline = pipeline
+        self._make = settings.make_microbatches
+        self._weighs_by_samples = settings.microbatch_weight == "samples"
+        self._collations: dict[bool, Collation] = {}  # of training, of evaluations
+        self.structures: dict[Hashable, BatchStructure] = {}
+
+    @property
+    def by_user(self) -> bool:
+        """Whether the strategy has ``make_microbatches``."""
+        return self._make is not None
+
+    def note_loader(self, loader: Any, is_training: bool) -> None:
+        """Note who makes the batches of a loader of training, or of evaluations."""
+        by_torch = is_collated_by_torch(loader)
+        collation = self._collations.setdefault(is_training, Collation(by_torch))
+        collation.by_torch &= by_torch
+        size = loader_size(loader)
+        if size is not None and not by_torch:
+            collation.sizes.add(size)
+
+    def count(self, inputs: StepInputs) -> int:
+        """Return the samples of a batch; raises a ValueError where that is unclear."""
+        return self._structure(inputs).count(inputs.batch)
+
+    def cut(self, inputs: StepInputs, size: int) -> list[Microbatch]:
+        """Cut a batch into microbatches of ``size`` samples, the last one possibly smaller."""
+        return self.trace(inputs, self.split(inputs, size))
+
+    def split(self, inputs: StepInputs, size: int) -> BatchParts:
+        """Return parts of ``size`` samples; raises a ValueError where these are unclear."""
+        return self._structure(inputs).split(inputs.batch, size)
+
+    def cut_into(self, inputs: StepInputs, count: int, total: int) -> list[Microbatch]:
+        """Cut a first batch of ``total`` samples into ``count`` microbatches."""
+        if self.by_user:
+            return self.trace(inputs, self.make_parts(inputs, count))
+        return self.cut(inputs, total // count)
+
+    def trace(self, inputs: StepInputs, cut: BatchParts) -> list[Microbatch]:
+        """Trace the step for the parts of a batch with new shapes."""
+        parts = self._pipeline.parts
+        if parts is not None:
+            parts.check_filled()
+        return self._pipeline.trace_parts(cut, inputs.batch, inputs.step, inputs.kind, inputs.seed)
+
+    def make_parts(self, inputs: StepInputs, count: int, may_be_fewer: bool = False) -> BatchParts:
+        """Return the batches that ``make_microbatches`` makes of one.
+
+        Args:
+            inputs: The batch.
+            count: The number of microbatches.
+            may_be_fewer: Whether fewer suffice: of a batch that is not the first.
+
+        Raises:
+            ValueError: They are not so many, or their samples cannot be counted.
+            TypeError: They are no list.
+        """
+        assert self._make is not None
+        made = self._make(inputs.batch, count)
+        if not isinstance(made, list):
+            raise TypeError(
+                f"make_microbatches returned a {type(made).__name__} in {inputs.kind}; it must "
+                f"return a list of {count} batches"
+            )
+        if len(made) != count and not (may_be_fewer and 0 < len(made) < count):
+            at_most = "at most " if may_be_fewer else ""
+            raise ValueError(
+                f"make_microbatches returned a list of {len(made)} for num_microbatches={count} in "
+                f"{inputs.kind}; it must return {at_most}{count} batches, or set "
+                f"num_microbatches to how many it can make"
+            )
+        return BatchParts(made, [*map(self._count_part, made)], are_alike=False)
+
+    def _count_part(self, part: Any) -> int:
+        try:
+            return batch_size(part)
+        except ValueError as error:
+            if not self._weighs_by_samples:
+                return 1
+            reason = str(error).partition(";")[0]
+            raise ValueError(
+                f'microbatch_weight="samples" cannot count the samples of what make_microbatches '
+                f"returned ({reason}); give microbatch_weight a callable of the microbatch that "
+                f"returns how many samples its loss is a mean of"
+            ) from None
+
+    def _structure(self, inputs: StepInputs) -> BatchStructure:
+        key = inputs.kind, inputs.loader
+        if key not in self.structures:
+            collation = self._collations.get(inputs.kind == "training_step")
+            self.structures[key] = BatchStructure(collation)
+        return self.structures[key]

@@ -1,0 +1,102 @@
+"""Batches as trees: dicts, lists, tuples, dataclasses and attrs objects, with their entries."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def batch_leaves(tree: Any) -> list[Any]:
+    """Return the tensors and values of a batch, and the entries of its lists of plain values."""
+    found: list[Any] = []
+
+    def leaf(value: Any) -> Any:
+        found.extend(value if is_column(value) else [value])
+        return value
+
+    map_batch(leaf, tree)
+    return found
+
+
+def map_batch(leaf: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``leaf`` to tensors, values and lists of plain values."""
+    if isinstance(tree, Tensor) or is_column(tree):
+        return leaf(tree)
+    parts = parts_of(tree)
+    if parts is None:
+        return leaf(tree)
+    return rebuild(tree, [map_batch(leaf, part) for part in parts])
+
+
+def is_list(value: Any) -> bool:
+    """Whether ``value`` is a list or a tuple without names of its fields."""
+    return isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
+
+
+def is_column(value: Any) -> bool:
+    """Whether ``value`` is a list of plain values, or a tuple of strings as of torch's collate."""
+    if type(value) is tuple:
+        return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
+    return isinstance(value, list) and not any(
+        isinstance(entry, Tensor) or parts_of(entry) is not None for entry in value
+    )
+
+
+def parts_of(tree: Any) -> list[Any] | None:
+    """Return the entries of a container; None if it is none."""
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return list(tree)
+    names = field_names(tree)
+    return [getattr(tree, name) for name in names] if names else None
+
+
+def places_in(tree: Any, place: str) -> list[str]:
+    """Return the places of a container's entries in the batch, such as ``batch['x']``."""
+    keys: Iterable[Any] = tree if isinstance(tree, Mapping) else field_names(tree)
+    if isinstance(tree, (list, tuple)):
+        keys = range(len(tree))
+    return [f"{place}[{key!r}]" for key in keys]
+
+
+def field_names(tree: Any) -> list[str]:
+    """Return the fields of an object of a dataclass or attrs class; empty for any other."""
+    if isinstance(tree, type):
+        return []
+    if dataclasses.is_dataclass(tree):
+        return [field.name for field in dataclasses.fields(tree)]
+    return [field.name for field in getattr(type(tree), "__attrs_attrs__", ())]
+
+
+def rebuild(tree: Any, parts: list[Any]) -> Any:
+    """Make a container like ``tree`` with other entries, whatever its constructor takes."""
+    if isinstance(tree, tuple):
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
+    made = copy.copy(tree)
+    if isinstance(tree, list):
+        made[:] = parts
+    elif isinstance(tree, MutableMapping):
+        for key, part in zip(tree, parts, strict=True):
+            made[key] = part
+    else:
+        for name, part in zip(field_names(tree), parts, strict=True):
+            object.__setattr__(made, name, part)  # it may be frozen
+    return made
+
+
+def tensors_of_object(value: Any, depth: int = 3) -> list[Tensor]:
+    """List the tensors in the attributes of an object that is no container."""
+    space = getattr(value, "__dict__", None)
+    if not isinstance(space, dict) or isinstance(value, Tensor | type) or not depth:
+        return []
+    found: list[Tensor] = []
+    for part in batch_leaves(space):
+        found += [part] if isinstance(part, Tensor) else tensors_of_object(part, depth - 1)
+    return found
