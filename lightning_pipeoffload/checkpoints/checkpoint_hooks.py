@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -34,7 +35,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
 from lightning_pipeoffload.processes.processes import PipelineProcesses
 from lightning_pipeoffload.runtime.cut.remote_values import load_quantization
 
-_SEED = "pipeoffload_seed"
+_SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
 
 
@@ -43,10 +44,13 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
 
     Attributes:
         _seed: The seed of the fit's data and dropout, which a resumed fit continues.
+        _first_batch: What the fit's first batch has decided for later ones, which a resumed fit
+            continues too; empty before it.
     """
 
     _seed: int
     _loaded_seed: int | None = None
+    _first_batch: Mapping[str, Any] = MappingProxyType({})
     _parameters: OptimizedParameters
     _state: SplitState | None = None
     _masters: MasterWeights | None = None
@@ -121,6 +125,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[_SEED] = self._seed
+        if "num_samples" in self._first_batch:
+            checkpoint[_FIRST_BATCH] = copy.deepcopy(self._first_batch)
         if not self._is_split:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
@@ -154,6 +160,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             fits = self._trainer.state.fn == TrainerFn.FITTING
             checkpoint = read_checkpoint_folder(folder, rest, weights_only, fits)
         self._loaded_seed = checkpoint.get(_SEED)
+        self._first_batch = checkpoint.get(_FIRST_BATCH, {})
         return checkpoint
 
     @override

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_pipeoffload.loop.data import is_collated_by_torch, loader_size
@@ -22,7 +23,9 @@ class BatchCutter:
     """Cuts the batches of one module's steps.
 
     Attributes:
-        structures: What the lists of the batches are, by kind of step and loader.
+        first_batch: What first batches have decided for later ones, to be saved with a fit: the
+            samples of the first training batch, with the batch sizes of the loaders, and what lists
+            are, by kind of step and loader.
     """
 
     def __init__(self, pipeline: Pipeline, settings: PipelineSettings) -> None:
@@ -30,7 +33,9 @@ class BatchCutter:
         self._make = settings.make_microbatches
         self._weighs_by_samples = settings.microbatch_weight == "samples"
         self._collations: dict[bool, Collation] = {}  # of training, of evaluations
-        self.structures: dict[Hashable, BatchStructure] = {}
+        self._training_sizes: set[int] = set()
+        self._structures: dict[str, BatchStructure] = {}
+        self.first_batch: dict[str, Any] = {"lists": {}}
 
     @property
     def by_user(self) -> bool:
@@ -45,6 +50,24 @@ class BatchCutter:
         size = loader_size(loader)
         if size is not None and not by_torch:
             collation.sizes.add(size)
+        if size is not None and is_training:
+            self._training_sizes.add(size)
+
+    def resume(self, first_batch: Mapping[str, Any]) -> None:
+        """Continue with what the first batches of a fit that was saved have decided."""
+        self.first_batch |= copy.deepcopy(dict(first_batch))
+        self._structures.clear()
+
+    def count_first(self, total: int) -> int:
+        """Return the samples of the fit's first batch, on which the microbatch size depends.
+
+        ``total`` is the samples of the first batch since the fit was started or resumed: of one
+        that goes on within an epoch it may be the short last one.
+        """
+        sizes = sorted(self._training_sizes)
+        if self.first_batch.get("loader_sizes") != sizes:
+            self.first_batch |= {"num_samples": total, "loader_sizes": sizes}
+        return self.first_batch["num_samples"]
 
     def count(self, inputs: StepInputs) -> int:
         """Return the samples of a batch; raises a ValueError where that is unclear."""
@@ -59,10 +82,15 @@ class BatchCutter:
         return self._structure(inputs).split(inputs.batch, size)
 
     def cut_into(self, inputs: StepInputs, count: int, total: int) -> list[Microbatch]:
-        """Cut a first batch of ``total`` samples into ``count`` microbatches."""
+        """Cut a batch, of ``total`` samples if it is the fit's first, into ``count`` microbatches.
+
+        Of a shorter one as many are made as there are of the same size.
+        """
         if self.by_user:
             return self.trace(inputs, self.make_parts(inputs, count))
-        return self.cut(inputs, total // count)
+        parts, sizes, are_alike = self.split(inputs, total // count)
+        num = sizes.count(sizes[0])  # a fit may resume before a short batch
+        return self.trace(inputs, BatchParts(parts[:num], sizes[:num], are_alike))
 
     def trace(self, inputs: StepInputs, cut: BatchParts) -> list[Microbatch]:
         """Trace the step for the parts of a batch with new shapes."""
@@ -113,8 +141,9 @@ class BatchCutter:
             ) from None
 
     def _structure(self, inputs: StepInputs) -> BatchStructure:
-        key = inputs.kind, inputs.loader
-        if key not in self.structures:
+        key = f"{inputs.kind} {inputs.loader}"
+        if key not in self._structures:
             collation = self._collations.get(inputs.kind == "training_step")
-            self.structures[key] = BatchStructure(collation)
-        return self.structures[key]
+            lists = self.first_batch["lists"].setdefault(key, {})
+            self._structures[key] = BatchStructure(collation, lists)
+        return self._structures[key]

@@ -142,6 +142,9 @@ class FitRun:
         else:
             self._make_run()
         self._at_end.callback(self.run.leave)
+        if self._resumes:
+            self.run.cutter.resume(strategy._first_batch)
+        strategy._first_batch = self.run.cutter.first_batch
         pipeline = self.run.pipeline
         self.exchange = StepExchange(pipeline, group, strategy.root_device.type != "cpu")
         self.boundary = StepBoundary(self._trainer, pipeline, group, strategy._masters)
@@ -205,8 +208,11 @@ class FitRun:
         with forked_randomness():  # the generators go on when the run starts: a tuner's runs do not
             drawn = draw_seed()
         loaded = self._strategy._loaded_seed
-        resumes = self._trains and self._trainer.ckpt_path is not None
-        return loaded if resumes and loaded is not None else drawn
+        return loaded if self._resumes and loaded is not None else drawn
+
+    @property
+    def _resumes(self) -> bool:
+        return self._trains and self._trainer.ckpt_path is not None
 
     def have_optimizers(self) -> None:
         """Narrow new optimizers to this rank's parameters."""

@@ -128,7 +128,8 @@ class PipelineRun:
                 f"out where batches are made (batch_sampler, collate_fn, or the dataset)"
             )
         if not self.report.size:
-            self.report.size = total // self.plans.choose(inputs, total)
+            first = self.cutter.count_first(total)
+            self.report.size = first // self.plans.choose(inputs, first)
             if self.report.size < total and self._group.reports:
                 self._weights.note_ignored_labels(inputs.batch)
         size = max(self.report.size, self._smallest_size(total))

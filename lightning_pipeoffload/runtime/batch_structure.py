@@ -92,15 +92,18 @@ class BatchStructure:
 
     Args:
         collation: Who makes the batches.
+        lists: What is decided already; see below.
 
     Attributes:
         lists: Whether the list at a place such as ``batch['targets']`` has an entry for each
             sample.
     """
 
-    def __init__(self, collation: Collation | None = None) -> None:
+    def __init__(
+        self, collation: Collation | None = None, lists: dict[str, bool] | None = None
+    ) -> None:
         self._collation = collation or Collation()
-        self.lists: dict[str, bool] = {}
+        self.lists = {} if lists is None else lists
 
     def count(self, batch: Any) -> int:
         """Return the number of samples of a batch.

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -156,3 +157,50 @@ def test_a_list_of_like_samples_is_refused():
     loader = DataLoader([{"x": row, "y": row} for row in X], 8, collate_fn=list)  # of 8 rows too
     with pytest.raises(ValueError, match="collate_fn returns a list of 8 .* samples or columns"):
         fits.trainer(1, max_epochs=1).fit(Detector(), loader)
+
+
+class Normed(Net):
+    """Has statistics over a microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.append(nn.BatchNorm1d(8))
+        self.double()
+
+    def loss(self, batch):
+        return (self.hidden(batch["x"]) - batch["y"]).pow(2).mean()
+
+    @staticmethod
+    def collate(rows):
+        return {"x": X[rows], "y": X[rows].flip(0)}
+
+
+def fit_parts(num_devices, folder, first_size, options):
+    """Fit an epoch, of which the third batch is short; again from its first batches on."""
+    sizes = [first_size, 8, NUM - first_size - 8]
+    ends = [sum(sizes[: index + 1]) for index in range(3)]
+    batches = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    kept = []
+    for resumes in (False, True):
+        L.seed_everything(7 + resumes, verbose=False)
+        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        loader = DataLoader(range(NUM), batch_sampler=batches, collate_fn=Normed.collate)
+        module = Normed()
+        trainer = fits.trainer(
+            num_devices, options, max_epochs=1, enable_checkpointing=True, callbacks=[saving]
+        )
+        trainer.fit(module, loader, ckpt_path=f"{folder}/step=2.ckpt" if resumes else None)
+        path = f"{folder}/{resumes}.ckpt"
+        trainer.save_checkpoint(path)
+        kept.append(None if trainer.global_rank else torch.load(path)["state_dict"])
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("first_size", "options"),
+    [(8, {}), slow((10, {"num_microbatches": 5})), slow((8, {"schedule": "auto"}))],
+)
+def test_a_fit_goes_on_before_a_short_batch(ranks, tmp_path, first_size, options):
+    (kept, _) = ranks(2).run(fit_parts, 2, str(tmp_path), first_size, options)
+    torch.testing.assert_close(kept[1], kept[0], rtol=0, atol=0)
