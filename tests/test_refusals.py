@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support import fits
 
@@ -60,6 +61,28 @@ def gather(self, batch, batch_idx):
     return loss
 
 
+def average_clones(self, *_):
+    for average, parameter in zip(self.averages, self.parameters(), strict=True):
+        average.lerp_(parameter.detach(), 0.1)
+
+
+def clone(self):
+    self.averages = [parameter.detach().clone() for parameter in self.parameters()]
+
+
+def update(self):
+    self.averages[0].update_parameters(self.blocks)
+
+
+def average_before_the_fit(module):
+    module.averages = [AveragedModel(module.blocks)]
+
+
+AVERAGES = (
+    "averages all weights into averages, and a rank has those of its stages only; use Lightning's "
+    "callback EMAWeightAveraging(), or start from copy.deepcopy(pl_module) in on_fit_start, of "
+    "which each rank averages a part"
+)
 NO_LOSS = (
     "the training step returned None without a loss; a pipeline cannot skip a batch, whose "
     "backward the other stages wait for: call the blocks all the same, and return a loss times 0"
@@ -155,6 +178,14 @@ CASES = [
         "configure_optimizers returned several optimizers, and one is stepped after each "
         "batch; give one optimizer several groups of parameters: torch.optim.AdamW(["
         '{"params": self.encoder.parameters(), "lr": 1e-4}, {"params": ...}])',
+    ),
+    (
+        net(on_train_start=clone, on_train_batch_end=average_clones),
+        *({}, f"Changed.on_train_batch_end {AVERAGES}"),
+    ),
+    (
+        net(average_before_the_fit, on_train_epoch_end=update),
+        *({}, f"Changed.on_train_epoch_end {AVERAGES}"),
     ),
     (net(training_step=gather), {}, None),  # over the replicas, of which there is one
     (net(configure_optimizers=lambda self: None), {}, None),  # Lightning warns, and nothing trains

@@ -56,6 +56,7 @@ from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
 from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
+from lightning_pipeoffload.loop.weight_readers import check_weight_readers
 from lightning_pipeoffload.metrics.metric_values import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.host_step import EarlyStep
@@ -289,6 +290,8 @@ class FitRun:
 
     def start_training(self) -> None:
         """Configure the synchronization between steps."""
+        if self._group.num_ranks > 1:
+            check_weight_readers(self._trainer)
         self._strategy._parameters.start_training()
         self.boundary.start_training(self._settings.optimizer_sync != "barrier")
 

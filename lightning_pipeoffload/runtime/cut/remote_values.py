@@ -173,6 +173,11 @@ def explain_absent(module: nn.Module) -> str:
 _MARK = "_pipeoffload_copies"  # in the __dict__ of each submodule, which a deep copy copies
 
 
+def is_tracked_copy(module: nn.Module) -> bool:
+    """Return whether a copy of a module, or of a part of it, has shapes where the module has."""
+    return _MARK in vars(module)
+
+
 class ModuleCopies:
     """Finds the deep copies of a module and of its submodules, until :meth:`remove`."""
 
