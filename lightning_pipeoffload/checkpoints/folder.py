@@ -146,6 +146,15 @@ class PartWriter(FileSystemWriter):
     """Writes one rank's part; if a write fails, all ranks get the error."""
 
     @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not Path(self.path).exists():  # torch would make another one on this machine's disk
+            raise FileNotFoundError(
+                "the folder that global rank 0 has made is not on this machine; save to a file "
+                "system that all machines share, or set save_distributed_checkpoint=False"
+            )
+        return super().prepare_local_plan(plan)
+
+    @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         with showing_first_error():  # errors before the one that is raised are not sent to others
             return super().write_data(plan, planner)

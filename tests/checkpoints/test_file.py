@@ -132,6 +132,7 @@ def save_with_limits(path, form):
             with pytest.raises(OSError, match="File too large"):
                 MovingCheckpointIO().save_checkpoint(values, path)
         else:
+            path.mkdir(exist_ok=True)
             with pytest.raises(CheckpointException) as raised:
                 torch_save(values, storage_writer=PartWriter(path), no_dist=True)
             ((cause, _),) = raised.value.failures.values()
@@ -148,6 +149,12 @@ def test_a_limit_of_a_files_size_is_named_wherever_it_is_met(tmp_path, form):
     assert process.exitcode == 0
     if form == "file":
         assert (read(path), [*tmp_path.iterdir()]) == (["old"], [path])
+
+
+def test_a_part_is_not_written_to_a_disk_that_global_rank_0_does_not_share(tmp_path):
+    with pytest.raises(CheckpointException, match="is not on this machine; save to a file system"):
+        torch_save({"x": torch.ones(2)}, storage_writer=PartWriter(tmp_path / "part"), no_dist=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
