@@ -170,6 +170,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             self._split.load_optimizers(states)
             return
         # When the module is split, this rank's part is read and moved to the parameters' devices.
-        for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
+        for (optimizer, names), state in zip(
+            self._parameters.named(), states, strict=False
+        ):  # there may be none, as on one device
             with self._parameters.loading_state(optimizer):
                 optimizer.load_state_dict(number_optimizer_state(state, names))

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined] # exported at run time
     CheckpointException,
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
     SavePlan,
@@ -136,10 +137,23 @@ def write_checkpoint_folder(
         rest = dict(checkpoint)
         with _naming_ranks(f"the checkpoint {path} was not saved", world):
             tensors, writer = _take_tensors(rest, weights_key), PartWriter(part)
-            save(tensors, storage_writer=writer, process_group=world.host_group)
+            planner = _EmptyStatePlanner()
+            save(tensors, storage_writer=writer, planner=planner, process_group=world.host_group)
         if is_first:
             with (part / META_FILE).open("wb") as file, showing_first_error():
                 torch.save(rest, file)
+
+
+class _EmptyStatePlanner(DefaultSavePlanner):
+    """Writes the empty state of an optimizer without any as an entry, which torch leaves out."""
+
+    @override
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(state_dict, *args, **kwargs)
+        for key, entry in state_dict.items():
+            if key.startswith("optimizer_") and entry.get("state") == {}:
+                self.state_dict[f"{key}.state"] = {}
+                self.mappings[f"{key}.state"] = key, "state"
 
 
 class PartWriter(FileSystemWriter):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,10 @@ _HOOKS = (
     "the step writes attributes and registers a hook on a tensor ({}): what the hook reads of them "
     "is refused where it has changed; what it writes counts on its own stage only"
 )
+
+
+# Those whose steps may run: what they replace in torch is of the process.
+_attached: WeakSet[Pipeline] = WeakSet()
 
 
 class Pipeline:
@@ -313,6 +318,7 @@ class Pipeline:
         weight_grad_kernels.install_kernels(self.device.type)
         install_replay()
         install_draws()
+        _attached.add(self)
 
     def detach(self) -> None:
         """Restore the module, except for its remote tensors."""
@@ -320,9 +326,11 @@ class Pipeline:
         self.compiler.leave()
         if self.is_split and self._absent is None:
             self._absent = AbsentValues(self.module, self._unsaved)
-        weight_grad_kernels.remove_kernels()
-        remove_replay()
-        remove_draws()
+        _attached.discard(self)
+        if not _attached:
+            weight_grad_kernels.remove_kernels()
+            remove_replay()
+            remove_draws()
 
     def _take_in(self, record: StepRecord) -> None:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""

@@ -47,5 +47,7 @@ def test_what_is_saved_is_what_one_device_saves(expected, found, name):
     torch.testing.assert_close(dict(saved["state_dict"]), dict(plain["state_dict"]))
     if "file" in found[0]:  # a folder has names in place of numbers
         torch.testing.assert_close(saved.get("optimizer_states"), plain.get("optimizer_states"))
+    for state in saved.get("optimizer_states", ()):  # before the first step, too
+        assert state.keys() == {"state", "param_groups"}
     for part in ("loops", "lr_schedulers", "global_step", "epoch", "hyper_parameters", "numbers"):
         assert saved.get(part) == plain.get(part)

@@ -128,6 +128,16 @@ def test_a_plain_fit_goes_on_within_an_epoch(ranks, tmp_path_factory, tmp_path, 
     assert rest["batches"] == whole["batches"][step:]
 
 
+def test_a_checkpoint_may_have_no_states_of_optimizers(ranks, tmp_path):
+    fit_from(0, str(tmp_path), None, {}, shuffled=False)
+    path = path_after(str(tmp_path), EPOCH)
+    checkpoint = torch.load(path, weights_only=False)
+    torch.save({**checkpoint, "optimizer_states": []}, path)
+    expected = fit_from(0, str(tmp_path / "plain"), path, {}, False)
+    rest = ranks(2).run(fit_from, 2, str(tmp_path / "rest"), path, {}, False)[0]
+    assert rest["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+
+
 def test_one_device_goes_on_from_a_folder(ranks, tmp_path):
     folder, options = str(tmp_path / "folder"), {"save_distributed_checkpoint": True}
     whole = ranks(2).run(fit_from, 2, folder, None, options, False)[0]

@@ -77,6 +77,15 @@ def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
     pipeline.detach()
 
 
+def test_what_two_pipelines_replace_in_torch_stays_until_both_are_detached():
+    pipelines = [Pipeline(Regression(linear_blocks(2)), 0, CutSettings((0,)), CPU) for _ in "ab"]
+    replaced = nn.init._no_grad_trunc_normal_, torch.utils.checkpoint.CheckpointFunction.forward
+    pipelines[1].detach()
+    found = nn.init._no_grad_trunc_normal_, torch.utils.checkpoint.CheckpointFunction.forward
+    assert found == replaced
+    pipelines[0].detach()
+
+
 def test_a_detached_module_is_plain_again():
     module = Regression(linear_blocks(2)).double()
     x = torch.randn(4, 4).double()
