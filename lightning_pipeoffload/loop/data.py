@@ -149,8 +149,13 @@ def _intercept_passes(
     if isinstance(loader, Tensor) or not hasattr(plain, "__iter__"):
         return False  # a tensor of a list of batches, which Lightning takes for one of loaders
 
+    def begin(self: Any) -> Iterator[Any]:
+        batches = plain.__iter__(self)
+        # A loader may be its own iterator, whose __iter__ is the one below by now.
+        return iter(partial(next, self), object()) if batches is self else batches
+
     def iterate(self: Any) -> Iterator[Any]:
-        return start(lambda: plain.__iter__(self))
+        return start(lambda: begin(self))
 
     try:
         loader.__class__ = subclass_like(plain, {"__iter__": iterate}, _Owned)

@@ -219,6 +219,23 @@ def test_a_loader_that_starts_over_in_training_gives_others(is_training):
     assert (first != second) is is_training
 
 
+class Prefetcher:
+    """Is its own iterator, as loaders of other libraries are."""
+
+    def __iter__(self):
+        self.batches = iter(DataLoader(DATASET, 2))
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+def test_a_loader_may_be_its_own_iterator():
+    _, loader = owned(Prefetcher, lambda: 0)
+    for _ in range(2):
+        assert torch.cat([batch for (batch,) in loader]).tolist() == [*range(COUNT)]
+
+
 def test_two_loaders_of_one_dataset_have_orders_of_their_own_and_get_their_class_back():
     loaders, one = owned(shuffled, lambda: 0)
     loaders.own(another := shuffled(), is_training=True)
