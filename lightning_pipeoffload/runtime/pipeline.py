@@ -216,12 +216,12 @@ class Pipeline:
         slices: list[Microbatch] = []
         for index, (part, num_samples) in enumerate(zip(cut.parts, cut.sizes, strict=True)):
             own_seed = mix_seed(seed, index)
-            # Parts of one size have the same shapes; sizes that depend on values differ.
+            # Parts of one size have the same shapes; what depends on values differs.
             is_like_first = (
                 index > 0
                 and cut.are_alike
                 and num_samples == cut.sizes[0]
-                and records[0].sized_in is None
+                and records[0].holds_for_shapes
             )
             record = records[0] if is_like_first else self.records.find(kind, part, step, own_seed)
             if not record.is_known:

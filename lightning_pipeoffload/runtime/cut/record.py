@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
+from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -144,7 +145,8 @@ class StepRecord:
     recompute_obstacles: dict[int, str] = field(default_factory=dict)
     """What blocks do that the backward cannot compute again."""
 
-    # Sizes between the blocks that depend on the batch's values.
+    # What depends on the batch's values between the blocks: booleans, and sizes.
+    flags: BatchFlags = field(default_factory=BatchFlags)
     sized_in: int | None = None  # the last segment with such a size
     sizes: tuple[Any, ...] = ()  # these sizes and the shapes of the next block's arguments
 
@@ -159,6 +161,11 @@ class StepRecord:
         self.input_flops = [0] * num_segments
         self._carried: dict[int, list[Crossing]] = {}
         self._payloads: dict[int, list[TensorSpec]] = {}
+
+    @property
+    def holds_for_shapes(self) -> bool:
+        """Whether the record is that of any microbatch with the same shapes."""
+        return self.sized_in is None and not self.flags.answers
 
     @property
     def leaves_trace(self) -> bool:

@@ -14,14 +14,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import propose_traced
-from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.microbatch import batch_leaves, shape_signature
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
@@ -55,8 +56,8 @@ class StepRecords:
     """The latest records of one module's steps.
 
     Attributes:
-        known: Records by kind of step, mode of the module and shapes, and by sizes that depend on
-            the values of the microbatch.
+        known: Records by kind of step, mode of the module and shapes, and by booleans and sizes
+            that depend on the values of the microbatch.
         generators: The random generators that modules hold.
         always_trained: Names of the parameters with a gradient in all training steps so far.
     """
@@ -76,6 +77,7 @@ class StepRecords:
         self._compared: set[Any] = set()
         self.generators = Generators(module)
         self._sized_in: dict[Any, int] = {}
+        self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
         self.known: OrderedDict[Any, StepRecord] = OrderedDict()
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
@@ -86,7 +88,8 @@ class StepRecords:
         Raises:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
         """
-        key = kind, self._module.training, shape_signature(part)
+        shapes = kind, self._module.training, shape_signature(part)
+        key = shapes, self._find_answers(shapes, part)
         if key in self._sized_in or (key, ()) not in self.known:
             self._before_trace()
         trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
@@ -95,18 +98,21 @@ class StepRecords:
             self.known.move_to_end((key, sizes))
             return self.known[key, sizes]
         try:
-            record = self._trace(trial, is_first=key[:2] not in self._compared)
+            record = self._trace(trial, is_first=shapes[:2] not in self._compared)
         except CallsError as error:
             raise ValueError(self._with_other_blocks(error, trial)) from None
+        key = shapes, record.flags.answers
+        self._flags.setdefault(shapes, {})[record.flags.answers] = record.flags
         if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
             self._sized_in[key] = record.sized_in
             sizes = record.sizes
         self.known[key, sizes] = record
         record.changes_batch = trial.changes_batch
         record.draws_beside_torch = trial.draws_beside_torch
-        self._compared.add(key[:2])
+        self._compared.add(shapes[:2])
         if len(self.known) > _MOST_RECORDS:
-            self.known.popitem(last=False)
+            ((shapes, answers), _), _ = self.known.popitem(last=False)
+            self._flags[shapes].pop(answers, None)
         if torch.is_grad_enabled():
             self._note_training(record)
         return record
@@ -117,6 +123,12 @@ class StepRecords:
         if torch.is_grad_enabled():
             proposal = propose_traced(*self._traced, trial, self._num_stages)
         return f"{error}; it could be cut with {proposal}" if proposal else str(error)
+
+    def _find_answers(self, shapes: Any, part: Any) -> tuple[bool, ...] | None:
+        """Return the booleans that the step reads from a microbatch; None if they are new."""
+        leaves = _tensors_of(part)
+        flags = self._flags.get(shapes, {})
+        return next((answers for answers, each in flags.items() if each.agree(leaves)), None)
 
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         if key not in self._sized_in:
@@ -140,7 +152,7 @@ class StepRecords:
         """Return whether the parameter with these names gets a gradient in every training step."""
         return not self.always_trained.isdisjoint(names)
 
-    def _trace(self, call: Callable[[], Any], is_first: bool) -> StepRecord:
+    def _trace(self, call: _Trial, is_first: bool) -> StepRecord:
         """Trace with made-up flags True in blocks and False behind them.
 
         If that fails, as an alarm would, trace with the flags of blocks False, then with all True.
@@ -149,7 +161,9 @@ class StepRecords:
         for imagined, behind in _FLAGS:
             log: _Log | None = [] if is_first else None
             try:
-                record = StepTrace(*self._traced, log, imagined, behind=behind).trace(call)
+                trace = StepTrace(*self._traced, log, imagined, behind=behind)
+                call.record = trace.record
+                record = trace.trace(call)
             except ImaginedError as failed:
                 error = error or failed
                 continue
@@ -194,6 +208,7 @@ class StepRecords:
     def forget(self) -> None:
         """Drop all records: blocks' outputs may have changed their ``requires_grad``."""
         self.known.clear()
+        self._flags.clear()
         self._first_of_training = None
 
     def weight_flops(self, segments: Iterable[int]) -> int:
@@ -230,9 +245,12 @@ class _Trial:
         self._generators = generators
         self.draws_beside_torch = False
         self.changes_batch = False
+        self.record: StepRecord | None = None  # that follows the batch
 
     def __call__(self) -> Any:
         copied = copy_batch(self._part)
+        if self.record is not None:
+            self.record.flags, self.record = BatchFlags(_tensors_of(copied)), None
         before = fingerprint_batch(copied)
         seed_all(self._seed)
         self._generators.seed(self._seed)
@@ -242,3 +260,7 @@ class _Trial:
             self._generators.find()  # the step may have made one
             self.draws_beside_torch |= has_drawn_since(self._seed)
             self.changes_batch |= not is_unchanged(before, fingerprint_batch(copied))
+
+
+def _tensors_of(part: Any) -> list[Tensor]:
+    return [leaf for leaf in batch_leaves(part) if isinstance(leaf, Tensor)]

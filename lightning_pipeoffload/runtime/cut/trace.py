@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
+from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import (
     CallChecks,
@@ -325,6 +326,10 @@ class StepTrace:
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
         record, last = self.record, self._sizes.last
+        record.flags.finish()
+        if not record.flags.is_repeatable:
+            last = max(segment for segment in (last, self._sizes.last_flag) if segment is not None)
+            record.flags = BatchFlags()
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
         self._stripped.find_saved_attributes()
         self._compare_attributes(StepPoint(self.segment, is_in_block=False))
@@ -411,6 +416,7 @@ class _SizesByValues(TorchDispatchMode):
     Attributes:
         found: Value-dependent shapes and booleans between the blocks.
         last: The last segment with such a size; None if there is none.
+        last_flag: The last segment with such a boolean.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -418,6 +424,7 @@ class _SizesByValues(TorchDispatchMode):
         self._trace = trace
         self.found: list[Any] = []
         self.last: int | None = None
+        self.last_flag: int | None = None
 
     def __torch_dispatch__(
         self,
@@ -426,11 +433,12 @@ class _SizesByValues(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        point = self._trace.point
-        self._trace.arguments.note_use(args, point.segment)
-        if not point.is_in_block and point.segment < len(self._trace.chain):
-            self._note_sizes(func, args, result, point.segment)
+        trace, point = self._trace, self._trace.point
+        trace.arguments.note_use(args, point.segment)
+        if point.is_in_block or point.segment == len(trace.chain):
+            return func(*args, **(kwargs or {}))
+        result = trace.record.flags.call(func, args, kwargs or {})
+        self._note_sizes(func, args, result, point.segment)
         return result
 
     def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, segment: int) -> None:
@@ -440,7 +448,9 @@ class _SizesByValues(TorchDispatchMode):
         elif func is aten._local_scalar_dense.default and not (
             args[0].is_floating_point() or args[0].is_complex()
         ):
-            # A number may be a length, which the shapes show; most booleans change no shape.
-            is_answer = isinstance(result, bool)
-            self.found.append(result if is_answer else None)
-            self.last = self.last if is_answer else segment
+            # A number may be a length, which the shapes show.
+            self.found.append(result if isinstance(result, bool) else None)
+            if isinstance(result, bool):
+                self.last_flag = segment
+            else:
+                self.last = segment

@@ -279,3 +279,64 @@ PACKING = [packed, cut_to_the_longest, skip_around, packed_on_the_way, dropped_a
 @pytest.mark.parametrize(("pack", "pipeline"), pairs(PACKING, PIPELINES))
 def test_sizes_may_come_from_the_batch(pack, pipeline):
     train_beside(Packed(pack).double(), *pipeline, [padded(), padded()], 2)
+
+
+# Booleans from the batch
+
+
+def mask_unless_all_ones(m, x, mask):
+    first = m.embed(x)
+    if not mask.all():
+        first = first * mask.unsqueeze(-1) * 1.5
+    x = first = first + 1
+    for block in m.blocks:
+        x = block(x + first)
+    return loss_of(m, x)
+
+
+def cut_if_all_ones(m, x, mask):
+    x = m.embed(x)
+    return loss_of(m, through(m.blocks, x[:, :3] if mask.all() else x))
+
+
+def read_from_a_written_copy(m, x, mask):
+    first = m.embed(x)
+    counts = torch.zeros(6)
+    counts[:] = mask.sum(0)
+    if counts[-1] > 0:
+        first = first * 2
+    for index, block in enumerate(m.blocks):
+        if index == 2 and torch.equal(mask, torch.ones_like(mask)):
+            x = x + 1
+        x = block(x + first)
+    return loss_of(m, x)
+
+
+def drawn_from_the_batch(m, x, mask):
+    first = m.embed(x)
+    if torch.bernoulli(mask * 0.5).sum() > 5:
+        first = first * 2
+    for block in m.blocks:
+        x = block(x + first)
+    return loss_of(m, x)
+
+
+def masks(*lengths):
+    """Two rows of each length."""
+    mask = torch.arange(6) < torch.tensor(lengths).repeat_interleave(2)[:, None]
+    return {"x": torch.randn(len(mask), 6, WIDTH).double(), "mask": mask}
+
+
+BRANCHING = [
+    mask_unless_all_ones,
+    cut_if_all_ones,
+    read_from_a_written_copy,
+    drawn_from_the_batch,
+]
+
+
+@pytest.mark.parametrize(("step", "pipeline"), pairs(BRANCHING, PIPELINES))
+def test_a_step_may_branch_on_its_batch(step, pipeline):
+    batches = [masks(6, 4, 6, 6), masks(4, 4, 4, 4), masks(3, 6, 6, 6)]
+    found, _ = train_beside(Packed(step).double(), *pipeline, batches, 2)
+    assert len(found.ranks[0].records.known) == 2

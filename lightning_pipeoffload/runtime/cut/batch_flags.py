@@ -1,0 +1,126 @@
+"""Booleans that a step reads from its batch between the blocks, and how to compute them again.
+
+A step may take another path by them: Hugging Face drops a mask that is all ones, so batches of one
+shape run other operations. A trace takes 150 ms in a model with 24 layers, too long for each
+microbatch. So the trace records the operations that lead from the batch to each such boolean, and
+the next microbatch repeats these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.leaves import map_operands, tensors_in
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes
+
+
+@dataclass(frozen=True)  # no tuple, which would be mapped
+class _Number:
+    value: int
+
+
+@dataclass
+class _Call:
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: list[int]
+    answer: bool | None  # the boolean that it returns
+
+
+class BatchFlags:
+    """The booleans of one traced step.
+
+    Attributes:
+        answers: Their values in the trace, in order.
+        is_repeatable: Whether they depend on nothing else that changes, such as random numbers.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
+        self.is_repeatable = True
+        self._calls: list[_Call] = []
+        self._constants: dict[int, Tensor] = {}  # that the step writes, before that
+        self._writes = False
+        self._alive: list[Tensor] = []
+        self._numbers: dict[int, int] = {}  # of tensors that depend on the batch, by their id
+        for leaf in leaves:
+            self._number(leaf)
+
+    @property
+    def answers(self) -> tuple[bool, ...]:
+        return tuple(call.answer for call in self._calls if call.answer is not None)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operation, and record it if it depends on the batch."""
+        given = tensors_in((args, kwargs))
+        if not any(id(tensor) in self._numbers for tensor in given) or has_shapes((args, kwargs)):
+            return func(*args, **kwargs)
+        for tensor in written_arguments(func, args, kwargs):
+            if isinstance(tensor, Tensor):
+                self._writes = True
+                if id(tensor) not in self._numbers:
+                    self._constants[self._number(tensor)] = tensor.clone()
+        operands = map_operands(self._describe, args), map_operands(self._describe, kwargs)
+        result = func(*args, **kwargs)
+        answer = result if isinstance(result, bool) else None
+        if isinstance(result, bool) or (made := tensors_in(result)):
+            numbers = [] if isinstance(result, bool) else [*map(self._number, made)]
+            self._calls.append(_Call(func, *operands, numbers, answer))
+        return result
+
+    def _number(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._numbers:
+            self._alive.append(tensor)  # or another one may get its id
+            self._numbers[id(tensor)] = len(self._alive) - 1
+        return self._numbers[id(tensor)]
+
+    def _describe(self, leaf: Any) -> Any:
+        is_known = isinstance(leaf, Tensor) and id(leaf) in self._numbers
+        return _Number(self._numbers[id(leaf)]) if is_known else leaf
+
+    def finish(self) -> None:
+        """Drop all operations that lead to no boolean."""
+        self._numbers.clear()
+        self._alive.clear()
+        needed: set[int] = set()
+        calls: list[_Call] = []
+        for call in reversed(self._calls):
+            # A write may reach others by shared memory.
+            is_kept = calls and self._writes
+            if is_kept or call.answer is not None or not needed.isdisjoint(call.made):
+                calls.append(call)
+                map_operands(lambda leaf: _add(leaf, needed), (call.args, call.kwargs))
+        self._calls = calls[::-1]
+        draws = torch.Tag.nondeterministic_seeded
+        self.is_repeatable = not any(draws in getattr(c.func, "tags", ()) for c in calls)
+
+    @torch.no_grad()
+    def agree(self, leaves: Sequence[Tensor]) -> bool:
+        """Return whether a microbatch with these tensors has the same booleans."""
+        if not self._calls:
+            return True
+        values = dict(enumerate(leaves)) | self._constants
+        if self._writes:
+            values = {number: value.clone() for number, value in values.items()}
+
+        def fill(leaf: Any) -> Any:
+            return values[leaf.value] if isinstance(leaf, _Number) else leaf
+
+        for call in self._calls:
+            found = call.func(*map_operands(fill, call.args), **map_operands(fill, call.kwargs))
+            if call.answer is None:
+                values.update(zip(call.made, tensors_in(found), strict=True))
+            elif found is not call.answer:
+                return False
+        return True
+
+
+def _add(leaf: Any, numbers: set[int]) -> None:
+    if isinstance(leaf, _Number):
+        numbers.add(leaf.value)
