@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_iter  # private: torch's own containers, HF outputs too
+from torch.utils._pytree import (  # private: torch's own containers, HF outputs too
+    register_pytree_node,
+    tree_iter,
+    tree_map,
+)
 
 _PLAIN = {type(None), bool, int, float, str}
 
@@ -42,3 +48,82 @@ def tensors_in(tree: Any) -> list[Tensor]:
     if type(tree) is Tensor:  # as most blocks return
         return [tree]
     return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+# Dataclasses, which torch takes for leaves. Only those that blocks return are opened: an argument
+# that a block writes into has to stay the same object.
+
+
+class Opened:
+    """A dataclass as a node of a pytree."""
+
+    def __init__(self, hollow: Any, values: list[Any]) -> None:
+        self.hollow = hollow  # a copy of the object, without the values
+        self.values = values
+
+
+register_pytree_node(
+    Opened,
+    lambda opened: (opened.values, opened.hollow),
+    lambda values, hollow: Opened(hollow, list(values)),
+)
+
+
+def has_dataclasses(tree: Any) -> bool:
+    """Return whether a block's output contains dataclasses that torch does not open."""
+    return type(tree) is not Tensor and any(map(_is_closed, leaves_of(tree)))
+
+
+def open_dataclasses(tree: Any) -> Any:
+    """Return a pytree with an :class:`Opened` in place of each dataclass."""
+    return tree_map(_open, tree)
+
+
+def close_dataclasses(tree: Any) -> Any:
+    """Undo :func:`open_dataclasses`, with new objects."""
+    return tree_map(_close, tree, is_leaf=lambda part: isinstance(part, Opened))
+
+
+def _is_closed(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _open(leaf: Any) -> Any:
+    if not _is_closed(leaf):
+        return leaf
+    names, hollow = [field.name for field in fields(leaf)], copy(leaf)
+    for name in names:
+        object.__setattr__(hollow, name, None)  # also of what is frozen
+    return Opened(hollow, [open_dataclasses(getattr(leaf, name)) for name in names])
+
+
+def _close(leaf: Any) -> Any:
+    if not isinstance(leaf, Opened):
+        return leaf
+    made = copy(leaf.hollow)
+    for field, value in zip(fields(made), leaf.values, strict=True):
+        object.__setattr__(made, field.name, close_dataclasses(value))
+    return made
+
+
+def output_leaves(output: Any) -> Iterator[Any]:
+    """Yield the leaves of what a block returns, those of dataclasses too."""
+    for leaf in leaves_of(output):
+        if _is_closed(leaf):
+            yield from output_leaves([getattr(leaf, field.name) for field in fields(leaf)])
+        else:
+            yield leaf
+
+
+def map_output(function: Callable[[Any], Any], output: Any) -> Any:
+    """Map the leaves of what a block returns, those of dataclasses too."""
+    if type(output) is Tensor or not has_dataclasses(output):
+        return tree_map(function, output)
+    return close_dataclasses(tree_map(function, open_dataclasses(output)))
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """List the tensors of what a block returns."""
+    if type(output) is Tensor:  # as most blocks do
+        return [output]
+    return [leaf for leaf in output_leaves(output) if isinstance(leaf, Tensor)]

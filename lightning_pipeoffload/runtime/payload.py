@@ -16,6 +16,11 @@ from torch.utils._pytree import (  # private: see runtime/leaves
 )
 
 from lightning_pipeoffload.runtime.direct_function import DirectFunction
+from lightning_pipeoffload.runtime.leaves import (
+    close_dataclasses,
+    has_dataclasses,
+    open_dataclasses,
+)
 
 # Without numbers and strings, which may come from the batch.
 _CONSTANT = (type(None), torch.dtype, torch.device)
@@ -46,18 +51,21 @@ class BlockOutput:
     Attributes:
         is_template: False where a leaf is neither a tensor nor the same for every batch; then other
             ranks have to run the block, shape-only, to have that leaf.
+        is_closed: Whether dataclasses are opened in ``treespec``, which :meth:`fill` closes.
     """
 
     treespec: TreeSpec
     leaves: tuple[Any, ...]
     is_template: bool
+    is_closed: bool = False
 
     @classmethod
     def of(cls, output: Any) -> BlockOutput:
-        leaves, treespec = tree_flatten(output)
+        is_closed = has_dataclasses(output)
+        leaves, treespec = tree_flatten(open_dataclasses(output) if is_closed else output)
         described = tuple(_describe(leaf) for leaf in leaves)
         is_template = all(isinstance(leaf, (TensorSpec, *_CONSTANT)) for leaf in described)
-        return cls(treespec, described, is_template)
+        return cls(treespec, described, is_template, is_closed)
 
     @cached_property
     def payload(self) -> list[TensorSpec]:
@@ -89,7 +97,8 @@ class BlockOutput:
             return tensors[0]
         left = iter(tensors)
         leaves = [next(left) if isinstance(x, TensorSpec) else x for x in self.leaves]
-        return tree_unflatten(leaves, self.treespec)
+        filled = tree_unflatten(leaves, self.treespec)
+        return close_dataclasses(filled) if self.is_closed else filled
 
 
 def _describe(leaf: Any) -> Any:

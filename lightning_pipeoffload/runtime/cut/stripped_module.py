@@ -50,7 +50,10 @@ class StrippedModule:
                 self._copy_buffer(slot, slot.tensor)
                 continue
             trains = slot.tensor.requires_grad
-            stand_in = ShapeOnly.like(slot.tensor, slot.name, trains, self._device)
+            # Each has memory of its own, by which writes are found; remote tensors may share it.
+            like = slot.tensor
+            meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+            stand_in = ShapeOnly(meta, self._device, frozenset((slot.name,)), trains)
             carry_quantization(stand_in, slot)
             slot.put(stand_in)
             if slot.kind == "_parameters":

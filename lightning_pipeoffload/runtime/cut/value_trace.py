@@ -27,7 +27,12 @@ from lightning_pipeoffload.runtime.cut.record import (
     StartedBackward,
     StepRecord,
 )
-from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
+from lightning_pipeoffload.runtime.leaves import (
+    leaves_of,
+    map_output,
+    output_tensors,
+    tensors_in,
+)
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
@@ -203,12 +208,13 @@ class ValueTrace(CallCounter):
             self._note_training((arguments, self._made))
             self._made.clear()
             self._block = None
-            output = tree_map(alias, output)
+            output = map_output(alias, output)
             self.start(index + 1)
             self._reach.start_segment()
-            self._note_training(output)
+            made = output_tensors(output)
+            self._note_training(made)
             self._record.outputs.append(BlockOutput.of(output))
-            self._handed_on.append([_edge_of(leaf) for leaf in tensors_in(output)])
+            self._handed_on.append([_edge_of(leaf) for leaf in made])
         return output
 
     def lead_back(self, loss: Tensor) -> BackwardReach:

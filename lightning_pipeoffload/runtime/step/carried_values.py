@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.crossings import (
     CallCounter,
@@ -28,7 +27,7 @@ from lightning_pipeoffload.runtime.cut.crossings import (
     Port,
     mark_as_the_models,
 )
-from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.leaves import map_output, output_tensors
 from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 
 
@@ -59,7 +58,7 @@ class CarriedValues(CallCounter):
         """Record a block's output and start the next segment."""
         self.start(index + 1)
         if self.counts:
-            for leaf in tensors_in(output):
+            for leaf in output_tensors(output):
                 mark_as_the_models(leaf)
         places = self._wanted.get((index + 1, 0))
         return self._note(0, places, output) if places else output
@@ -104,7 +103,7 @@ class CarriedValues(CallCounter):
                 self._values[port] = leaf
             return leaf
 
-        return tree_map(note, result)
+        return map_output(note, result)
 
 
 _ANOTHER_WAY = (

@@ -138,14 +138,16 @@ class StageRunner:
     ) -> list[Tensor]:
         if len(output) != len(specs):
             self._refuse_payload(output, specs)
+        # Without gradients a view of a weight requires one all the same, which never comes.
+        trains = torch.is_grad_enabled()
         detached, edges = [], []
         for leaf, spec in zip(output, specs, strict=True):
             if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
                 self._refuse_payload(output, specs)
-            if leaf.requires_grad != spec.requires_grad and torch.is_grad_enabled():
+            if leaf.requires_grad != spec.requires_grad and trains:
                 self._refuse_frozen()
             detached.append(leaf.detach())
-            if spec.gets_gradient:
+            if spec.gets_gradient and trains:
                 # The edge, not the tensor: the output's memory may go as soon as it is sent.
                 edges.append(get_gradient_edge(leaf))
         alive.sent = tuple(edges)

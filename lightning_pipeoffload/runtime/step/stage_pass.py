@@ -29,7 +29,7 @@ from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.leaves import output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
 from lightning_pipeoffload.runtime.randomness import (
     has_drawn_since,
@@ -299,7 +299,7 @@ class StagePass:
         if index == self._stop - 1 and not self._context.is_last:
             self._left = True
             beside = self._carried.to_hand_on() if self._carried else ()
-            raise StageExit([*tensors_in(output), *beside])
+            raise StageExit([*output_tensors(output), *beside])
         return output
 
     def _call_of(self, index: int) -> Callable[..., Any]:

@@ -114,6 +114,19 @@ def test_the_mask_of_a_block_has_no_values():
     assert kinds == [ShapeOnly, ShapeOnly]
 
 
+def test_a_written_weight_is_told_from_others_that_share_their_shape():
+    def write(m, x):
+        m.blocks[1].weight.data.mul_(0.9)
+        return loss_of(m, through(m.blocks, x))
+
+    module = Step(write)
+    meta = torch.empty(4, 4, device="meta")
+    for block in module.blocks:  # as layers of other ranks that configure_model has made
+        block._parameters["weight"] = ShapeOnly(meta, CPU, frozenset(("a weight",)), True)
+    names = {write.name for write in traced(module, torch.ones(2, 4)).weight_writes}
+    assert names == {"blocks.1.weight"}
+
+
 # What is left
 
 

@@ -1,11 +1,15 @@
 """Values that go from stage to stage beside what the blocks hand on."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.schedule import build
+from lightning_pipeoffload.schedule import build, forward_only
 from tests.support.pairs import pairs
 from tests.support.small_modules import (
     Outcome,
@@ -248,3 +252,68 @@ def with_a_table(m, x):
 
 def test_constants_may_be_kept_from_call_to_call():
     train_beside(module_of(with_a_table), "zb_v", 2, [torch.randn(8, 4).double()] * 2)
+
+
+# In an evaluation
+
+
+def gated_residual(m, x):
+    for block in m.blocks:
+        x = x + m.embed.bias[0] * block(x)  # a view of a weight requires a gradient without one
+    return loss_of(m, x)
+
+
+@torch.no_grad()
+def test_what_needs_a_gradient_in_an_evaluation():
+    module, batch = module_of(gated_residual), torch.randn(8, 4).double()
+    plan = forward_only(build("1f1b", 2, 4))
+    losses = InProcessPipeline(module, plan, call_step).run(batch, 2)
+    torch.testing.assert_close(losses, run_plain(module, batch, 2).losses)
+
+
+# Dataclasses that blocks return
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    beside: Any = None
+
+
+class Returning(nn.Linear):
+    def __init__(self, function, keeps=False):
+        super().__init__(4, 4)
+        self.function, self.keeps = function, keeps
+
+    def forward(self, x):
+        y = x + self.function(super().forward, x)
+        return Output(y, Output(y.pow(2).mean()) if self.keeps else None)
+
+
+def checkpointed(linear, x):
+    return checkpoint(lambda y: linear(y).tanh(), x, use_reentrant=False)
+
+
+def by_a_function(linear, x):
+    return Product.apply(linear(x), linear(x))
+
+
+def called(linear, x):
+    return linear(x).tanh()
+
+
+def of_dataclasses(m, x):
+    x, losses = m.embed(x), []
+    for block in m.blocks:
+        output = block(x)
+        x = output.hidden
+        losses += [output.beside.hidden] if block.keeps else []
+    return loss_of(m, x) + sum(losses)
+
+
+@pytest.mark.parametrize("function", [checkpointed, by_a_function, called])
+@pytest.mark.parametrize("pipeline", [("zb_h1", 4), ("zb_v", 2)])
+def test_dataclasses_are_sent_by_their_fields(function, pipeline):
+    blocks = [Returning(function, keeps) for keeps in (False, True, True, False)]
+    module = Step(of_dataclasses, blocks).double()
+    train_beside(module, *pipeline, [torch.randn(8, 4).double()])
