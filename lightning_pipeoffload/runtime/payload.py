@@ -26,18 +26,51 @@ from lightning_pipeoffload.runtime.leaves import (
 _CONSTANT = (type(None), torch.dtype, torch.device)
 
 
+def dense_stride(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return strides without gaps in the order of a tensor's own; None if it is contiguous.
+
+    A dense tensor keeps its strides; one that is expanded or sliced gets those of a clone.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    dense = torch.empty_like(meta)
+    return None if dense.is_contiguous() else dense.stride()
+
+
 @dataclass(frozen=True)
 class TensorSpec:
-    """Description of a tensor before it exists; ``gets_gradient``: the loss depends on it."""
+    """Description of a tensor before it exists.
+
+    Attributes:
+        gets_gradient: Whether the loss depends on it.
+        stride: The strides in which it and its gradient are sent; None: they are contiguous.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
     gets_gradient: bool = False
+    stride: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tensor.shape, tensor.dtype, tensor.requires_grad, tensor.requires_grad)
+        trains = tensor.requires_grad
+        return cls(tensor.shape, tensor.dtype, trains, trains, dense_stride(tensor))
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """Return an uninitialized tensor."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this shape with the strides that the receiver expects."""
+        if self.stride is None:
+            return tensor.contiguous()
+        if tensor.stride() == self.stride:
+            return tensor
+        return self.empty(tensor.device).copy_(tensor)
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +109,7 @@ class BlockOutput:
     def metas(self) -> list[Tensor]:
         """The shapes of the payload, as tensors on the meta device."""
         with torch.inference_mode(False):
-            return [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self.payload]
+            return [spec.empty("meta") for spec in self.payload]
 
     def with_gradients(self, arrives: Sequence[bool]) -> BlockOutput:
         """Return a copy with ``gets_gradient`` of each tensor."""
@@ -174,5 +207,5 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
                 f"gradient, and freeze blocks by requires_grad_(False)"
             )
         if gradient is not None:
-            found.append(gradient)
+            found.append(spec.arrange(gradient))
     return found

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.payload import TensorSpec, dense_stride
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.actions import SENDS
 from lightning_pipeoffload.schedule.messages import recv_of
@@ -77,7 +77,7 @@ def says_peer_lost(error: BaseException) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as bytes of the same memory."""
+    """Return a tensor without gaps as bytes of the same memory, in the order of the memory."""
     # Not view(-1): a dimension of one element may have any stride.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -207,7 +207,7 @@ class Link:
                 memory: Any = late_values.start_reading(as_bytes(tensor))
                 work = self.sender.submit(self._send_copy, memory, number)
             else:
-                memory, data = tensor, as_bytes(tensor) if self.has_dtypes else tensor
+                memory, data = tensor, as_bytes(tensor) if self.has_dtypes else _flat(tensor)
                 if self.ring is not None:
                     memory = self.ring.take(tensor.nbytes)
                     data = memory[: tensor.nbytes].copy_(as_bytes(tensor))
@@ -227,8 +227,8 @@ class Link:
                 pinned = self.device.type != "cpu"
                 data = memory = torch.empty(spec.num_bytes, dtype=torch.uint8, pin_memory=pinned)
             else:
-                memory = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-                data = as_bytes(memory) if self.has_dtypes else memory
+                memory = spec.empty(self.device)
+                data = as_bytes(memory) if self.has_dtypes else _flat(memory)
             message.works.append(self.group.recv([data], self.peer, number))
             message.memory.append(memory)
         return message
@@ -274,16 +274,24 @@ class Message:
 
     def _tensor_in(self, memory: Tensor, spec: TensorSpec) -> Tensor:
         link = self.link
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=link.device)
+        tensor = spec.empty(link.device)
         as_bytes(tensor).copy_(memory[: spec.num_bytes], non_blocking=link.sender is not None)
         return tensor
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds its elements, one after the other."""
+    """Return a tensor whose memory holds its elements and nothing else."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.detach().contiguous()
+    tensor = tensor.detach()
+    if tensor.is_contiguous() or tensor.stride() == dense_stride(tensor):
+        return tensor
+    return tensor.clone()  # without gaps, in the order of the dimensions in memory
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a tensor without gaps as a contiguous one of the same memory."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 class ProcessGroupTransport(Transport):

@@ -48,6 +48,7 @@ class Crossing:
     digest: int = 0  # of the names of the functions called in the segment until it is made
     led_back: list[tuple[int, int]] | None = None
     """Pairs of segments between which the loss leads back to it; None: all."""
+    stride: tuple[int, ...] | None = None  # see TensorSpec
 
     def crosses(self, block: int) -> bool:
         """Return whether the value crosses the cut before ``block``."""
@@ -58,7 +59,7 @@ class Crossing:
         trains = self.trains_from is not None and self.trains_from < block
         pairs = self.led_back
         leads_back = pairs is None or any(made < block <= used for made, used in pairs)
-        return TensorSpec(self.shape, self.dtype, trains, trains and leads_back)
+        return TensorSpec(self.shape, self.dtype, trains, trains and leads_back, self.stride)
 
 
 def mark_as_the_models(tensor: Tensor) -> None:

@@ -72,6 +72,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 
 aten = torch.ops.aten
 
+_FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
 _MOST_IMAGINED = 1000  # values in a block, and behind the blocks: a loop may never end
 
 
@@ -168,6 +169,13 @@ class StepTrace:
     def _end_early(self, error: BaseException) -> None:
         """Accept a step that has failed behind the blocks where it lacks values; else raise."""
         if not isinstance(error, ValueNeededError):
+            if _FUNCTIONAL in str(error):
+                raise ValueError(
+                    f"the step calls torch.func.grad, vjp, jacrev or hessian"
+                    f"{in_brackets(users_line(error))}, which work without saved_tensors_hooks "
+                    f"only, and a pipeline needs these; call torch.autograd.grad("
+                    f"..., create_graph=True) instead"
+                ) from None
             if not self.num_imagined:
                 raise error
         elif self.segment < len(self.chain):

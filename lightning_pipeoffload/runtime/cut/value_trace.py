@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.leaves import (
     output_tensors,
     tensors_in,
 )
-from lightning_pipeoffload.runtime.payload import BlockOutput
+from lightning_pipeoffload.runtime.payload import BlockOutput, dense_stride
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
@@ -262,6 +262,7 @@ class ValueTrace(CallCounter):
             crossing = self._crossings[key] = Crossing(
                 source.port, source.segment, 0, tensor.shape, tensor.dtype,
                 source.trains_from, tensor.origins, calling_line(), source.digest,
+                stride=dense_stride(tensor),
             )  # fmt: skip
             self._record.crossings.append(crossing)
         edge = _edge_of(tensor)
@@ -333,6 +334,8 @@ def _numbers_of(leaf: Any) -> Iterable[float]:
     if isinstance(leaf, (int, float)):
         return [float(leaf)]
     if not isinstance(leaf, Tensor) or isinstance(leaf, ShapeOnly) or leaf.is_meta:
+        return []
+    if torch._C._are_functorch_transforms_active():  # private: vmap reads no value
         return []
     if leaf.layout is not torch.strided or leaf.is_quantized or not leaf.numel():
         return []

@@ -146,7 +146,7 @@ class StageRunner:
                 self._refuse_payload(output, specs)
             if leaf.requires_grad != spec.requires_grad and trains:
                 self._refuse_frozen()
-            detached.append(leaf.detach())
+            detached.append(spec.arrange(leaf.detach()))
             if spec.gets_gradient and trains:
                 # The edge, not the tensor: the output's memory may go as soon as it is sent.
                 edges.append(get_gradient_edge(leaf))

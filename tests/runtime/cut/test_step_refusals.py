@@ -63,6 +63,11 @@ def two_in_a_checkpoint(m, x):
     return loss_of(m, m.blocks[3](x))
 
 
+def functional_gradient(m, x):
+    x = torch.func.grad(lambda y: y.pow(3).sum())(x)  # <- named in the message
+    return loss_of(m, through(m.blocks, x))
+
+
 ONCE = "a pipeline needs each entry of blocks called once and in order"
 NO_GRAD = "leave out torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
 OTHERS = '; it could be cut with blocks=["blocks.1", "blocks.2", "blocks.3"]'
@@ -74,6 +79,11 @@ CALLS = {
     two_in_a_checkpoint: (
         "the step checkpoints blocks.1 and blocks.2 together {line}; a stage can only compute its "
         'own blocks again, so checkpoint each by itself, or leave it to recompute="full"'
+    ),
+    functional_gradient: (
+        "the step calls torch.func.grad, vjp, jacrev or hessian {line}, which work without "
+        "saved_tensors_hooks only, and a pipeline needs these; call torch.autograd.grad("
+        "..., create_graph=True) instead"
     ),
     reentrant: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}",
 }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
@@ -53,9 +54,21 @@ def branch_on_batch(m, x):
     return loss_of(m, through(m.blocks, x if x.sum() > 0 else -x))
 
 
+def mapped_over_rows(m, x):
+    x = torch.func.vmap(lambda row: m.embed(row / row.norm()))(x)
+    x = through(m.blocks, x)
+    return torch.func.vmap(lambda row: m.head(row).pow(2).mean())(x).mean()
+
+
+def mask_of_flex_attention(m, x):
+    length = torch.tensor(3)
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) & (k < length), 1, 1, 4, 4, device="cpu")
+    return loss_of(m, through(m.blocks, x * mask.to_dense().sum()))
+
+
 WITHIN_A_STAGE = [penalty_before, hooks_of_the_step, write_into_a_view]
 WEIGHTS_OF_SEVERAL_STAGES = [penalty_behind, tied_by_function, fetched_before]
-VALUES_THAT_ARE_THERE = [branch_behind, branch_on_batch]
+VALUES_THAT_ARE_THERE = [branch_behind, branch_on_batch, mapped_over_rows, mask_of_flex_attention]
 
 
 @pytest.mark.parametrize(

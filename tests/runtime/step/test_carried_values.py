@@ -317,3 +317,22 @@ def test_dataclasses_are_sent_by_their_fields(function, pipeline):
     blocks = [Returning(function, keeps) for keeps in (False, True, True, False)]
     module = Step(of_dataclasses, blocks).double()
     train_beside(module, *pipeline, [torch.randn(8, 4).double()])
+
+
+class Transposing(nn.Linear):
+    """Takes [batch, channels, time], stored as [batch, time, channels], as convolutions do."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2).view(-1, 4)).view(len(x), -1, 4).transpose(1, 2)
+
+
+def transposed(m, x):
+    x = first = m.embed(x).transpose(1, 2)
+    for block in m.blocks:
+        x = block(x)
+    return (x.transpose(1, 2).view(-1) + first.transpose(1, 2).view(-1)).pow(2).mean()
+
+
+def test_strides_are_kept():
+    module = Step(transposed, [Transposing(4, 4) for _ in range(4)]).double()
+    train_beside(module, "zb_h1", 4, [torch.randn(8, 5, 4).double()])
