@@ -15,7 +15,9 @@ from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_pipeoffload.runtime.cut.other_blocks import propose
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
@@ -136,10 +138,27 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
         ValueError: No such container or block, several containers that are equally good, or one
             inside of a compiled module.
     """
+    _check_weights(module)
     chain = _find_chain(module, name)
     chain.propose = partial(propose, module)
     _check_uncompiled(module, chain)
     return chain
+
+
+def _check_weights(module: nn.Module) -> None:
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            raise ValueError(
+                f"{path or 'the module'} is TorchScript ({child.original_name}), which keeps its "
+                f"weights for itself, so another stage cannot do without them; leave out "
+                f"torch.jit.script or torch.jit.trace, and compile blocks with compile=True instead"
+            )
+    for path, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"{path} is a lazy layer's parameter without a shape yet; give the layer its sizes "
+                f"(Linear for LazyLinear), or call the model on a batch in __init__"
+            )
 
 
 def _check_uncompiled(module: nn.Module, chain: BlockChain) -> None:
@@ -159,7 +178,7 @@ def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockCha
     containers = {
         path: child
         for path, child in module.named_modules()
-        if path and isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child)
+        if path and isinstance(child, (nn.ModuleList, nn.Sequential)) and any(child.children())
     }
     if name is not None:
         return _named_chain(containers, name)

@@ -188,6 +188,11 @@ def refill(container: Any, contents: Any) -> None:
         container.update(contents)
 
 
+def _has_same_entries(container: Any, contents: Any) -> bool:
+    has_same_keys = not isinstance(container, dict) or [*container] == [*contents]
+    return has_same_keys and _parts_of(container) == _parts_of(contents)
+
+
 # Copies
 
 
@@ -225,7 +230,7 @@ def _copy_container(value: Any, inside: Callable[[Any], Any]) -> Any:
     found = copy.copy(value)
     if isinstance(found, dict):
         for name, part in value.items():
-            found[name] = inside(part)
+            dict.__setitem__(found, name, inside(part))  # a subclass may refuse it
     elif not isinstance(found, set):
         refill(found, map(inside, value))
     return found
@@ -320,7 +325,8 @@ class Snapshot:
     def put_back(self) -> None:
         """Restore the attributes and containers."""
         for container, contents in self.contents:
-            refill(container, contents)
+            if not _has_same_entries(container, contents):  # it may refuse to be written
+                refill(container, contents)
         for part, name, value in self.values:
             if value is GONE:
                 vars(part).pop(name, None)

@@ -1,6 +1,7 @@
 """Steps that cannot be cut: each message in full, for it is all that the user gets to see."""
 
 import inspect
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -384,3 +385,39 @@ def test_a_batch_that_a_block_writes_and_nothing_reads_behind_it():
     blocks = [Halving(4, 4), *linear_blocks(3)]
     step = Step(lambda m, x: loss_of(m, through(m.blocks, x)), blocks)
     train_beside(step.double(), "zb_h1", 2, [torch.randn(4, 4).double()])
+
+
+# Modules
+
+
+def test_weights_that_cannot_be_replaced_are_refused():
+    step = Step(lambda m, x: loss_of(m, through(m.blocks, x)))
+    step.blocks[1] = nn.LazyLinear(4)
+    assert refusal(step) == (
+        "blocks.1.weight is a lazy layer's parameter without a shape yet; give the layer its sizes "
+        "(Linear for LazyLinear), or call the model on a batch in __init__"
+    )
+    step.blocks[1] = torch.jit.script(nn.Linear(4, 4))
+    assert refusal(step).startswith("blocks.1 is TorchScript (Linear), which keeps its weights")
+
+
+class FrozenDict(OrderedDict):
+    """A dict as the config of a diffusers model."""
+
+    def __setitem__(self, key, value):
+        if hasattr(self, "is_frozen"):
+            raise TypeError("this dict is frozen")
+        super().__setitem__(key, value)
+
+    update = clear = pop = None
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_attributes_that_are_no_obstacle():
+    step = Step(lambda m, x: loss_of(m, through(m.blocks, x))).double()
+    step.config = FrozenDict(width=4)
+    step.config.is_frozen = True
+    step.norms = nn.ModuleList([None])
+    train_beside(step, "zb_h1", 2, [torch.randn(4, 4).double()] * 2)
