@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import propose_traced
-from lightning_pipeoffload.runtime.microbatch import batch_leaves, shape_signature
+from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
