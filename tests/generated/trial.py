@@ -23,7 +23,7 @@ from tests.generated.reference import CutSteps, fit_from_the_next_batch
 from tests.support.fits import Journal
 
 PACKAGE = str(Path(lightning_pipeoffload.__file__).parent)
-LIMIT_SECONDS = 90
+LIMIT_SECONDS = 240
 
 
 class Killed(Exception):
