@@ -106,7 +106,11 @@ def _net(chosen):
     lines += _evaluation(chosen)
     lines += _method("configure_optimizers(self)", _optimizers(chosen))
     lines += _hooks(chosen)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    if chosen["input"] == "list_of_samples":  # else Lightning takes the first sample's length
+        text = text.replace("_loss\", loss", "_loss\", loss, batch_size=len(y)")
+        text = text.replace("_loss\", again", "_loss\", again, batch_size=len(y)")
+    return text
 
 
 def _state_lines(chosen):
