@@ -108,8 +108,8 @@ def _net(chosen):
     lines += _hooks(chosen)
     text = "\n".join(lines) + "\n"
     if chosen["input"] == "list_of_samples":  # else Lightning takes the first sample's length
-        text = text.replace("_loss\", loss", "_loss\", loss, batch_size=len(y)")
-        text = text.replace("_loss\", again", "_loss\", again, batch_size=len(y)")
+        text = text.replace('_loss", loss', '_loss", loss, batch_size=len(y)')
+        text = text.replace('_loss", again', '_loss", again, batch_size=len(y)')
     return text
 
 
