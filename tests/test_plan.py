@@ -183,7 +183,10 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("layer={hidden_size:many,sequence_length:8}", r"hidden_size \(many\) must be a number"),
         ("+options.costs=3", r"options\.costs is an argument of its own; set costs"),
         ("memory_limit=nan", r"memory_limit \(nan\) must be a number"),
-        ("strategy.memory_limit=4GiB", r"memory_limit \(4GiB\) is in bytes and for runs; here set"),
+        (
+            "strategy.memory_limit=4GiB",
+            r"memory_limit \(4GiB\) is for runs; here set memory_limit, in",
+        ),
         ("strategy.recompute=cheap", r"recompute \(cheap\) is for runs; here express it by"),
         ("strategy.offload=[0.5]", r"offload \(\[0\.5\]\) must be none, half"),
         ("schedule=auto num_ranks=2.5", r"num_ranks \(2\.5\) must be a whole number from 1 on"),

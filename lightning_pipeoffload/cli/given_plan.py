@@ -494,8 +494,8 @@ def _refuse_arguments_of_a_run(config: DictConfig) -> None:
     limit, recompute = config.strategy.memory_limit, config.strategy.recompute
     if limit is not None:
         raise ScheduleError(
-            f"strategy.memory_limit ({limit}) is in bytes and for runs; here set memory_limit, in "
-            f"the unit of costs.activation"
+            f"strategy.memory_limit ({limit}) is for runs; here set memory_limit, in the unit of "
+            f"costs.activation, as in memory_limit=4"
         )
     if recompute != "none":
         raise ScheduleError(

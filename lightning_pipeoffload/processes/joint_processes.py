@@ -235,6 +235,8 @@ class JointProcesses(ParallelStrategy):
         for hook in hooks:
             hook.remove()
         if isinstance(exception, KeyboardInterrupt):
+            assert self.cluster_environment is not None
+            self.cluster_environment.teardown()  # which Lightning would call after this
             raise SystemExit(SIGINT_STATUS)
 
     def _run_alone(self, plain: Callable[..., None], *args: Any) -> None:

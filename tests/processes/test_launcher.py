@@ -1,6 +1,7 @@
 """Where ranks are started and meet; what is said when some cannot come, or memory is short."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -160,6 +161,22 @@ def _fit_while_the_port_is_taken():
 
 def test_one_rank_needs_no_port(ranks):
     assert ranks(1).run(_fit_while_the_port_is_taken) == [1]
+
+
+class _Interrupted(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        raise KeyboardInterrupt
+
+
+def _fit_until_ctrl_c():
+    with pytest.raises(SystemExit) as ended:
+        fits.trainer(1, {}, callbacks=[_Interrupted()]).fit(fits.Net(), fits.loader())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return ended.value.code, os.environ.get("WORLD_SIZE")
+
+
+def test_ctrl_c_takes_back_the_size_of_the_world(ranks):
+    assert ranks(1).run(_fit_until_ctrl_c) == [(130, None)]
 
 
 MIB = 1 << 20
