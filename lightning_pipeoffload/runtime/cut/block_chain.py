@@ -178,7 +178,9 @@ def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockCha
     containers = {
         path: child
         for path, child in module.named_modules()
-        if path and isinstance(child, (nn.ModuleList, nn.Sequential)) and any(child.children())
+        if path
+        and isinstance(child, (nn.ModuleList, nn.Sequential))
+        and any(True for _ in child.children())
     }
     if name is not None:
         return _named_chain(containers, name)
