@@ -236,8 +236,13 @@ class StagePass:
         except StageExit as leaving:
             leaving.__traceback__ = None  # its frames hold every activation
             output = leaving.payload
-        except ValueNeededError as error:
-            raise ValueError(self._explain(error)) from None
+        except (ValueNeededError, Exception) as error:
+            if (leaving := _exit_before(error)) is not None:
+                output = leaving.payload
+            elif isinstance(error, ValueNeededError):
+                raise ValueError(self._explain(error)) from None
+            else:
+                raise
         finally:
             context.ownership.restore()
         if context.writes.is_by_users:
@@ -375,3 +380,15 @@ class StagePass:
             f"{in_brackets(users_line(error))}; let the blocks take it and return it beside their "
             f"output, or compute it from the batch"
         )
+
+
+def _exit_before(error: BaseException) -> StageExit | None:
+    """Return the exit from a stage during which an error has been raised.
+
+    While the step is left, ``finally`` and ``__exit__`` run, and may use what only a later stage
+    has: they come to their end there.
+    """
+    context = error.__context__
+    while context is not None and not isinstance(context, StageExit):
+        context = context.__context__
+    return context

@@ -2,6 +2,7 @@
 
 import random
 from collections import namedtuple
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from tests.support.small_modules import (
     assert_same,
     call_step,
     linear_blocks,
+    loss_of,
     run_pipeline,
+    through,
     train_beside,
     vectors,
 )
@@ -290,3 +293,40 @@ def careful(m, x):
 
 def test_except_exception_around_the_blocks_is_fine():
     assert_exact(Step(careful).double(), torch.randn(4, 4).double())
+
+
+def finally_uses_the_loss(m, x):
+    try:
+        loss = loss_of(m, through(m.blocks, x))
+    finally:
+        loss.detach()
+    return loss
+
+
+def every_error_is_another(m, x):
+    try:
+        return loss_of(m, through(m.blocks, x))
+    except BaseException as error:
+        raise RuntimeError("the step failed") from error
+
+
+@contextmanager
+def noting(m):
+    try:
+        yield
+    finally:
+        m.note = m.hidden.mean().item()
+
+
+def exit_uses_what_a_later_stage_makes(m, x):
+    with noting(m):
+        m.hidden = through(m.blocks, x)
+    return loss_of(m, m.hidden)
+
+
+@pytest.mark.parametrize(
+    "step", [finally_uses_the_loss, every_error_is_another, exit_uses_what_a_later_stage_makes]
+)
+def test_an_error_of_code_that_runs_as_the_step_is_left_is_dropped(step):
+    batches = [torch.randn(8, 4).double() for _ in range(2)]
+    train_beside(Step(step).double(), "zb_h1", 2, batches)
