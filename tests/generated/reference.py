@@ -76,7 +76,7 @@ class _Logged:
             if not hasattr(value, "compute"):
                 is_sum = options.get("reduce_fx") == "sum"
                 value = sum(value * (1 if is_sum else share) for value, share in values)
-            self._log(name, value, **{"batch_size": total, **options})
+            self._log(name, value, **options | {"batch_size": options.get("batch_size") or total})
 
 
 def _mean(outputs, shares):

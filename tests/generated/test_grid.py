@@ -55,7 +55,7 @@ def _rows_of_both_runs():
 
 
 @pytest.mark.parametrize(
-    "row", _rows_of_both_runs(), ids=lambda row: "-".join(map(str, row.values()))
+    "row", list(_rows_of_both_runs()), ids=lambda row: "-".join(map(str, row.values()))
 )
 def test_a_first_fit_is_killed_and_resumed(pools, row):
     verdict = judge_choices({**plain(), **ROAD, **row}, pools)
