@@ -237,8 +237,8 @@ class StagePass:
             leaving.__traceback__ = None  # its frames hold every activation
             output = leaving.payload
         except (ValueNeededError, Exception) as error:
-            if (leaving := _exit_before(error)) is not None:
-                output = leaving.payload
+            if (left := _exit_before(error)) is not None:
+                output = left.payload
             elif isinstance(error, ValueNeededError):
                 raise ValueError(self._explain(error)) from None
             else:
