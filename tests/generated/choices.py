@@ -132,6 +132,7 @@ _RULES = [
     ({"made_in": ["configure_model"], "block": ["spectral_norm", "weight_norm"]},
      {"block": "mlp"}),
     ({"made_in": ["configure_model"], "callback": ["ema"]}, {"callback": None}),
+    ({"hooks": ["backward_hook"], "model": ["gpt2"]}, {"hooks": None}),
     ({"hooks": ["backward_hook"], "call": ["mask", "mask_by_name"]}, {"hooks": None}),
     ({"precision": ["bf16-mixed"], "clip": ["in_hook"]}, {"clip": "norm"}),
     ({"extra": FEATURES["extra"][1][1:], "shape": ["tuple", "list", "named_tuple"]},
