@@ -51,8 +51,8 @@ SHARDED = sharded_linear()
 # module: names of it
 IMPORTED = {
     "torch.utils._pytree": (
-        "KeyPath TreeSpec keystr register_pytree_node tree_flatten tree_flatten_with_path tree_iter "
-        "tree_leaves tree_map tree_map_with_path tree_unflatten"
+        "KeyPath TreeSpec keystr register_pytree_node tree_flatten tree_flatten_with_path "
+        "tree_iter tree_leaves tree_map tree_map_with_path tree_unflatten"
     ),
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.autograd.graph": "_engine_run_backward",

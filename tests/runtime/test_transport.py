@@ -59,7 +59,7 @@ def connect():
 
 
 def specs_of(tensors):
-    return [TensorSpec(tensor.shape, tensor.dtype, False) for tensor in tensors]
+    return [TensorSpec.of(tensor) for tensor in tensors]
 
 
 def parse(*texts):
