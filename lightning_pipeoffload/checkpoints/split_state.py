@@ -122,6 +122,7 @@ class SplitState:
         self, optimizer: Optimizer, names: GroupNames, state: dict[str, Any]
     ) -> dict[str, Any]:
         part: dict[str, Any] = {}
+        state = {name: entry for name, entry in state.items() if entry}  # SGD keeps empty ones
         anything = self._group.world.agree(bool(state), unanimous=False)
         if state or not anything:
             part["state"] = state
