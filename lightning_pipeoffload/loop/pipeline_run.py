@@ -255,7 +255,10 @@ class PipelineRun:
             obstacle = str(error)
         if key not in self._runs_whole:
             is_certain = slices is not None and all(cut.record.is_certain for cut in slices)
-            self._runs_whole[key] = self._group.agree(not is_certain, unanimous=False)
+            of_ranks = self._group.gather((is_certain, slices is None))
+            self._runs_whole[key] = not all(certain for certain, _ in of_ranks)
+            if any(is_uncut for _, is_uncut in of_ranks):
+                slices = None  # blocks are lent to all ranks for as many slices
             if obstacle and self._group.reports:
                 log.info(_WHOLE, inputs.kind, obstacle)
         return slices

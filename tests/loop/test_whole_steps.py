@@ -1,5 +1,7 @@
 """Evaluation steps that cannot be cut run on every rank as on one device."""
 
+import os
+
 import lightning as L
 import pytest
 import torch
@@ -132,3 +134,28 @@ def test_what_has_no_rule_for_shapes_runs_whole_and_what_fills_its_class_is_refu
     for value, message in ranks(2).run(_validate, 2):
         assert value == pytest.approx(plain[0])
         assert message.startswith("the step writes Failing.seen (a list), which a Python module")
+
+
+class FailsOnce(fits.Net):
+    """Its first trace of a validation step fails on one rank, as where a file was late there."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0, depth=4)
+
+    def validation_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1 and os.environ.pop("FAILS_ONCE", ""):
+            raise OSError("not there yet")
+        return super().validation_step(batch, batch_idx)
+
+
+def _validate_late(fails):
+    L.seed_everything(7, verbose=False)
+    os.environ["FAILS_ONCE"] = "1" * fails
+    trainer = fits.trainer(2)
+    trainer.validate(FailsOnce(), fits.loader(), verbose=False)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+def test_all_ranks_run_a_step_as_a_whole_that_one_cannot_trace(ranks):
+    (expected, _), found = ranks(2).run(_validate_late, False), ranks(2).run(_validate_late, True)
+    assert found == pytest.approx([expected] * 2)
