@@ -79,6 +79,8 @@ class Net(fits.Net):
     def loss(self, batch):
         if self.keeps_first:
             self.first = self.embed.weight.norm().detach()
+        if self.keeps_parts and self.training:
+            self.parts.append(self.embed.weight.mean().detach())
         return super().loss(batch)
 
     def training_step(self, batch, batch_idx):
@@ -88,7 +90,7 @@ class Net(fits.Net):
         self.sums[0].update(loss.detach() * len(batch["x"]))
         self.mean.update(loss.detach(), weight=len(batch["x"]))
         if self.keeps_parts:
-            self.parts += [self.embed.weight.mean().detach(), loss.detach()]
+            self.parts.append(loss.detach())
             self.made = lambda: 1
         if batch_idx == 3:
             self.late = float(batch_idx)
