@@ -164,8 +164,8 @@ CASES = [
         net(depth=1),
         {},
         "blocks has 1 blocks for 2 stages; use fewer devices or num_chunks, or a model of at least "
-        '2 blocks, or cut more of this one, in the order of its calls: blocks=["embed", "blocks", "norm", '
-        '"head"]',
+        '2 blocks, or cut more of this one, in the order of its calls: blocks=["embed", "blocks", '
+        '"norm", "head"]',
     ),
     (
         net(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())),

@@ -24,14 +24,16 @@ def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
     """Read an amount of memory: bytes, or a number with a unit, "40GiB" or "500 MB".
 
     Raises:
-        ValueError: The value is neither, or not positive; ``name`` is the argument in the message.
+        ValueError: It is neither, or less than a byte; ``name`` is the argument in the message.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
-    if match is None or match[2] not in _UNITS or not float(match[1]) > 0:
+    unit = _UNITS.get(match[2]) if match else None
+    amount = int(float(match[1]) * unit) if match and unit else 0
+    if not amount:
         raise ValueError(
             f'{name}={value!r} is no amount of memory; use bytes, or a text such as "40GiB"'
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return amount
 
 
 def device_limit(device: torch.device, activation_bytes: int) -> int | None:

@@ -172,7 +172,7 @@ def test_an_amount_is_read(value, expected):
     assert parse_bytes(value) == expected
 
 
-@pytest.mark.parametrize("value", [0, -1, "40 gigs", "GiB", "", "1..5GiB", "0GiB", True])
+@pytest.mark.parametrize("value", [0, -1, "40 gigs", "GiB", "", "1..5GiB", "0GiB", True, 0.5])
 def test_what_is_no_amount_is_refused(value):
     with pytest.raises(ValueError, match="is no amount of memory; use bytes"):
         parse_bytes(value)
