@@ -42,12 +42,6 @@ def first_plan(
     """
     schedule = settings.make_schedule(num_ranks, num_microbatches)
     if settings.offload not in ("auto", "none"):
-        if schedule.has_copies:
-            raise ScheduleError(
-                f"schedule {schedule.name} says itself what it offloads, and offload="
-                f"{settings.offload!r} was asked for; leave that at auto, or use a schedule "
-                f"without copies, such as uniform"
-            )
         return offload_activations(schedule, UNMEASURED, settings.offload)
     if settings.is_limited(on_accelerator) and not schedule.has_copies:
         return one_at_a_time(schedule), None

@@ -264,11 +264,19 @@ class PipelineSettings:
         """Build the schedule for that many microbatches, without regard to costs and limits.
 
         Raises:
-            ScheduleError: There is no schedule, or a given one is of another size.
+            ScheduleError: There is no schedule, a given one is of another size, or it offloads by
+                itself and ``offload`` asks for more.
         """
         option = self.option(num_microbatches)
         sizes = num_ranks, num_microbatches, option.num_chunks
-        return build_by(self._recipe[1], option.schedule, sizes)
+        schedule = build_by(self._recipe[1], option.schedule, sizes)
+        if schedule.has_copies and self.offload not in ("auto", "none"):
+            raise ScheduleError(
+                f"schedule {schedule.name} says itself what it offloads, and offload="
+                f"{self.offload!r} was asked for; leave that at auto, or use a schedule without "
+                f"copies, such as uniform"
+            )
+        return schedule
 
     def provisional_schedule(self, num_ranks: int) -> Schedule:
         """Build a schedule before the batch is known, for its placement of stages on ranks."""

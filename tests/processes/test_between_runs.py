@@ -48,6 +48,25 @@ def test_before_the_first_run_nobody_is_waited_for(ranks, tmp_path, num_ranks):
     assert found == [(str(tmp_path), "mine", False)] * num_ranks
 
 
+def read_folder_in_steps(num_devices, folder):
+    module, read = fits.Net(), []
+    plain = module.training_step
+
+    def training_step(batch, batch_idx):
+        read.append(module.trainer.log_dir)
+        return plain(batch, batch_idx)
+
+    module.training_step = training_step
+    make_trainer(num_devices, default_root_dir=folder).fit(module, fits.loader())
+    return set(read)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_reads_the_folder_of_the_run(ranks, tmp_path, num_ranks):
+    found = ranks(num_ranks).run(read_folder_in_steps, num_ranks, str(tmp_path))
+    assert found == [{str(tmp_path)}] * num_ranks
+
+
 def look_at_modes(num_devices, inference_mode):
     look, module = Look(), fits.Net()
     trainer = make_trainer(num_devices, callbacks=[look], inference_mode=inference_mode)
