@@ -127,7 +127,7 @@ class JointProcesses(ParallelStrategy):
     def _share_log_dir(self, trainer: Trainer) -> None:
         """Read the run's folder on all ranks, since a step that reads it may be on one alone."""
         own: list[Any] = []
-        self.broadcast = own.append  # type: ignore[method-assign]
+        self.broadcast = own.append  # type: ignore[method-assign, assignment]
         try:
             _ = trainer.log_dir
         finally:
