@@ -327,7 +327,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
         self._run = self.fit_run.attach(self._run)
-        self._share_log_dir(trainer)
+        _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         self.fit_run.setup()
 
     @override

@@ -132,7 +132,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         self.accelerator.setup(trainer)
         module = self._module
         check_run(module, trainer)
-        self._share_log_dir(trainer)
+        _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         if not is_sharded(module):
             self.precision_plugin.convert_module(module)
             assert self._world is not None

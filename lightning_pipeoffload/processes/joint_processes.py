@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
@@ -80,8 +80,7 @@ class JointProcesses(ParallelStrategy):
     _must_reconnect = False
     _exception_hooks: Sequence[WrappedHook] = ()
     _warns = False
-    # This rank's trainer.log_dir, and global rank 0's.
-    _log_dir: tuple[Any, Any] = None, None
+    _texts: Mapping[str, str] = MappingProxyType({})  # that all ranks have broadcast
     _why_alone = "the other ranks have left the step, or are not there yet"
 
     @property
@@ -114,25 +113,19 @@ class JointProcesses(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self.is_in_step and isinstance(obj, str) and obj == self._log_dir[0]:
-            return self._log_dir[1]
+        is_text = isinstance(obj, str) and src == 0
+        if is_text and self.is_in_step and obj in self._texts:
+            return self._texts[obj]
         self._refuse_alone("broadcast")
-        return obj if self._world is None else self._world.broadcast(obj, src)
+        found = obj if self._world is None else self._world.broadcast(obj, src)
+        if is_text:
+            self._texts = {**self._texts, obj: found}
+        return found
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._refuse_alone("reduce_boolean_decision")
         return decision if self._world is None else self._world.agree(decision, all)
-
-    def _share_log_dir(self, trainer: Trainer) -> None:
-        """Read the run's folder on all ranks, since a step that reads it may be on one alone."""
-        own: list[Any] = []
-        self.broadcast = own.append  # type: ignore[method-assign, assignment]
-        try:
-            _ = trainer.log_dir
-        finally:
-            del self.broadcast
-        self._log_dir = own[0], self.broadcast(own[0])
 
     # Start
 
