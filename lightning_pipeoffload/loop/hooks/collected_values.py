@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeoffload.lightning_names import PACKAGES
@@ -353,4 +354,6 @@ def _is_sent(variable: Variable) -> bool:
     if isinstance(variable.part, Metric):
         return variable.name in (*variable.part.metric_state, "_update_count", "_computed")
     library = type(variable.part).__module__.partition(".")[0]
-    return library not in {"torch", *PACKAGES}
+    if library == "torch":  # weights that old spectral_norm and weight_norm compute
+        return isinstance(variable.value, Tensor)
+    return library not in PACKAGES

@@ -6,6 +6,7 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import spectral_norm
 from torchmetrics import MeanMetric, SumMetric
 
 from tests.support import fits
@@ -290,3 +291,29 @@ def test_a_replica_has_its_own_lists_and_metrics_over_all_replicas(ranks):
         assert metrics == other[:3]
         assert (own, shared) != (other[4], other[7])
         assert metrics[1] == pytest.approx(own + other[4])
+
+
+def read_normed_weights(num_devices):
+    """Fit with spectral_norm; return the weights that it computes, or the error of their use."""
+    L.seed_everything(7, verbose=False)
+    module, found = fits.Net(dropout=0.0, depth=4), ([], [])
+    for block in module.blocks:
+        spectral_norm(block.linear)
+
+    def read(*args):
+        for block, values in zip((module.blocks[0], module.blocks[3]), found, strict=True):
+            try:
+                values.append(float(block.linear.weight.sum()))
+            except RuntimeError as error:
+                values.append(str(error).partition(" is not on")[0])
+
+    module.on_train_batch_end = read
+    _fit(num_devices, module, [], max_epochs=1, num_microbatches=1, schedule="1f1b")
+    return found
+
+
+def test_a_weight_that_a_hook_of_torch_computes_is_on_its_stage(ranks):
+    of_first, of_last = ranks(1).run(read_normed_weights, 1)[0]
+    on_last, on_first = ranks(2).run(read_normed_weights, 2)
+    assert on_first == (of_first, ["self.blocks.3.linear.weight"] * len(of_last))
+    assert on_last == (["self.blocks.0.linear.weight"] * len(of_first), of_last)
