@@ -34,7 +34,7 @@ class Net(pl.LightningModule):
 
 class Seen(Callback):
     def on_train_end(self, trainer, pl_module):
-        print("end", trainer.global_step, flush=True)
+        print(f"end {trainer.global_step}", flush=True)  # in one write
 
 
 if __name__ == "__main__":

@@ -215,9 +215,10 @@ def test_make_knows_the_target(target):
 def test_several_nodes_under_slurm(monkeypatch):
     (line,) = re.findall(r"^srun (.*) python train.py +# Trainer\((.*)\)$", TEXT, re.MULTILINE)
     nodes, tasks = re.findall(r"=(\d+)", line[0])
-    for name, value in {"NTASKS": int(nodes) * int(tasks), "NTASKS_PER_NODE": tasks}.items():
+    ntasks = {"JOB_NAME": "train", "NTASKS": int(nodes) * int(tasks), "NTASKS_PER_NODE": tasks}
+    for name, value in ntasks.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    for name, value in {"JOB_NAME": "train", "NNODES": nodes, "PROCID": 0, "LOCALID": 0}.items():
+    for name, value in {"NNODES": nodes, "STEP_ID": 0, "PROCID": 0, "LOCALID": 0}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     trainer = L.Trainer(**eval(f"dict({line[1]})"), accelerator="cpu", logger=False)
     assert trainer.world_size == int(nodes) * int(tasks)

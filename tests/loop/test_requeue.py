@@ -63,6 +63,7 @@ def fit_rank(rank, port, root, callbacks, options):
         SLURM_NTASKS="2",
         SLURM_NTASKS_PER_NODE="2",
         SLURM_PROCID=str(rank),
+        SLURM_STEP_ID="0",
     )
     L.seed_everything(7, workers=True, verbose=False)
     record = fits.Record()
