@@ -274,7 +274,7 @@ class _Split:
         if not _is_uniform(value):
             return False
         if not self._look.is_by_entries and _rows_in(value) == {self._total}:
-            if self._look.collation.by_torch:
+            if self._look.collation.by_torch or isinstance(value, tuple):  # a record
                 return False
             raise ValueError(
                 f"{place} has {len(value)} entries of as many rows, as the batch has samples: "

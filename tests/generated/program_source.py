@@ -9,6 +9,7 @@ _HEADER = '''"""A generated program{name}: run it, and it compares one device wi
 `python FILE` compares, `python -m tests.generated shrink FILE` drops what it does not need.
 """
 
+import copy
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -334,7 +335,7 @@ def _hooks(chosen):
         "list": ["SEEN.append(torch.stack(self.losses))", "self.losses.clear()"],
         "average": ["SEEN.append(self.average)"],
         "counter": ["SEEN.append(self.count_behind)"],
-        "dict_of_lists": ["SEEN.append(self.kept)"],
+        "dict_of_lists": ["SEEN.append(copy.deepcopy(self.kept))"],
     }.get(chosen["behind"], [])
     ending += ["SEEN.append(self.count)"] if chosen["before"] == "counter" else []
     if chosen["in_block"] == "counter":

@@ -67,16 +67,18 @@ class _Logged:
     def begin(self, share):
         self._share = share
 
-    def take(self, name, value, **options):
-        self._values.setdefault(name, ([], options))[0].append((value, self._share))
+    def take(self, name, value, batch_size=None, **options):
+        found = self._values.setdefault(name, ([], [], options))
+        found[0].append((value, self._share))
+        found[1].append(batch_size)
 
     def end(self, total):
-        for name, (values, options) in self._values.items():
+        for name, (values, sizes, options) in self._values.items():
             value = values[-1][0]
             if not hasattr(value, "compute"):
                 is_sum = options.get("reduce_fx") == "sum"
                 value = sum(value * (1 if is_sum else share) for value, share in values)
-            self._log(name, value, **options | {"batch_size": options.get("batch_size") or total})
+            self._log(name, value, batch_size=sum(sizes) if all(sizes) else total, **options)
 
 
 def _mean(outputs, shares):

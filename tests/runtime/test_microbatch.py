@@ -310,6 +310,13 @@ def test_lists_may_have_a_row_for_all():
     assert [len(part["a"][0]) for part in structure.split(batch, 1).parts] == [1, 1]
 
 
+def test_a_nested_tuple_of_as_many_rows_holds_columns():
+    batch = {"inputs": (TWO, {"mask": TWO}), "y": TWO[:, 0]}
+    assert batch_size(batch) == 2
+    for part in split_batch(batch, 1):
+        assert [len(part["inputs"][0]), len(part["inputs"][1]["mask"]), len(part["y"])] == [1] * 3
+
+
 UNCLEAR = [
     ({"x": TWO, "views": [TWO, TWO]}, r"batch\['views'\] has 2 entries of as many rows.*stack it"),
     ((TWO, [{"x": TWO}, {"x": TWO}]), r"batch\[1\] has 2 entries of as many rows"),
