@@ -19,6 +19,7 @@ from lightning_pipeoffload.runtime.batch_structure import (
     refuse_unclear_list,
     split_batch,
 )
+from lightning_pipeoffload.runtime.batch_tree import map_batch
 from lightning_pipeoffload.runtime.microbatch import (
     merge_outputs,
     sample_counts,
@@ -304,6 +305,23 @@ def test_the_outermost_list_holds_columns(batch):
     assert [len(part) for part in split_batch(batch, 1)] == [2, 2]
 
 
+Y = torch.ones(2)
+NESTED_COLUMNS = [
+    ({"inputs": (TWO, TWO), "y": Y}, 2),
+    ((Y, {"inputs": (TWO, TWO.numpy())}), 2),
+    ({"inputs": [X, X], "y": X}, 5),
+    ({"inputs": [X, X], "names": NAMES}, 5),
+]
+
+
+@pytest.mark.parametrize(("batch", "count"), NESTED_COLUMNS)
+def test_a_nested_tuple_of_tensors_holds_columns_and_a_list_if_of_another_length(batch, count):
+    parts = split_batch(batch, 1)
+    expected = [map_batch(lambda leaf, k=k: leaf[k : k + 1], batch) for k in range(count)]
+    assert len(parts) == count
+    assert all(map(same, parts, expected))
+
+
 def test_lists_may_have_a_row_for_all():
     structure, batch = BatchStructure(Collation(by_torch=True)), {"a": [TWO], "b": [TWO[:1]]}
     assert structure.count(batch) == 2
@@ -320,6 +338,9 @@ def test_a_nested_tuple_of_as_many_rows_holds_columns():
 UNCLEAR = [
     ({"x": TWO, "views": [TWO, TWO]}, r"batch\['views'\] has 2 entries of as many rows.*stack it"),
     ((TWO, [{"x": TWO}, {"x": TWO}]), r"batch\[1\] has 2 entries of as many rows"),
+    ({"x": TWO, "y": (TWO, TWO[:1])}, r"batch\['y'\] has 2 entries of as many rows.*stack it"),
+    (([TWO, TWO], (1, 2)), r"batch\[0\] has 2 entries of as many rows"),
+    (((TWO, TWO), (1, 2)), r"batch\[0\] has 2 entries of as many rows"),
     ({"views": [TWO, TWO, TWO]}, r"batch\['views'\] has 3 entries with 2 rows"),
     ({"x": TWO, "y": TWO.numpy()[:1].repeat(3, 0)}, r"different lengths \[2, 3\]"),
     ({"x": TWO, "all": [torch.ones(5), torch.ones(6), "a"]}, r"batch\['all'\]\[0\] has 5 rows"),
