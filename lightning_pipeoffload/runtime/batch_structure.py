@@ -288,7 +288,9 @@ class _Split:
         return (
             isinstance(value, tuple)
             and not self._look.is_by_lists
-            and all(isinstance(e, Tensor | np.ndarray) and len(e) == self._total for e in value)
+            and all(
+                isinstance(e, Tensor | np.ndarray) and e.shape[:1] == (self._total,) for e in value
+            )
         )
 
     def _decide_on_column(self, value: Any, place: str) -> bool:
