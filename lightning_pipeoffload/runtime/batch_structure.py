@@ -274,7 +274,7 @@ class _Split:
         if not _is_uniform(value):
             return False
         if not self._look.is_by_entries and _rows_in(value) == {self._total}:
-            if self._look.collation.by_torch or self._is_record(value):
+            if self._look.collation.by_torch or _have_unlike_dtypes(value):
                 return False
             raise ValueError(
                 f"{place} has {len(value)} entries of as many rows, as the batch has samples: "
@@ -282,16 +282,6 @@ class _Split:
                 f"{_stacked(value)}"
             )
         return True
-
-    def _is_record(self, value: Any) -> bool:
-        # Not of tuples alone, as zip(*rows) makes of images: their rows may be channels.
-        return (
-            isinstance(value, tuple)
-            and not self._look.is_by_lists
-            and all(
-                isinstance(e, Tensor | np.ndarray) and e.shape[:1] == (self._total,) for e in value
-            )
-        )
 
     def _decide_on_column(self, value: Any, place: str) -> bool:
         if not _are_numbers(value) or self._look.is_by_lists:
@@ -344,6 +334,12 @@ def _has_containers(value: Any) -> bool:
     return any(
         isinstance(entry, Tensor | np.ndarray) or parts_of(entry) is not None for entry in value
     )
+
+
+def _have_unlike_dtypes(value: Any) -> bool:
+    """Whether the entries of a list are tensors or arrays of several dtypes, as columns are."""
+    dtypes = {getattr(entry, "dtype", None) for entry in value}
+    return None not in dtypes and len(dtypes) > 1
 
 
 def _are_numbers(value: Any) -> bool:

@@ -307,15 +307,15 @@ def test_the_outermost_list_holds_columns(batch):
 
 Y = torch.ones(2)
 NESTED_COLUMNS = [
-    ({"inputs": (TWO, TWO), "y": Y}, 2),
-    ((Y, {"inputs": (TWO, TWO.numpy())}), 2),
+    ({"inputs": (TWO, TWO.bool()), "y": Y}, 2),
+    ((Y, {"inputs": [TWO, TWO.numpy()]}), 2),
     ({"inputs": [X, X], "y": X}, 5),
     ({"inputs": [X, X], "names": NAMES}, 5),
 ]
 
 
 @pytest.mark.parametrize(("batch", "count"), NESTED_COLUMNS)
-def test_a_nested_tuple_of_tensors_holds_columns_and_a_list_if_of_another_length(batch, count):
+def test_a_nested_list_holds_columns_of_unlike_dtypes_or_if_it_has_another_length(batch, count):
     parts = split_batch(batch, 1)
     expected = [map_batch(lambda leaf, k=k: leaf[k : k + 1], batch) for k in range(count)]
     assert len(parts) == count
@@ -338,6 +338,7 @@ def test_a_nested_tuple_of_as_many_rows_holds_columns():
 UNCLEAR = [
     ({"x": TWO, "views": [TWO, TWO]}, r"batch\['views'\] has 2 entries of as many rows.*stack it"),
     ((TWO, [{"x": TWO}, {"x": TWO}]), r"batch\[1\] has 2 entries of as many rows"),
+    ({"images": (TWO, TWO), "y": Y}, r"batch\['images'\] has 2 entries of as many rows.*stack it"),
     ({"x": TWO, "y": (TWO, TWO[:1])}, r"batch\['y'\] has 2 entries of as many rows.*stack it"),
     (([TWO, TWO], (1, 2)), r"batch\[0\] has 2 entries of as many rows"),
     (((TWO, TWO), (1, 2)), r"batch\[0\] has 2 entries of as many rows"),
