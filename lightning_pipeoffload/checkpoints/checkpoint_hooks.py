@@ -44,13 +44,13 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
 
     Attributes:
         _seed: The seed of the fit's data and dropout, which a resumed fit continues.
-        _first_batch: What the fit's first batch has decided for later ones, which a resumed fit
+        first_batch: What the fit's first batch has decided for later ones, which a resumed fit
             continues too; empty before it.
     """
 
     _seed: int
     _loaded_seed: int | None = None
-    _first_batch: Mapping[str, Any] = MappingProxyType({})
+    first_batch: Mapping[str, Any] = MappingProxyType({})
     _parameters: OptimizedParameters
     _state: SplitState | None = None
     _masters: MasterWeights | None = None
@@ -125,8 +125,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[_SEED] = self._seed
-        if "num_samples" in self._first_batch:
-            checkpoint[_FIRST_BATCH] = copy.deepcopy(self._first_batch)
+        if "num_samples" in self.first_batch:
+            checkpoint[_FIRST_BATCH] = copy.deepcopy(self.first_batch)
         if not self._is_split:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
@@ -160,18 +160,18 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             fits = self._trainer.state.fn == TrainerFn.FITTING
             checkpoint = read_checkpoint_folder(folder, rest, weights_only, fits)
         self._loaded_seed = checkpoint.get(_SEED)
-        self._first_batch = checkpoint.get(_FIRST_BATCH, {})
+        self.first_batch = checkpoint.get(_FIRST_BATCH, {})
         return checkpoint
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
+        if not states:  # as on one device
+            return
         if self._split is not None:
             self._split.load_optimizers(states)
             return
         # When the module is split, this rank's part is read and moved to the parameters' devices.
-        for (optimizer, names), state in zip(
-            self._parameters.named(), states, strict=False
-        ):  # there may be none, as on one device
+        for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             with self._parameters.loading_state(optimizer):
                 optimizer.load_state_dict(number_optimizer_state(state, names))

@@ -163,9 +163,7 @@ class SplitState:
             ValueError: The states belong to other groups.
         """
         own = self._pipeline.tensors.canonical_parameters()
-        for (optimizer, names), state in zip(
-            self._parameters.named(), states, strict=False
-        ):  # there may be none, as on one device
+        for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             shares = self._parameters.shares_of(optimizer)
             with self._parameters.loading_state(optimizer):
                 load_optimizer_state(optimizer, state, names, own, shares)

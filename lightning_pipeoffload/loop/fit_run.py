@@ -144,8 +144,8 @@ class FitRun:
             self._make_run()
         self._at_end.callback(self.run.leave)
         if self._resumes:
-            self.run.cutter.resume(strategy._first_batch)
-        strategy._first_batch = self.run.cutter.first_batch
+            self.run.cutter.resume(strategy.first_batch)
+        strategy.first_batch = self.run.cutter.first_batch
         pipeline = self.run.pipeline
         self.exchange = StepExchange(pipeline, group, strategy.root_device.type != "cpu")
         self.boundary = StepBoundary(self._trainer, pipeline, group, strategy._masters)

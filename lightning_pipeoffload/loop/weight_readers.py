@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_pipeoffload.lightning_names import PACKAGES
 from lightning_pipeoffload.runtime.cut.remote_values import is_tracked_copy
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ _HOOKS = (
 )
 _WEIGHTS = {"parameters", "named_parameters", "state_dict"}
 _HISTOGRAMS = {"add_histogram", "Histogram"}
-_OURS = ("lightning.", "pytorch_lightning.", "lightning_pipeoffload.")
+_OURS = tuple(f"{name}." for name in (*PACKAGES, "lightning_pipeoffload"))
 
 
 def check_weight_readers(trainer: Trainer) -> None:
