@@ -114,6 +114,9 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` for
             that; a block that the user has compiled stays as it is. Weight gradients wait for W as
             they do without it.
+        gradient_accumulation_fusion: Whether W adds products of bfloat16 or float16 to float32
+            gradients in one pass, under mixed precision or ``grad_dtype``; where the device cannot,
+            in two. It rounds once instead of twice, so that bits differ from autograd's.
         solver_seconds: Limit of the solver of schedule="optpipe", a process of its own at low
             priority while training goes on; better plans are adopted between two steps.
         plan_cache: Folder of plans that were found, by a solver or as the best of all families;
@@ -160,6 +163,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         optimizer_offload: bool = False,
         master_weights: str | None = None,
         compile: bool | Mapping[str, Any] = False,
+        gradient_accumulation_fusion: bool = False,
         solver_seconds: float = 60.0,
         plan_cache: str | PathLike[str] | None = None,
         save_distributed_checkpoint: bool = False,
@@ -198,6 +202,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             memory_limit=memory_limit,
             host_memory_limit=host_memory_limit,
             compile=compile,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
             solver_seconds=solver_seconds,
             plan_cache=plan_cache,
         )

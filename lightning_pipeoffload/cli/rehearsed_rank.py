@@ -105,7 +105,12 @@ class RehearsedModel(ModelProbe):
         split = self._make_layers(schedule.placement, settings)
         self._module = self._precision.convert_module(self._module)
         cut = CutSettings(
-            schedule.placement, settings.blocks, split, settings.recompute, compile=settings.compile
+            schedule.placement,
+            settings.blocks,
+            split,
+            settings.recompute,
+            compile=settings.compile,
+            gradient_accumulation_fusion=settings.gradient_accumulation_fusion,
         )
         self._device = device
         self._pipeline = pipeline = Pipeline(self._module, rank, cut, device)
@@ -158,6 +163,7 @@ def run_rank(config: DictConfig) -> None:
         offload=strategy.offload,
         recompute=strategy.recompute,
         memory_limit=strategy.memory_limit,
+        gradient_accumulation_fusion=strategy.get("gradient_accumulation_fusion", False),
     )
     model = RehearsedModel(config)
     count = settings.choose_num_microbatches(num_ranks, model.batch_size)

@@ -78,6 +78,7 @@ class PipelineSettings:
     memory_limit: int | str | None = None
     host_memory_limit: int | str | None = None
     compile: bool | Mapping[str, Any] = False
+    gradient_accumulation_fusion: bool = False
     solver_seconds: float = 60.0
     plan_cache: str | PathLike[str] | None = None
 
@@ -90,6 +91,7 @@ class PipelineSettings:
             _require(value in [*meanings], name, " or ".join(words), value)
         check_flag("per_parameter_optimizer", self.per_parameter_optimizer)
         check_flag("optimizer_offload", self.optimizer_offload)
+        check_flag("gradient_accumulation_fusion", self.gradient_accumulation_fusion)
         is_known = self.master_weights in (None, "float32")
         _require(is_known, "master_weights", '"float32" or None', self.master_weights)
         if self.master_weights is not None and not self.optimizer_offload:
@@ -217,6 +219,7 @@ class PipelineSettings:
             tuple(group.global_ranks[rank] for rank in group.stage_ranks),
             group.replicas.first,
             self.compile,
+            self.gradient_accumulation_fusion,
         )
 
     @property

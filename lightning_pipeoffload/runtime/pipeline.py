@@ -8,7 +8,7 @@ sanity check, the training step) can still add a parameter to a stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -63,6 +63,12 @@ from lightning_pipeoffload.runtime.users_code.step_call import (
 )
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
+from lightning_pipeoffload.runtime.weight_grad.queue import (
+    AddProduct,
+    add_product_in_float32,
+    add_product_to_grad,
+    adds_in_float32,
+)
 from lightning_pipeoffload.schedule import Costs
 
 _HOOKS = (
@@ -70,6 +76,10 @@ _HOOKS = (
     "is refused where it has changed; what it writes counts on its own stage only"
 )
 
+_NO_FUSION = (
+    "gradient_accumulation_fusion=True changes nothing here: a {} has no product of matrices that "
+    "adds to float32, so gradients are added in a second pass"
+)
 
 # Those whose steps may run: what they replace in torch is of the process.
 _attached: WeakSet[Pipeline] = WeakSet()
@@ -399,9 +409,19 @@ class Pipeline:
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
                 self._writes, OwnGradients(own), self.records.generators,
-                self.settings.recompute, self._graphs_beside(own),
+                self.settings.recompute, self._graphs_beside(own), self._add_product,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
+
+    @cached_property
+    def _add_product(self) -> AddProduct:
+        if not self.settings.gradient_accumulation_fusion:
+            return add_product_to_grad
+        if adds_in_float32(self.device):
+            return add_product_in_float32
+        if not self.rank:
+            warn_once(_NO_FUSION.format(self.device.type))
+        return add_product_to_grad
 
     def _graphs_beside(self, own: list[StageGradient]) -> StageGraphs | None:
         make_pool = self.settings.make_graph_pool

@@ -21,6 +21,7 @@ BAD_ARGUMENTS = {
     "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
     "optimizer_offload": (1, "optimizer_offload must be True or False, not 1"),
     "master_weights": ("float32", 'master_weights="float32" .* set optimizer_offload=True'),
+    "gradient_accumulation_fusion": (None, "must be True or False, not None"),
     "sharding": ("gradients", "sharding must be .*, not 'gradients'"),
     "solver_seconds": (-1, "solver_seconds .* must be a number from 0 on"),
     "plan_cache": (5, "plan_cache must be the path of a folder, or None, not 5"),

@@ -108,7 +108,8 @@ class StageRunner:
             The tensors for the next stage; on the last stage the result of the user's step.
         """
         known = self._context.known(microbatch.record)
-        alive = _Alive(Received(known.specs_in), WeightGradQueue(keeper=store), store)
+        queue = WeightGradQueue(keeper=store, add_product=self._context.add_product)
+        alive = _Alive(Received(known.specs_in), queue, store)
         step = StagePass(
             self._context, microbatch, receive, alive.received if keep else None, known
         )

@@ -53,6 +53,7 @@ from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.weight_grad.queue import AddProduct, add_product_to_grad
 
 _VALUES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
@@ -114,6 +115,7 @@ class StageContext:
         recompute: What B computes again: "none", "cheap" (norms, activations, dropout) or "full"
             (blocks).
         graphs: The graphs of the stage's blocks; None: blocks run as they are written.
+        add_product: Adds W's products to gradients.
         is_first: Whether the step starts here.
         is_last: Whether the step ends here.
     """
@@ -127,6 +129,7 @@ class StageContext:
     generators: Generators
     recompute: str = "none"
     graphs: StageGraphs | None = None
+    add_product: AddProduct = add_product_to_grad
 
     def __post_init__(self) -> None:
         self.is_first = self.stage.index == 0

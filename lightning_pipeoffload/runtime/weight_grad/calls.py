@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.weight_grad.queue import add_product_to_grad, add_to_grad
+from lightning_pipeoffload.runtime.weight_grad.queue import (
+    AddProduct,
+    add_product_to_grad,
+    add_to_grad,
+)
 
 aten = torch.ops.aten
 
@@ -54,8 +58,10 @@ class DeferredCall:
         """Return the gradient of x; ``grad`` is that of the result."""
         raise NotImplementedError
 
-    def accumulate(self, x: Tensor, grad: Tensor) -> None:
-        """Add to the gradients of weight and bias."""
+    def accumulate(
+        self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
+    ) -> None:
+        """Add to the gradients of weight and bias, a product of matrices by ``add_product``."""
         raise NotImplementedError
 
     def flops(self, x: Tensor, grad: Tensor) -> int:
@@ -87,9 +93,11 @@ class Linear(DeferredCall):
         return grad.matmul(self._value.conj())
 
     @override
-    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+    def accumulate(
+        self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
+    ) -> None:
         rows = grad.reshape(-1, grad.shape[-1])
-        add_product_to_grad(self.weight, rows.t(), x.reshape(-1, x.shape[-1]).conj())
+        add_product(self.weight, rows.t(), x.reshape(-1, x.shape[-1]).conj())
         if self.trains_bias:
             add_to_grad(self.bias, rows.sum(0))
 
@@ -111,9 +119,11 @@ class MatrixProduct(DeferredCall):
         return grad.mm(self.weight.mH)
 
     @override
-    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+    def accumulate(
+        self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
+    ) -> None:
         rows = grad.reshape(-1, grad.shape[-1])
-        add_product_to_grad(self.weight, x.reshape(-1, x.shape[-1]).mH, rows)
+        add_product(self.weight, x.reshape(-1, x.shape[-1]).mH, rows)
         if self.trains_bias:
             add_to_grad(self.bias, rows.sum(0))
 
@@ -130,7 +140,9 @@ class BatchedProduct(DeferredCall):
         return grad.bmm(self.weight.mH)
 
     @override
-    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+    def accumulate(
+        self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
+    ) -> None:
         add_to_grad(self.weight, x.mH.bmm(grad))
 
 
@@ -148,7 +160,9 @@ class GroupedProduct(DeferredCall):
         )
 
     @override
-    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+    def accumulate(
+        self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
+    ) -> None:
         add_to_grad(self.weight, aten._grouped_mm.default(x.t(), grad.contiguous(), *self.options))
 
 
@@ -168,7 +182,9 @@ class Convolution(DeferredCall):
         return self._gradients(x, grad, [True, False, False])[0]
 
     @override
-    def accumulate(self, x: Tensor, grad: Tensor) -> None:
+    def accumulate(
+        self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
+    ) -> None:
         _, weight_grad, bias_grad = self._gradients(x, grad, [False, True, self.trains_bias])
         add_to_grad(self.weight, weight_grad)
         if self.trains_bias:

@@ -227,12 +227,13 @@ def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tenso
     if queue is None:
         call.accumulate(fetch() if fetch else x, grad)
         return
+    add_product = queue.add_product
     if fetch is None and queue.keeper is None:
-        compute: Callable[[], None] = partial(call.accumulate, x, grad)
+        compute: Callable[[], None] = partial(call.accumulate, x, grad, add_product)
     else:
         fetch_x, fetch_grad = fetch or queue.keep(x), queue.keep(grad)
 
         def compute() -> None:
-            call.accumulate(fetch_x(), fetch_grad())
+            call.accumulate(fetch_x(), fetch_grad(), add_product)
 
     queue.put(compute, call.trained_weights, call.flops(x, grad))

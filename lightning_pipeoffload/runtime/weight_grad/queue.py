@@ -27,6 +27,8 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 
+AddProduct = Callable[[Tensor, Tensor, Tensor], None]
+
 
 class WeightGrad(NamedTuple):
     """One gradient that waits for W; ``weights`` are parameters, or views and casts of some."""
@@ -49,14 +51,21 @@ class WeightGradQueue:
     Args:
         immediate: Whether to compute each gradient at once, for a fused backward.
         keeper: Keeps the tensors that wait; None: they stay as they are.
+        add_product: Adds the product of two matrices to a weight's gradient.
 
     Attributes:
         flops: Floating-point operations of all gradients that were put here.
     """
 
-    def __init__(self, immediate: bool = False, keeper: Keeper | None = None) -> None:
+    def __init__(
+        self,
+        immediate: bool = False,
+        keeper: Keeper | None = None,
+        add_product: AddProduct | None = None,
+    ) -> None:
         self.immediate = immediate
         self.keeper = keeper
+        self.add_product = add_product or add_product_to_grad
         self.flops = 0
         self._entries: list[WeightGrad] = []
 
@@ -149,6 +158,35 @@ def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
         add_to_grad(parameter, left.mm(right))
     else:
         grad.addmm_(left, right)
+
+
+def add_product_in_float32(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Do the same in one pass, which rounds once, where bfloat16 or float16 adds to float32."""
+    leaf = parameter if parameter.is_leaf else _widened(parameter)
+    if leaf is None or has_hooks(leaf) or not _adds_to_float32(leaf, left, right):
+        add_product_to_grad(parameter, left, right)
+    elif leaf.grad is None:
+        leaf.grad = torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        torch.addmm(leaf.grad, left, right, out_dtype=torch.float32, out=leaf.grad)
+
+
+def _adds_to_float32(leaf: Tensor, left: Tensor, right: Tensor) -> bool:
+    dtype = (leaf.grad_dtype or left.dtype) if leaf.grad is None else leaf.grad.dtype
+    is_narrow = left.dtype in (torch.bfloat16, torch.float16)
+    return is_narrow and left.dtype == right.dtype and dtype == torch.float32
+
+
+def adds_in_float32(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices of bfloat16 and adds the product to float32."""
+    total = torch.zeros(8, 8, device=device)
+    factor = total.bfloat16()
+    try:
+        torch.mm(factor, factor, out_dtype=torch.float32)
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
 
 
 def _widened(cast: Tensor) -> Tensor | None:
