@@ -135,6 +135,8 @@ class Pipeline:
         self.settings = settings
         self.chain = find_chain(module, settings.blocks)
         self.compiler = BlockCompiler(module, self.chain.blocks, settings.compile)
+        self.records = StepRecords(module, self.chain, device, lambda: self.before_trace())
+        self.trained = b""
         self._forget_cut()
         self.parts = parts
         self._know_parameters()
@@ -147,21 +149,20 @@ class Pipeline:
         ranks = self.settings.stage_ranks
         self.tensors = NamedTensors(self.module, ranks)
         self._writes = StepWrites(self.module, self.chain, self.local_stages)
-        self.records = StepRecords(
-            self.module, self.chain, self.device, len(ranks), lambda: self.before_trace()
-        )
+        self.records.cut_anew(len(ranks))
         self.stages.clear()
         self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)
         self._shared_weights: list[SharedWeight] = []
         # An impossible split is refused here, before anything runs.
         split = "even" if self.settings.split == "auto" else self.settings.split
         cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
-        self.trained = b""
         self.left_to_b: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
         """Cut the module again at the next batch, with other settings but the same blocks.
+
+        The records stay: neither recomputation nor stages change them.
 
         Args:
             rank: This rank in the pipeline, which may differ from before.

@@ -77,6 +77,20 @@ def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
     pipeline.detach()
 
 
+def test_another_cut_goes_by_the_records_that_there_are():
+    module, traces = Regression(linear_blocks(4)), []
+    pipeline = Pipeline(module, 1, CutSettings((0, 1)), CPU)
+    pipeline.before_trace = lambda: traces.append("")
+    for settings, local in ((CutSettings((0, 1)), {2, 3}), (CutSettings((0, 1, 1, 0)), {1, 2})):
+        pipeline.cut_anew(1, settings)
+        pipeline.cut_batch(torch.ones(2, 4), 1, users_step(module.step), "train", 0)
+        assert pipeline.is_new
+        blocks = range(4)
+        assert {b for b in blocks if pipeline.ownership.is_local(f"blocks.{b}.weight")} == local
+    assert len(traces) == 1
+    pipeline.detach()
+
+
 def test_what_two_pipelines_replace_in_torch_stays_until_both_are_detached():
     pipelines = [Pipeline(Regression(linear_blocks(2)), 0, CutSettings((0,)), CPU) for _ in "ab"]
     replaced = nn.init._no_grad_trunc_normal_, torch.utils.checkpoint.CheckpointFunction.forward

@@ -68,12 +68,11 @@ class StepRecords:
         module: nn.Module,
         chain: BlockChain,
         device: torch.device,
-        num_stages: int,
         before_trace: Callable[[], None] = lambda: None,
     ) -> None:
         self._module, self._chain = module, chain
         self._traced = module, chain, device
-        self._num_stages = num_stages
+        self._num_stages = 1
         self._before_trace = before_trace
         self._compared: set[Any] = set()
         self.generators = Generators(module)
@@ -82,6 +81,14 @@ class StepRecords:
         self.known: OrderedDict[Any, StepRecord] = OrderedDict()
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
+
+    def cut_anew(self, num_stages: int) -> None:
+        """Expect other stages, of which no record has been taken in yet."""
+        if (num_stages > 1) != (self._num_stages > 1):  # sizes count between stages only
+            self.forget()
+        self._num_stages = num_stages
+        for record in self.known.values():
+            record.is_known = record.has_run = False
 
     def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
         """Return the record of a step for a microbatch; trace the step if there is none.
