@@ -6,7 +6,8 @@ delayed on the device's stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.rehearsal import Rehearsal
 from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.schedule import (
@@ -135,6 +137,12 @@ class RehearsedModel(ModelProbe):
             )
         return (slices * count)[:count]
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Run steps in the trainer's precision."""
+        with self._precision.train_step_context(), sharing_casts(self._device):
+            yield
+
 
 @torch.no_grad()
 def _fill(slot: Slot, made: dict[int, Tensor]) -> None:
@@ -172,7 +180,8 @@ def run_rank(config: DictConfig) -> None:
     host = settings.host_budget(num_local_ranks=1)
     run = Rehearsal(pipeline, ActivationMemory.on(device, host), model.cut)
     try:
-        found, costs = _run(run, settings, schedule, model.needs, config.num_steps)
+        with model.stepping():
+            found, costs = _run(run, settings, schedule, model.needs, config.num_steps)
     finally:
         pipeline.detach()
     if config.format == "json":

@@ -105,6 +105,7 @@ class AutoChoice:
         self._group = group
         self._measurements, self._cutter = measurements, cutter
         self._has_step_barrier = has_step_barrier
+        self._trial: BlockMeasurement | None = None
 
     def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
         """Measure the blocks, and choose the fastest plan that fits.
@@ -181,7 +182,7 @@ class AutoChoice:
             self._log(obstacle)
             return None
         speed = self._measurements.copy_speed(self._may_copy)
-        trial = BlockMeasurement(self._pipeline, self._group.transport)
+        trial = self._trial = BlockMeasurement(self._pipeline, self._group.transport)
         found = {}
         for way, count in product(self._ways(), counts):
             try:
@@ -223,7 +224,8 @@ class AutoChoice:
 
     def _limits(self) -> MachineLimits:
         keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
-        limits, states = self._measurements.gather_limits(keeps), self._state_bytes()
+        beside = None if self._trial is None else self._trial.bytes_beside
+        limits, states = self._measurements.gather_limits(keeps, beside), self._state_bytes()
         if self._settings.optimizer_offload:
             hosts = [None if host is None else host.less(states) for host in limits.hosts]
             return replace(limits, hosts=hosts)

@@ -155,6 +155,7 @@ class RunPlans:
 
         The memory of these stages, computed from shapes, replaces that of measured blocks.
         """
+        self._executor.memory.forget_peaks()  # an evaluation before training took others
         if self._chosen is None or self._chosen.plan is None or not self._chosen.is_measured:
             return
         self._limits = self._chosen.limits

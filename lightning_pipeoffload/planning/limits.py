@@ -36,23 +36,20 @@ def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
     return amount
 
 
-def device_limit(device: torch.device, activation_bytes: int) -> int | None:
+def device_limit(device: torch.device, bytes_beside: int) -> int | None:
     """Return the bytes that a device has for activations, after a step or more; None on CPU.
-
-    Everything else that was there at the peak (parameters, gradients, the optimizer's state,
-    temporaries) needs its memory again.
 
     Args:
         device: The device of this rank.
-        activation_bytes: The most that activations took of it so far.
+        bytes_beside: What all else (parameters, gradients, the optimizer's state, temporaries) took
+            at the peak, and needs again.
     """
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)
     # The driver, NCCL and other processes have memory that torch does not count.
     ours = free + torch.accelerator.memory_reserved(device)
-    others = torch.accelerator.max_memory_allocated(device) - activation_bytes
-    return max(0, int(_SHARE_PLANNED * ours) - others)
+    return max(0, int(_SHARE_PLANNED * ours) - bytes_beside)
 
 
 @dataclass(frozen=True)

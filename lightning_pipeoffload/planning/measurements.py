@@ -85,10 +85,20 @@ class Measurements:
         measured = join_ranks([times.earlier_by(offset.seconds) for (times, _), offset in pairs])
         return measured, max(own + offset.error for (_, own), offset in pairs)
 
-    def gather_limits(self, keeps_device_limit: bool) -> MachineLimits:
-        """Return the memory that all ranks' hosts have, and devices if a plan has to keep that."""
+    def gather_limits(
+        self, keeps_device_limit: bool, bytes_beside: int | None = None
+    ) -> MachineLimits:
+        """Return the memory that all ranks' hosts have, and devices if a plan has to keep that.
+
+        Args:
+            keeps_device_limit: Whether it has.
+            bytes_beside: The most that this rank's device has held beside activations; None: in the
+                steps that are measured.
+        """
         memory = self._executor.memory
-        left = device_limit(self._pipeline.device, memory.ledger.peak_device_bytes)
+        if bytes_beside is None:
+            bytes_beside = memory.peak_beside_activations
+        left = device_limit(self._pipeline.device, bytes_beside)
         budget = memory.settings.host.budget
         ranks = self._group.gather((left, budget))
         budgets = self._group.replicas.first([budget for _, budget in ranks])

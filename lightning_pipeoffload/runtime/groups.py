@@ -68,10 +68,10 @@ class PipelineGroup(RankMesh, HostGroup):
         self.transport = ProcessGroupTransport(self, self._edges(), device)
         self._shared: list[_Shared] = []
         self._sharing: dict[tuple[int, ...], Any] = {}
-        abort_abandoned_groups()
 
     def _connect(self) -> None:
-        self.world = World(self)
+        self.world = World(self)  # all processes meet here
+        abort_abandoned_groups()
         self.replicas.connect()
         self.host_group, self.side_group = self.world.host_group, self.world.side_group
         if self.num_replicas > 1:

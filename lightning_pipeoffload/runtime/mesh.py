@@ -205,29 +205,26 @@ class RankMesh:
         return found
 
 
-# gloo groups, of three threads each, of runs whose mesh was collected.
+# The groups of runs whose mesh was collected: of gloo with three threads each, of a device perhaps
+# with a receive that waits for ever.
 _abandoned: list[Any] = []
 
 
 def _abandon(groups: list[Any]) -> None:
-    _abandoned.extend(group for group in groups if _is_gloo(group))
-
-
-def _is_gloo(group: Any) -> bool:
-    # Private: nothing public says whether a group still exists.
-    found = distributed_c10d._world.pg_map.get(group)
-    return found is not None and found[0] == "gloo"
+    _abandoned.extend(groups)
 
 
 def abort_abandoned_groups() -> None:
-    """Free the gloo groups of ended runs, which nothing in this process can use any more.
+    """Free the groups of ended runs, which nothing in this process can use any more.
 
     Aborting waits for no other process. To be called when all processes have begun another run, so
-    that none of them still waits for a message of an ended one.
+    that none of them still waits for a message of an ended one, and before the first collective on
+    the device, which waits for all that is queued there.
     """
     while _abandoned:
         group = _abandoned.pop()
-        if _is_gloo(group):
+        # Private: nothing public says whether a group still exists.
+        if group in distributed_c10d._world.pg_map:
             distributed_c10d._abort_process_group(group)
 
 

@@ -147,7 +147,8 @@ class ActivationMemory:
 
     def __init__(self, settings: OffloadSettings) -> None:
         self.settings = settings
-        self.forget_peaks()
+        self._there: dict[_Key, Part] = {}
+        self.ledger = Ledger(self._measured_after)
         self._stages: Mapping[int, StageRunner] = {}
         self._offloaded: set[_Key] = set()
         self._stores: dict[_Key, ActivationStore] = {}
@@ -166,9 +167,19 @@ class ActivationMemory:
         self.settings = replace(self.settings, lanes=lanes)
 
     def forget_peaks(self) -> None:
-        """Reset the ledger."""
-        self._there: dict[_Key, Part] = {}
+        """Reset the ledger, and with it the device's peak, which is compared with the ledger's."""
+        self._there = {}
         self.ledger = Ledger(self._measured_after)
+        if self.settings.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.settings.device)
+
+    @property
+    def peak_beside_activations(self) -> int:
+        """The most that the device has held beside activations since its peak was reset."""
+        device = self.settings.device
+        if device.type == "cpu":
+            return 0
+        return torch.accelerator.max_memory_allocated(device) - self.ledger.peak_device_bytes
 
     def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:
         """Begin a step with the rank's actions and stages."""

@@ -23,8 +23,13 @@ def rehearsed(capsys, *overrides):
 
 @pytest.mark.parametrize(
     ("rank", "overrides"),
-    [(0, ["schedule=zb_h1"]), (1, ["schedule=po_f", "num_chunks=2"]), (0, ["schedule=zb_v"])],
-    ids=["zb_h1", "po_f", "zb_v"],
+    [
+        (0, ["schedule=zb_h1"]),
+        (1, ["schedule=po_f", "num_chunks=2"]),
+        (0, ["schedule=zb_v"]),
+        (0, ["schedule=zb_h1", "+trainer.precision=bf16-mixed"]),
+    ],
+    ids=["zb_h1", "po_f", "zb_v", "bf16-mixed"],
 )
 def test_a_rank_alone_keeps_what_its_plan_says(capsys, rank, overrides):
     found = rehearsed(capsys, f"rank={rank}", *overrides)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_pipeoffload.planning import measurements
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import SCHEDULES, Kind
 from tests.support import fits
@@ -30,6 +31,32 @@ class Plans(L.Callback):
 
     def on_train_batch_end(self, trainer, *args):
         self.plans.append(str(trainer.strategy.plan))
+
+
+class Peaks(L.Callback):
+    """Counts how often peaks of memory are forgotten, and notes it with each step."""
+
+    def __init__(self):
+        self.count, self.counts = 0, []
+
+    def on_train_start(self, *args):
+        self.counts.append(self.count)
+
+    def on_train_batch_end(self, trainer, *args):
+        self.counts.append(self.count)
+
+
+def test_peaks_are_forgotten_as_the_first_measured_step_begins():
+    peaks, forget = Peaks(), ActivationMemory.forget_peaks
+
+    def count(memory):
+        peaks.count += 1
+        forget(memory)
+
+    with mock.patch.object(ActivationMemory, "forget_peaks", count):
+        trainer = fits.trainer(1, max_steps=2, limit_val_batches=0, callbacks=[peaks])
+        trainer.fit(fits.Net(), fits.loader())
+    assert peaks.counts == [0, 1, 1]
 
 
 class Sequences(fits.Net):

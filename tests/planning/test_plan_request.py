@@ -181,6 +181,5 @@ def test_what_is_no_amount_is_refused(value):
 def test_a_device_has_left_what_others_than_activations_do_not_take(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600, 1024))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 400)
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: 500)
-    assert device_limit(torch.device("cuda"), activation_bytes=300) == 900 - 200
-    assert device_limit(torch.device("cpu"), activation_bytes=300) is None
+    assert device_limit(torch.device("cuda"), bytes_beside=200) == 900 - 200
+    assert device_limit(torch.device("cpu"), bytes_beside=200) is None

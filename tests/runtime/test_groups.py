@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.schedule import build
@@ -85,6 +86,29 @@ def count_threads_of_runs():
     return counts
 
 
+def count_device_groups_of_runs():
+    """Return the groups of a device that there are as each of four runs makes its first one."""
+    counts, new_group = [], dist.new_group
+
+    def make(ranks, backend=None, **options):
+        if backend is None:
+            counts.append(
+                sum(name == "stand_in" for name, _ in distributed_c10d._world.pg_map.values())
+            )
+        return new_group(ranks, backend=backend or "stand_in", **options)
+
+    dist.Backend.register_backend("stand_in", dist.ProcessGroupGloo, devices=["cpu"])
+    dist.new_group = make
+    try:
+        for _ in range(4):
+            connect()
+            gc.collect()
+    finally:
+        dist.new_group = new_group
+    return counts
+
+
 def test_groups_of_a_run_that_has_ended_go_with_the_next_one(pool):
+    assert pool.run(count_device_groups_of_runs) == [[0, 0, 0, 0]] * 2
     for first, second, third in pool.run(count_threads_of_runs):
         assert first >= second == third  # the first has those of other tests, too

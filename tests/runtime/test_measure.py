@@ -7,21 +7,37 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.accelerator import make_lanes
+from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.runtime.measure.block_costs import beside_blocks, costs_of_stages
+from lightning_pipeoffload.runtime.measure.block_costs import (
+    BlockMeasurement,
+    beside_blocks,
+    costs_of_stages,
+)
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
+from lightning_pipeoffload.runtime.memory.stage_store import Held, OffloadSettings
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
+    Action,
     Costs,
+    Kind,
     build,
     offload_activations,
     peak_memory,
 )
 from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory
+from tests.runtime.step.test_autocast import CountCasts
 from tests.support.families import FAMILIES, Task, call_step
 from tests.support.pairs import slow
+from tests.support.small_modules import Regression, linear_blocks
+
+CPU = torch.device("cpu")
 
 
 def costs(*actions):
@@ -40,6 +56,41 @@ def cut(*lengths):
         Stage(index, range(end - length, end), frozenset())
         for index, (end, length) in enumerate(zip(ends, lengths, strict=True))
     ]
+
+
+def test_blocks_are_measured_with_the_casts_that_a_step_shares():
+    module = Regression(linear_blocks(4))
+    pipeline = Pipeline(module, 0, CutSettings((0, 0)), CPU)
+
+    def cut_batch():
+        batch = torch.randn(4, 4)
+        return pipeline.cut_batch(batch, 1, lambda x, _: module.step(x), "train", 0)
+
+    cut_batch()  # the first cut, block by block of which is measured
+    trial = BlockMeasurement(pipeline, InProcessTransport())
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), CountCasts() as casts:
+        trial.measure(cut_batch, "none", CopySpeed(1.0, 1.0, 1.0))
+        once = [sum(cast is own for cast in casts.weights) for own in module.parameters()]
+        module.embed(torch.randn(4, 4))
+    assert once == [1] * 12
+    assert casts.weights[-1] is module.embed.weight  # none of the casts is kept
+    pipeline.detach()
+
+
+def test_the_ledgers_peak_and_the_devices_are_of_the_same_steps(monkeypatch):
+    device = {"now": 0, "peak": 700}  # of what ran before
+
+    def reset(_):
+        device["peak"] = device["now"]
+
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: device["peak"])
+    settings = OffloadSettings(torch.device("cuda"), make_lanes(CPU), HostMemory(pinned=False))
+    memory = ActivationMemory(settings)
+    memory.forget_peaks()
+    device.update(now=100, peak=250)
+    memory.ledger.record(Action(Kind.F, 0, 0), Held(150))
+    assert memory.peak_beside_activations == 100
 
 
 def test_what_an_action_takes_beside_its_blocks_counts_once_in_a_stage():

@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.autocast import forget_casts, sharing_casts
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
@@ -137,7 +138,12 @@ class BlockMeasurement:
     """Measures the blocks that this rank has in the first cut; all ranks measure at once.
 
     Afterwards the pipeline has that cut again, and no records.
+
+    Attributes:
+        bytes_beside: The most that this rank's device has held beside activations.
     """
+
+    bytes_beside = 0
 
     def __init__(self, pipeline: Pipeline, transport: Transport) -> None:
         self._pipeline = pipeline
@@ -157,12 +163,15 @@ class BlockMeasurement:
         """
         pipeline = self._pipeline
         try:
-            with leaving_no_trace(pipeline.module, self._written):
+            # As in a step; the first pass casts, so that later ones take what most microbatches do.
+            casts = sharing_casts(pipeline.device)
+            with leaving_no_trace(pipeline.module, self._written), casts:
                 blocks = self._measure(self._cut, cut_batch, recompute, speed)
                 if self._cut.stage_ranks == self._first_cut.stage_ranks:  # a block in each stage
                     return blocks, blocks
                 return blocks, self._measure(self._first_cut, cut_batch, recompute, speed)
         finally:
+            forget_casts()
             pipeline.cut_anew(pipeline.rank, self._first_cut)
 
     def _measure(
@@ -185,7 +194,9 @@ class BlockMeasurement:
         executor = Executor(pipeline.rank, pipeline.stages, self._transport, timer, memory)
         for _ in range(2):  # the first pass warms up
             executor.timer = ActionTimer(device)
+            memory.forget_peaks()
             executor.run(plan, placed(slices))
+        self.bytes_beside = max(self.bytes_beside, memory.peak_beside_activations)
         return measure_costs(executor, speed, measure_latencies(executor, plan, device))
 
 
