@@ -41,6 +41,7 @@ def _overload(name: str) -> Any:
 _CHEAP = {operation: name in _RANDOM for name in _NAMES if (operation := _overload(name))}
 # A longer chain of calls is not cheap, and its inputs would stay alive meanwhile.
 _MAX_DEPTH = 16
+_ALIGNMENT = 16  # elements; kernels load fewer at once
 _BERNOULLI = aten.bernoulli_.float
 _DROPOUT = aten.native_dropout.default
 # Dropout on CPU scales its mask in place.
@@ -331,4 +332,9 @@ def _dropout_mask(like: Tensor, *options: Any) -> Callable[[], Tensor]:
 
 def _empties_like(like: Tensor) -> Callable[[], Tensor]:
     size, stride, dtype, device = like.shape, like.stride(), like.dtype, like.device
-    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+    # CUDA's dropout draws for as many elements at once as the address is aligned to.
+    shift = int(like.storage_offset()) % _ALIGNMENT
+    if not shift or not like.numel():
+        return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+    length = shift + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return lambda: torch.empty(length, dtype=dtype, device=device).as_strided(size, stride, shift)

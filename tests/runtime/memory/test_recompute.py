@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.demos.gpt import Block
@@ -234,6 +235,31 @@ def test_bytes_and_gradients_of_an_operation(function, factor, extra):
     torch.manual_seed(2)
     assert all(map(torch.equal, torch.autograd.grad(output.sum(), (x, w)), expected))
     assert saved <= factor * x.numel() + extra * ROWS
+
+
+class Drawn(TorchDispatchMode):
+    """The layout of what dropout reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layouts = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.native_dropout.default:
+            self.layouts.append((args[0].shape, args[0].stride(), args[0].storage_offset()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("begin", [0, 1, 16])
+def test_a_mask_is_drawn_for_a_tensor_that_lies_as_the_forwards_did(begin):
+    def function(x):
+        return torch.native_dropout(x.cos().flatten()[begin:], 0.5, True)[0]
+
+    with Drawn() as drawn:
+        _, output = saved_by(function, hidden())
+        output.sum().backward()
+    (size, stride, offset), again = drawn.layouts
+    assert again == (size, stride, offset % 16)
 
 
 def test_what_was_written_after_its_use_is_an_error():
