@@ -15,9 +15,11 @@ from examples.benchmarks.hangs import (
     outcomes,
     variants,
 )
+from examples.benchmarks.message_buffers import held, planned
 from lightning_pipeoffload.runtime import executor
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.schedule.messages import OpenReceives
+from tests.support.pairs import slow
 
 SAMPLE = ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "uniform"]
 ALL_AT_ONCE = {"offloads": True, "num_replicas": 2, "ties_weights": True}
@@ -75,6 +77,15 @@ def test_several_open_receives_hang_where_kernels_are_loaded(monkeypatch, name):
     monkeypatch.setattr(executor, "OpenReceives", AllThatMayCome)
     (found,) = outcomes(Variant(name, 4), [first_of_each_stage], [32])
     assert found.startswith("hangs at")
+
+
+@pytest.mark.parametrize("sends_end", [False, True])
+@pytest.mark.parametrize("name", [*SAMPLE, slow("1f1b_v"), slow("v_half"), slow("gis")])
+def test_buffers_of_messages_are_those_that_are_planned_in_evaluations_too(name, sends_end):
+    variant = Variant(name, 4, num_microbatches=32, sends_end=sends_end)
+    _, train, evaluation, again = held(variant)
+    assert max(train, evaluation) <= planned(variant)
+    assert again <= evaluation
 
 
 @pytest.mark.parametrize("waits", [first_of_each_stage, every_action])

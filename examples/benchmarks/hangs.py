@@ -35,7 +35,12 @@ from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.stage import SavedMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.runtime.transport import Link, ProcessGroupTransport
+from lightning_pipeoffload.runtime.transport import (
+    SMALLEST_BUFFER,
+    BufferRing,
+    Link,
+    ProcessGroupTransport,
+)
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     UNMEASURED,
@@ -51,7 +56,7 @@ from lightning_pipeoffload.schedule import (
 CPU = torch.device("cpu")
 SPEC = TensorSpec(torch.Size((1,)), torch.float32, True, gets_gradient=True)
 QUEUES = (1, 8, 32)
-COLD, PLAN, AGAIN, COLD_EVALUATION, EVALUATION = range(5)
+COLD, PLAN, AGAIN, COLD_EVALUATION, EVALUATION, EVALUATION_AGAIN = range(6)
 
 
 class Computing(NamedTuple):
@@ -96,9 +101,14 @@ class Host:
         streams: The streams, in the order in which they were made.
         step: The step that it is in.
         num_allocations: Allocations on the host in the middle of a plan.
+        buffers: How many buffers of messages there are after each step.
+        sends_end: What a host hears that asks whether a message is sent: it may be far ahead of its
+            device, or never.
     """
 
+    sends_end: bool = False
     items: list[Item] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)
     streams: dict[str, int] = field(default_factory=lambda: {"compute": 0})
     step: int = 0
     is_in_plan: bool = False
@@ -155,6 +165,10 @@ class Work:
         """Let the compute stream wait, as torch does for NCCL."""
         self.host.hold("compute", self.item, self.label)
 
+    def is_completed(self) -> bool:
+        """Say whether it has ended."""
+        return self.host.sends_end
+
 
 class EdgeGroup:
     """NCCL's communicator of a directed edge: messages meet in their order, whatever their tags."""
@@ -186,6 +200,9 @@ class ModelTransport(ProcessGroupTransport):
         edges = {edge for a, b in pairs for edge in ((a, b), (b, a)) if a != b}
         super().__init__(mesh, edges, CPU)
 
+    def _buffers(self) -> BufferRing:
+        return BufferRing(CPU)
+
     def _make_groups(self) -> dict[tuple[int, int], Any]:
         replica, rank = self._mesh.replica, self._mesh.rank
         own = [edge for edge in sorted(self._edges) if rank in edge]
@@ -193,7 +210,10 @@ class ModelTransport(ProcessGroupTransport):
         return {edge: found.get(edge) for edge in self._edges}
 
     def _link(self, group: Any, global_rank: int) -> Link:
-        return Link(group, 0, global_rank, CPU)
+        return Link(group, 0, global_rank, CPU, ring=self._ring)
+
+    def _connected(self, group: Any, rank: int, exchange: str) -> Link:
+        return self._link(group, self._mesh.global_ranks[rank])
 
 
 class ModelLane(Lane):
@@ -335,6 +355,8 @@ class Variant:
         num_replicas: How many pipelines there are.
         ties_weights: Whether the first and the last stage share a weight.
         as_planned: Whether the first step is the plan's, without a step that measures before it.
+        num_microbatches: Of a batch; 0: two for each rank.
+        sends_end: What hosts hear that ask whether a message is sent.
     """
 
     schedule: str
@@ -343,23 +365,33 @@ class Variant:
     num_replicas: int = 1
     ties_weights: bool = False
     as_planned: bool = False
+    num_microbatches: int = 0
+    sends_end: bool = False
+
+    def scheduled(self) -> Schedule:
+        """Return the schedule of a training step."""
+        count = self.num_microbatches or 2 * self.num_ranks
+        schedule = build(self.schedule, self.num_ranks, count)
+        if self.offloads and not schedule.has_copies:
+            schedule, _ = offload_activations(schedule, UNMEASURED, "half")
+        return schedule
 
     def plans(self) -> dict[int, Schedule]:
         """Return the lowered plan of each step."""
-        schedule = build(self.schedule, self.num_ranks, 2 * self.num_ranks)
+        schedule = self.scheduled()
         single = one_at_a_time(schedule)
-        if self.offloads and not schedule.has_copies:
-            schedule, _ = offload_activations(schedule, UNMEASURED, "half")
         trained = {COLD: lower(single), PLAN: lower(schedule)}
         if self.num_replicas > 1:
             trained = {step: add_final_actions(plan) for step, plan in trained.items()}
         if self.as_planned:
             return {PLAN: trained[PLAN]}
-        evaluated = lower(forward_only(single)), lower(forward_only(schedule))
+        evaluation = lower(forward_only(schedule))
         return {
             **trained,
             AGAIN: trained[PLAN],
-            **dict(zip((COLD_EVALUATION, EVALUATION), evaluated, strict=True)),
+            COLD_EVALUATION: lower(forward_only(single)),
+            EVALUATION: evaluation,
+            EVALUATION_AGAIN: evaluation,
         }
 
     def enqueue(self) -> list[Host]:
@@ -368,7 +400,7 @@ class Variant:
         return [self._run(rank, plans) for rank in range(self.num_ranks * self.num_replicas)]
 
     def _run(self, global_rank: int, plans: dict[int, Schedule]) -> Host:
-        host, plan = Host(), plans[PLAN]
+        host, plan = Host(self.sends_end), plans[PLAN]
         mesh = RankMesh(plan, global_rank, None, self.num_replicas)
         lanes = CopyLanes(ModelLane(host, "d2h"), ModelLane(host, "h2d"))
         settings = OffloadSettings(CPU, lanes, ModelMemory(host), largest_to_stay=0)
@@ -381,6 +413,7 @@ class Variant:
         microbatches: Any = [
             SimpleNamespace(index=i, part=()) for i in range(plan.num_microbatches)
         ]
+        executor.limit_sends(self.scheduled())
         for host.step, step_plan in plans.items():
             memory.measures_all = host.step == COLD
             executor.start(step_plan, microbatches, reduces)
@@ -390,6 +423,7 @@ class Variant:
                 executor.execute(action)
             executor.end()
             host.is_in_plan = False
+            host.buffers.append(transport.buffer_bytes // SMALLEST_BUFFER)
             if not step_plan.is_forward_only:
                 self._end_step(host, mesh, reduction)
         return host

@@ -27,6 +27,8 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
     Schedule,
+    forward_only,
+    lower,
     peak_host_memory,
     peak_memory,
     peak_message_memory,
@@ -45,7 +47,7 @@ class RankNeeds:
         gradients: Of the gradients of those that train, one for each stage.
         optimizer: Of optimizer states for them.
         activations: The peak of its microbatches' activations.
-        messages: The peak of messages to and from other ranks.
+        messages: The peak of messages to and from other ranks, in evaluations too.
         offloaded: The peak of activations on the host.
         host_optimizer: Of optimizer states, masters and staging buffers on the host.
     """
@@ -154,7 +156,7 @@ class MemoryNeeds:
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a lowered plan of these stages."""
         activations = peak_memory(plan, self.costs)
-        messages = peak_message_memory(plan, self._size_of)
+        messages = peak_message_memory(plan, self._size_of, lower(forward_only(plan)))
         hosts = peak_host_memory(plan, self.costs)
         peaks = zip(activations, messages, hosts, strict=True)
         found = []

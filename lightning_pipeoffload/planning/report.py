@@ -74,6 +74,7 @@ def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
     median over steps; ``between_steps`` is the share of what comes after the step itself.
     ``live_bytes`` are those of the last step after each action that can change them: seconds since
     the step's start on the host's clock, bytes on the device, on the host, and in pending copies.
+    ``message_buffer_bytes`` are those of buffers that messages over NCCL go through; gloo has none.
     """
     memory = {index: runner.memory for index, runner in executor.stages.items()}
     deferred = sum(stage.deferred_flops or 0 for stage in memory.values())
@@ -85,6 +86,7 @@ def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
         "peak_activation_bytes": ledger.peak_device_bytes,
         "offloaded_bytes": ledger.offloaded_bytes,
         "peak_host_bytes": ledger.peak_host_bytes,
+        "message_buffer_bytes": executor.transport.buffer_bytes,
         "live_bytes": [(entry.seconds, *entry.held) for entry in ledger.entries],
         "deferred_flops": deferred,
         "weight_flops": weight_flops,

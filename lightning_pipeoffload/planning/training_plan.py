@@ -141,6 +141,7 @@ class TrainingPlan:
         """Prepare for a batch, before it runs."""
         self.is_cold = shapes_are_new and self._on_accelerator
         self._executor.memory.measures_all = self.is_cold
+        self._executor.limit_sends(self.schedule)
         # A larger microbatch may break the limit: what each of these keeps is measured.
         is_measured = shapes_are_new and self._settings.is_limited(self._on_accelerator)
         for stage in self._executor.stages.values():

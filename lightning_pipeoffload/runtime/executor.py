@@ -25,12 +25,13 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
-from lightning_pipeoffload.schedule import Action, Kind, Schedule, tails
+from lightning_pipeoffload.schedule import Action, Kind, Schedule, lower, tails
 from lightning_pipeoffload.schedule.actions import COPIES, FINAL, RECVS, SENDS
 from lightning_pipeoffload.schedule.messages import (
     OpenReceives,
+    PendingSends,
     actions_ahead,
-    arrived_before,
+    most_pending,
     recv_of,
     send_after,
 )
@@ -97,6 +98,8 @@ class Executor:
         self._microbatches: dict[int, Microbatch] = {}
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
+        self._limiting: Schedule | None = None
+        self._most_pending: dict[int, int] = {}
 
     @property
     def results(self) -> list[Any]:
@@ -166,6 +169,13 @@ class Executor:
             self.timer.start_step()
             self.memory.start_step(plan[self.rank], self.stages)
 
+    def limit_sends(self, schedule: Schedule) -> None:
+        """Let no edge hold more messages than a training step by this schedule needs."""
+        if schedule is not self._limiting:  # by identity, as in start()
+            self._limiting = schedule
+            self._most_pending.clear()
+            self._most_pending.update(most_pending(lower(schedule), self.rank))
+
     def expect(self, actions: Sequence[Action]) -> None:
         """Expect the messages of the next actions; each edge delivers them in this order."""
         self._receives.expect(actions)
@@ -180,6 +190,7 @@ class Executor:
         self.current = None
         if self._keep:
             self.timer.end_step()
+        self._sends.end_step()
         self.transport.finish_step()
         if self._keep:
             for stage in self.stages.values():
@@ -190,11 +201,12 @@ class Executor:
         found = (tail.weights for tail in tails(plan[self.rank]))
         self._tails = {weights[0]: weights for weights in found if weights}
         self._ahead: list[Action] | None = None
-        self._arrived_before = arrived_before(plan, self.rank)
         self._ends = {a: self._ends_of(a) for a in plan[self.rank] if a.kind in _EXCHANGING}
         sends = (action for action in plan[self.rank] if action.kind in SENDS)
         self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
         self._receives = OpenReceives(plan, self.rank, self._post)
+        release = self.transport.release
+        self._sends = PendingSends(plan, self.rank, release, self._most_pending)
 
     def _ends_of(self, action: Action) -> _Ends:
         first, last, receives, sends = 0, self._plan.num_stages - 1, Kind.RECV_F, Kind.SEND_F
@@ -210,6 +222,7 @@ class Executor:
 
     def _start_messages(self) -> None:
         self._receives.start_step()
+        self._sends.start_step()
         self._results.clear()
         self._inbox.clear()
         self._outbox.clear()
@@ -239,7 +252,7 @@ class Executor:
         """Undo the forwards of this step on all ranks, after receiving what they have sent."""
         for receive in self._receives.rest():
             self.transport.wait(receive)
-        self.transport.take_back()
+        self._sends.take_back()
         self._start_messages()
         for stage in self.stages.values():
             stage.take_back()
@@ -341,7 +354,9 @@ class Executor:
     # Messages
 
     def _send(self, action: Action) -> None:
-        self.transport.send(action, self._peers[action], self._outbox.pop(action))
+        peer = self._peers[action]
+        self._sends.add(peer)
+        self.transport.send(action, peer, self._outbox.pop(action))
         self._receives.count_send()
 
     def _receive(self, action: Action) -> None:
@@ -364,8 +379,6 @@ class Executor:
             self.timer.pause()
             for taken in self._receives.until(receive):
                 self._inbox[taken] = self.transport.wait(taken)
-                # The peer had received these before it sent this message.
-                for send in self._arrived_before.get(taken, ()):
-                    self.transport.release(send)
+                self._sends.prove(taken)
             self.timer.resume()
         return self._inbox.pop(receive)

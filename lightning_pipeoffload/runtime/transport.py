@@ -1,7 +1,7 @@
 """Messages between the ranks of a pipeline.
 
 A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
-trace. A send never waits for the receiver; only the consumer waits::
+trace. The consumer waits; a sender only where its edge is as full as a training step makes it::
 
     sender    F0 SEND_F0 F1 SEND_F1 F2 ...              goes on at once
     receiver  post RECV_F0 ... F0, post RECV_F1 ... F1  waits in F0, where the message is used
@@ -44,6 +44,9 @@ _STAGES, _TENSORS = 1 << 9, 1 << 9
 _FEWEST_QUEUES = 7
 # Channels of NCCL for one edge: an open receive takes a multiprocessor for each.
 _MOST_CHANNELS = 4
+SMALLEST_BUFFER = 512
+# Steps for which a ring keeps buffers that none of them uses.
+_STEPS_KEPT = 4
 
 
 class PeerLostError(RuntimeError):
@@ -100,14 +103,16 @@ class Transport:
         """Start to send; never waits."""
         raise NotImplementedError
 
-    def release(self, send: Action) -> None:
-        """Free the tensors of a message that has arrived, if that has not been done."""
-
-    def take_back(self) -> None:
-        """Free the tensors sent in this step, which have all arrived: the step restarts."""
+    def release(self, peer: int, left: int) -> None:
+        """Wait for all messages to a peer but the ``left`` newest, and free their tensors."""
 
     def finish_step(self) -> None:
-        """Free the tensors sent in the step before."""
+        """Free buffers that the last few steps have not used."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of buffers that messages go through."""
+        return 0
 
 
 class InProcessTransport(Transport):
@@ -136,39 +141,61 @@ class BufferRing:
         send     tensor -- copy --> buffer -- NCCL --> peer;  wait;  back into the ring
         receive  peer -- NCCL --> buffer;  wait;  -- copy --> tensor;  back into the ring
 
-    Sizes are rounded up by an eighth at most. Since lengths may vary, the buffers that were unused
-    for longest are freed where the ring would have twice the bytes that were ever in use at once.
-    A plan's limit counts them among the bytes that the device held beside activations when it was
-    measured.
+    Sizes are rounded up by an eighth at most, and a free buffer of up to twice the size serves too,
+    since lengths may vary. Buffers that the last steps have not used are freed, and those that were
+    unused for longest where the ring would have twice the bytes that were in use at once in these
+    steps. A plan's limit counts them among the bytes that the device held beside activations when
+    it was measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.num_bytes = 0
-        self._in_use = self._most_in_use = 0
+        self._in_use = 0
+        self._most_in_use = deque([0], maxlen=_STEPS_KEPT)
         self._device = device
-        self._free: list[Tensor] = []
+        self._step = 0
+        self._free: deque[tuple[Tensor, int]] = deque()  # with the step of its last use, in order
 
     def take(self, num_bytes: int) -> Tensor:
         size = _size_class(num_bytes)
-        self._in_use += size
-        self._most_in_use = max(self._most_in_use, self._in_use)
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() == size:
-                return self._free.pop(index)
+        sizes = ((buffer.numel(), -n) for n, (buffer, _) in enumerate(self._free))
+        # Of the smallest the one that was used last, so that those that no step needs stay unused.
+        _, index = min((fit for fit in sizes if size <= fit[0] <= 2 * size), default=(0, None))
+        if index is None:
+            buffer = self._allocate(size)
+        else:
+            buffer, _ = self._free[-index]
+            del self._free[-index]
+        self._in_use += buffer.numel()
+        self._most_in_use[-1] = max(self._most_in_use[-1], self._in_use)
+        return buffer
+
+    def _allocate(self, size: int) -> Tensor:
+        most = max(*self._most_in_use, self._in_use + size)
+        while self._free and self.num_bytes + size > 2 * most:
+            self._drop()
         self.num_bytes += size
-        while self._free and self.num_bytes > 2 * self._most_in_use:
-            self.num_bytes -= self._free.pop(0).numel()
         with torch.inference_mode(False):  # a validation may come first
             return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _drop(self) -> None:
+        self.num_bytes -= self._free.popleft()[0].numel()
 
     def give_back(self, buffer: Tensor) -> None:
         """Free a buffer, once the compute lane has waited for its last message."""
         self._in_use -= buffer.numel()
-        self._free.append(buffer)
+        self._free.append((buffer, self._step))
+
+    def end_step(self) -> None:
+        """Drop the buffers that the last steps have not used."""
+        self._step += 1
+        self._most_in_use.append(self._in_use)
+        while self._free and self._free[0][1] < self._step - _STEPS_KEPT:
+            self._drop()
 
 
 def _size_class(num_bytes: int) -> int:
-    step = max(512, (1 << num_bytes.bit_length()) >> 4)
+    step = max(SMALLEST_BUFFER, (1 << num_bytes.bit_length()) >> 4)
     return max(1, -(-num_bytes // step)) * step
 
 
@@ -267,10 +294,19 @@ class Message:
         if link.ring is None and link.sender is None:
             return self.memory
         received = [*map(self._tensor_in, self.memory, specs or ())]
-        if link.ring is not None:
-            for memory in self.memory:
-                link.ring.give_back(memory)
+        self.free()
         return received
+
+    def has_ended(self) -> bool:
+        """Whether the device has sent all of it, so that nothing has to wait before it is freed."""
+        # gloo's never end by themselves.
+        return self.link.ring is not None and all(work.is_completed() for work in self.works)
+
+    def free(self) -> None:
+        """Give the buffers of a message that has ended back, without a wait."""
+        if (ring := self.link.ring) is not None:
+            for memory in self.memory:
+                ring.give_back(memory)
 
     def _tensor_in(self, memory: Tensor, spec: TensorSpec) -> Tensor:
         link = self.link
@@ -313,12 +349,12 @@ class ProcessGroupTransport(Transport):
         self._backend = _backend_for(device)
         if self._backend == "nccl":
             check_queues()
-        self._ring = None if self._backend == "gloo" else BufferRing(device)
         self.connect()
 
     def connect(self) -> None:
         """Make the groups on all ranks; a second call discards pending messages."""
         rank, groups = self._mesh.rank, self._make_groups()
+        self._ring = self._buffers()
         self._to: dict[int, Link] = {}
         self._from: dict[int, Link] = {}
         for edge in sorted(self._edges):  # in the same order on every rank
@@ -328,8 +364,7 @@ class ProcessGroupTransport(Transport):
             if target == rank:
                 self._from[source] = self._connected(groups[edge], source, "recv")
         self._posted: dict[Action, Message] = {}
-        self._sent: dict[Action, Message] = {}
-        self._sent_before: dict[Action, Message] = {}
+        self._sent: dict[int, deque[tuple[Action, Message]]] = {peer: deque() for peer in self._to}
 
     def _connected(self, group: Any, rank: int, exchange: str) -> Link:
         """Make a link and exchange a first message over it.
@@ -350,6 +385,9 @@ class ProcessGroupTransport(Transport):
         sender = ThreadPoolExecutor(1) if is_gloo and _is_staged(self._device) else None
         return Link(group, peer, global_rank, self._device, not is_gloo, self._ring, sender)
 
+    def _buffers(self) -> BufferRing | None:
+        return None if self._backend == "gloo" else BufferRing(self._device)
+
     def _make_groups(self) -> dict[tuple[int, int], Any]:
         if self._backend == "gloo":
             return dict.fromkeys(self._edges, self._mesh.make_group(backend="gloo"))
@@ -367,24 +405,24 @@ class ProcessGroupTransport(Transport):
         return self._posted.pop(receive).wait(receive)
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        link, tag = self._to[peer], _first_tag(send, len(tensors))
-        self._sent[send] = link.send(tensors, tag)
+        link, tag, sent = self._to[peer], _first_tag(send, len(tensors)), self._sent[peer]
+        while sent and sent[0][1].has_ended():
+            sent.popleft()[1].free()
+        sent.append((send, link.send(tensors, tag)))
 
-    def release(self, send: Action) -> None:
-        # It has arrived, but without a wait a gloo send never counts as completed.
-        message = self._sent.pop(send, None)
-        if message is not None:
+    def release(self, peer: int, left: int) -> None:
+        sent = self._sent[peer]
+        while len(sent) > left:
+            send, message = sent.popleft()
             message.wait(send)
-
-    def take_back(self) -> None:
-        for send in [*self._sent]:
-            self.release(send)
 
     def finish_step(self) -> None:
-        # Waits if a peer is a whole step behind.
-        for send, message in self._sent_before.items():
-            message.wait(send)
-        self._sent, self._sent_before = {}, self._sent
+        if self._ring is not None:
+            self._ring.end_step()
+
+    @property
+    def buffer_bytes(self) -> int:
+        return 0 if self._ring is None else self._ring.num_bytes
 
 
 def nccl_options(timeout: timedelta | None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from .actions import RECVS, SENDS, Action, Kind
@@ -10,8 +10,10 @@ from .schedule import Schedule
 
 __all__ = [
     "OpenReceives",
+    "PendingSends",
     "actions_ahead",
     "arrived_before",
+    "most_pending",
     "recv_before",
     "recv_of",
     "send_after",
@@ -167,6 +169,96 @@ class OpenReceives:
         if follows or is_due or receive in self._reached:
             self._open[source] = coming.popleft()
             self._post(receive, source)
+
+
+class PendingSends:
+    """The messages of one rank that may be on their way: sent, and not proven to have arrived.
+
+    Each edge is a queue, so their number says which they are. A message that the peer sends proves
+    what the peer had received before; its first one in a step proves all of earlier steps. In an
+    evaluation the peer may send nothing: then the number that a training step needs is the limit,
+    at which the oldest is waited for. No rank waits for ever there: an evaluation runs the forwards
+    in the order of training, in which each of these messages had arrived by then.
+
+    Args:
+        release: Called with a peer, and how many of the newest messages to it stay pending.
+        most: By peer, how many may be pending; no entry: any number.
+    """
+
+    def __init__(
+        self,
+        plan: Schedule,
+        rank: int,
+        release: Callable[[int, int], None],
+        most: Mapping[int, int] | None = None,
+    ) -> None:
+        self._release = release
+        self._most = {} if most is None else most
+        self._proven = _num_proven(plan, rank)
+        self._sources = {receive: plan.rank_of(send_of(receive).stage) for receive in self._proven}
+        near = {stage + step for stage in plan.stages_of(rank) for step in (-1, 1)}
+        self._peers = {plan.rank_of(s) for s in near if 0 <= s < plan.num_stages} - {rank}
+        self._sent: Counter[int] = Counter()  # in this step
+
+    def start_step(self) -> None:
+        """Start a step: nothing is sent in it."""
+        self._sent.clear()
+
+    def add(self, peer: int) -> None:
+        """Count a SEND, before it is sent."""
+        self._sent[peer] += 1
+        if peer in self._most:
+            self._release(peer, self._most[peer] - 1)
+
+    def prove(self, receive: Action) -> None:
+        """Release what has arrived before the peer sent a message, which is there now."""
+        if receive in self._proven:
+            peer = self._sources[receive]
+            self._release(peer, self._sent[peer] - self._proven[receive])
+
+    def end_step(self) -> None:
+        """Release what was sent before this step: it has arrived, or its peer is a step behind."""
+        for peer in self._peers:
+            self._release(peer, self._sent[peer])
+
+    def take_back(self) -> None:
+        """Release all, when the peers have received all of them."""
+        for peer in self._peers:
+            self._release(peer, 0)
+
+
+def _num_proven(plan: Schedule, rank: int) -> dict[Action, int]:
+    """Return, for RECVs of a rank, how many of its SENDs to their sender have arrived before."""
+    proven: dict[Action, int] = {}
+    totals: Counter[int] = Counter()
+    for receive, sends in arrived_before(plan, rank).items():  # edge by edge, in order
+        peer = plan.rank_of(send_of(receive).stage)
+        totals[peer] += len(sends)
+        proven[receive] = totals[peer]
+    return proven
+
+
+def most_pending(plan: Schedule, rank: int) -> dict[int, int]:
+    """Return for each peer how many messages of a rank are pending at once in a plan's steps."""
+    pending: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+
+    def release(peer: int, left: int) -> None:
+        pending[peer] = min(pending[peer], left)
+
+    sends = PendingSends(plan, rank, release)
+    for _ in range(2):  # what a step leaves pending counts in the next one
+        sends.start_step()
+        for action in plan[rank]:
+            if action.kind in SENDS:
+                peer = plan.rank_of(recv_of(action).stage)
+                sends.add(peer)
+                pending[peer] += 1
+                most[peer] = max(most[peer], pending[peer])
+            elif action.kind in RECVS:
+                sends.prove(action)
+        sends.end_step()
+    return dict(most)
 
 
 _STARTS = {Kind.SEND_F, Kind.OFFLOAD}

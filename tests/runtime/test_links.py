@@ -114,6 +114,44 @@ def test_buffers_of_lengths_that_vary_are_bounded():
         assert ring.num_bytes <= 2 * most
 
 
+def use(ring, sizes):
+    """Use buffers of these sizes at once in a step; return their sizes."""
+    buffers = [ring.take(size) for size in sizes]
+    for buffer in buffers:
+        ring.give_back(buffer)
+    ring.end_step()
+    return [buffer.numel() for buffer in buffers]
+
+
+def test_a_free_buffer_serves_a_message_of_half_its_size_or_more():
+    ring = BufferRing(CPU)
+    use(ring, [4096, 8192])
+    assert use(ring, [4096, 4096]) == [4096, 8192]
+    assert use(ring, [8192, 2048, 1024]) == [8192, 4096, 1024]
+
+
+def test_what_the_last_steps_have_not_used_is_freed():
+    ring = BufferRing(CPU)
+    use(ring, [4096] * 5)
+    found = [use(ring, [4096] * 2) and ring.num_bytes for _ in range(4)]
+    assert found == [5 * 4096, 5 * 4096, 5 * 4096, 2 * 4096]
+
+
+class DoneWork:
+    """A message that the device has sent, for which nothing may wait."""
+
+    def is_completed(self):
+        return True
+
+
+def test_what_has_been_sent_is_freed_without_a_wait():
+    link = Link(SimpleNamespace(send=lambda *_: DoneWork()), 0, 1, CPU, True, BufferRing(CPU))
+    message = link.send([torch.ones(4)], 0)
+    assert message.has_ended()
+    message.free()
+    assert link.send([torch.ones(4)], 0).memory[0] is message.memory[0]
+
+
 def test_a_buffer_whose_message_is_on_its_way_is_not_used():
     group, ring = LateGroup(), BufferRing(CPU)
     link = Link(group, 0, 1, CPU, True, ring)

@@ -90,8 +90,7 @@ def exchange_message():
     if rank == 1:
         transport.post(down, 0, specs_of(message))
         transport.send(up_send, 0, transport.wait(down))
-        transport.finish_step()
-        transport.finish_step()
+        transport.release(0, 0)
     return None
 
 
@@ -145,10 +144,10 @@ def release_what_has_arrived():
             transport.wait(receive)
     del message
     for _ in range(2 * (rank == 0)):  # the second time it is gone
-        transport.release(sends[0])
+        transport.release(1, 1)
     alive = [not ref.expired() for ref in kept]
-    transport.finish_step()
-    transport.finish_step()
+    if rank == 0:
+        transport.release(1, 0)
     return alive
 
 
@@ -167,8 +166,7 @@ def receive_out_of_order():
     sends = parse("0SEND_F1", "0SEND_F0") if rank == 0 else parse("2SEND_B0")
     for send in sends:
         transport.send(send, 1, [torch.tensor([10.0 * send.stage + send.microbatch])])
-    transport.finish_step()
-    transport.finish_step()
+    transport.release(1, 0)
     return None
 
 
@@ -182,7 +180,6 @@ def run_ahead():
     send, receive = parse("0SEND_F0", "1RECV_F0")
     if rank == 0:
         transport.send(send, 1, [torch.zeros(1)])
-        transport.finish_step()
         transport.send(send, 1, [torch.ones(1)])
     dist.barrier()
     received = []
@@ -190,8 +187,8 @@ def run_ahead():
         for _ in range(2):
             transport.post(receive, 0, specs_of([torch.ones(1)]))
             received.append(float(transport.wait(receive)[0]))
-    transport.finish_step()
-    transport.finish_step()
+    if rank == 0:
+        transport.release(1, 0)
     return received
 
 

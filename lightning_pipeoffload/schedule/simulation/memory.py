@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
@@ -19,7 +20,7 @@ from ..actions import (
     ScheduleError,
 )
 from ..costs import Costs
-from ..messages import OpenReceives, arrived_before, recv_before, send_of
+from ..messages import OpenReceives, PendingSends, most_pending, recv_before, recv_of, send_of
 from ..schedule import Schedule
 from ..timeline import Event, Timeline
 
@@ -167,41 +168,74 @@ def _summed(changes: Curve) -> Curve:
     return curve
 
 
-def peak_message_memory(plan: Schedule, size: Callable[[Action], float]) -> tuple[float, ...]:
+def peak_message_memory(
+    plan: Schedule, size: Callable[[Action], float], evaluation: Schedule | None = None
+) -> tuple[float, ...]:
     """Return the largest sum of each rank's messages at a time.
 
-    A message takes memory from its SEND until the rank knows that it has arrived, or from its
-    posted receive until the action that needs it.
+    A message takes memory from its SEND until the rank knows that it has arrived, be it in the next
+    step, or from its posted receive until the action that needs it.
 
     Args:
         size: Returns the memory of the message of a SEND.
+        evaluation: The lowered plan of evaluations after training steps; None: there are none.
     """
+    plans = [plan] if evaluation is None else [plan, evaluation]
     return tuple(
-        max(_message_memory(plan, rank, size), default=0.0) for rank in range(plan.num_ranks)
+        max(_MessageMemory(rank, size).during(plans, most_pending(plan, rank)))
+        for rank in range(plan.num_ranks)
     )
 
 
-def _message_memory(plan: Schedule, rank: int, size: Callable[[Action], float]) -> Iterator[float]:
-    """Yield the memory of a rank's messages after each of its actions."""
-    held = 0.0
+class _MessageMemory:
+    """The memory of a rank's messages, step by step."""
 
-    def post(receive: Action, source: int) -> None:
-        nonlocal held
-        held += size(send_of(receive))
+    def __init__(self, rank: int, size: Callable[[Action], float]) -> None:
+        self._rank, self._size = rank, size
+        self._held = 0.0
+        self._sent: defaultdict[int, deque[float]] = defaultdict(deque)
 
-    arrived, receives = arrived_before(plan, rank), OpenReceives(plan, rank, post)
-    receives.expect(plan[rank])
-    taken: set[Action] = set()
-    for action in plan[rank]:
-        needed = recv_before(plan, action)
-        if action.kind in SENDS:
-            held += size(action)
-            receives.count_send()
-        elif action.kind in RECVS:
-            receives.reach(action)
-        elif needed is not None:
-            for receive in receives.until(needed) if needed not in taken else ():
-                taken.add(receive)
-                held -= sum(map(size, arrived.get(receive, ())))
-            held -= size(send_of(needed))
-        yield held
+    def during(self, plans: Iterable[Schedule], most: Mapping[int, int]) -> Iterator[float]:
+        """Yield the memory after each action of two steps by each plan."""
+        yield 0.0
+        for plan in plans:
+            receives = OpenReceives(plan, self._rank, self._post)
+            sends = PendingSends(plan, self._rank, self._release, most)
+            for _ in range(2):
+                receives.start_step()
+                sends.start_step()
+                yield from self._in_step(plan, receives, sends)
+                sends.end_step()
+
+    def _post(self, receive: Action, source: int) -> None:
+        self._held += self._size(send_of(receive))
+
+    def _release(self, peer: int, left: int) -> None:
+        sent = self._sent[peer]
+        while len(sent) > left:
+            self._held -= sent.popleft()
+
+    def _send(self, action: Action, peer: int) -> None:
+        self._sent[peer].append(self._size(action))
+        self._held += self._size(action)
+
+    def _in_step(
+        self, plan: Schedule, receives: OpenReceives, sends: PendingSends
+    ) -> Iterator[float]:
+        receives.expect(plan[self._rank])
+        taken: set[Action] = set()
+        for action in plan[self._rank]:
+            needed = recv_before(plan, action)
+            if action.kind in SENDS:
+                peer = plan.rank_of(recv_of(action).stage)
+                sends.add(peer)
+                self._send(action, peer)
+                receives.count_send()
+            elif action.kind in RECVS:
+                receives.reach(action)
+            elif needed is not None:
+                for receive in receives.until(needed) if needed not in taken else ():
+                    taken.add(receive)
+                    sends.prove(receive)
+                self._held -= self._size(send_of(needed))
+            yield self._held
