@@ -56,6 +56,7 @@ IMPORTED = {
     ),
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.autograd.graph": "_engine_run_backward",
+    "torch.autograd.function": "_SingleLevelFunction",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": (
@@ -63,7 +64,7 @@ IMPORTED = {
     ),
     "torch.utils.data._utils.pin_memory": "pin_memory",
     "torch.overrides": "_get_current_function_mode _pop_mode _push_mode",
-    "torch.utils._python_dispatch": "TorchDispatchMode",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch._dynamo.eval_frame": "OptimizedModule",
     "torch._dynamo.exc": "RestartAnalysis SkipFrame TorchDynamoException",
     "torch._dynamo": "trace_rules",
@@ -121,8 +122,9 @@ OWNERS = [
     (
         nn.Module(),
         "_forward_hooks _forward_pre_hooks _backward_pre_hooks _parameters _buffers "
-        "_non_persistent_buffers_set _compiled_call_impl",
+        "_non_persistent_buffers_set _compiled_call_impl _call_impl",
     ),
+    (torch.utils.checkpoint.CheckpointFunction._backward_cls, "_forward_cls"),
     (torch.cuda, "_sleep"),
     (dist.distributed_c10d, "_abort_process_group"),
     (torch.ops.aten, "_local_scalar_dense _unique2"),

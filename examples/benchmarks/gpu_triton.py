@@ -77,42 +77,52 @@ def _silu_of(x: Tensor, has_kernel: bool) -> Tensor:
     return Silu.apply(x) if has_kernel else functional.silu(x)
 
 
-class Model(nn.Module):
-    """Blocks and a loss; kernels are in the ones, or in the other."""
+PLACES = ("before the blocks", "in blocks", "in the final norm", "in the loss")
 
-    def __init__(self, in_blocks: bool, in_loss: bool) -> None:
+
+class Model(nn.Module):
+    """Blocks between an embedding, a norm and a loss; kernels are in one of ``PLACES``."""
+
+    def __init__(self, place: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(in_blocks) for _ in range(4))
-        self.in_loss = in_loss
+        self.embed = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Block(place == PLACES[1]) for _ in range(4))
+        self.norm = nn.LayerNorm(64)
+        self.place = place
+
+    def _silu(self, x: Tensor, place: str) -> Tensor:
+        return _silu_of(x, self.place == place)
 
     def step(self, x: Tensor) -> Tensor:
         """Return a loss."""
+        x = self._silu(self.embed(x), PLACES[0])
         for block in self.blocks:
             x = block(x)
-        return _silu_of(x, self.in_loss).square().mean()
+        x = self._silu(self.norm(x), PLACES[2])
+        return self._silu(x.square(), PLACES[3]).mean()
 
 
 def triton_kernels(device: torch.device) -> Iterator[str]:
-    """Kernels in blocks, and in the loss: the gradients are those of torch's own operators."""
+    """Kernels in each place: the gradients are those of torch's own operators."""
     if triton is None:
         yield "triton is not installed"
         return
     batch = torch.randn(4, 64, device=device)
     expected: dict[str, Tensor] = {}
     num_failed = 0
-    for in_blocks, in_loss in ((False, False), (True, False), (False, True)):
+    for place in ("nowhere", *PLACES):
         torch.manual_seed(0)
-        model = Model(in_blocks, in_loss).to(device)
+        model = Model(place).to(device)
         try:
             pipeline = InProcessPipeline(model, build("zb_h1", 2, 4), call_step)
             pipeline.run(batch, 1)
         except Exception as error:
             num_failed += 1
-            yield f"in blocks {in_blocks}, in the loss {in_loss}: {in_one_line(error)}"
+            yield f"{place}: {in_one_line(error)}"
             continue
         found = {n: g for n, g in pipeline.named_gradients().items() if g is not None}
         expected = expected or found
         error_of_it = difference(found, expected)
-        yield f"in blocks {in_blocks}, in the loss {in_loss}: gradients differ by {error_of_it:.1e}"
+        yield f"{place}: gradients differ by {error_of_it:.1e}"
         assert error_of_it < 1e-4
     assert num_failed == 0

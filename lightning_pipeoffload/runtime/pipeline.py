@@ -409,7 +409,7 @@ class Pipeline:
             own = [found for found in self.stage_gradients.values() if found.stage == index]
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
-                self._writes, OwnGradients(own), self.records.generators,
+                self._writes, OwnGradients(own), self.records.generators, self.records.kernels,
                 self.settings.recompute, self._graphs_beside(own), self._add_product,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)

@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import Write
+from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 
 
@@ -96,6 +96,8 @@ class StepRecord:
 
     Such a block runs without values on the later stages too.
     """
+    kernels: set[StepPoint] = field(default_factory=set)
+    """Where kernels take addresses, which run on zeros where values are missing."""
     is_certain: bool = True
     """Whether no value was made up behind the blocks; one could decide to call them again."""
 
@@ -179,6 +181,11 @@ class StepRecord:
     def shapes_suffice(self, block: int) -> bool:
         """Return whether later stages need only the shapes of a block's output."""
         return self.outputs[block].is_template and block not in self.opened
+
+    def meets_kernels(self) -> bool:
+        """Return whether stages run code that calls :attr:`kernels` without values."""
+        before = [point for point in self.kernels if point.segment < len(self.outputs)]
+        return any(not (p.is_in_block and self.shapes_suffice(p.segment)) for p in before)
 
     def carried_over(self, block: int) -> list[Crossing]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""

@@ -25,6 +25,10 @@ from lightning_pipeoffload.runtime.cut.trace import ImaginedError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import propose_traced
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
+from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
+    KernelFoundError,
+    KernelsOnZeros,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
     NO_ALARM,
@@ -60,6 +64,7 @@ class StepRecords:
         known: Records by kind of step, mode of the module and shapes, and by booleans and sizes
             that depend on the values of the microbatch.
         generators: The random generators that modules hold.
+        kernels: What the steps run on zeros.
         always_trained: Names of the parameters with a gradient in all training steps so far.
     """
 
@@ -71,7 +76,8 @@ class StepRecords:
         before_trace: Callable[[], None] = lambda: None,
     ) -> None:
         self._module, self._chain = module, chain
-        self._traced = module, chain, device
+        self.kernels = KernelsOnZeros()
+        self._traced = module, chain, device, self.kernels
         self._num_stages = 1
         self._before_trace = before_trace
         self._compared: set[Any] = set()
@@ -169,9 +175,7 @@ class StepRecords:
         for imagined, behind in _FLAGS:
             log: _Log | None = [] if is_first else None
             try:
-                trace = StepTrace(*self._traced, log, imagined, behind=behind)
-                call.record = trace.record
-                record = trace.trace(call)
+                record = self._record(call, log, imagined, behind)
             except ImaginedError as failed:
                 error = error or failed
                 continue
@@ -180,6 +184,18 @@ class StepRecords:
             return record
         assert error is not None
         raise self._explain(error) from None
+
+    def _record(
+        self, call: _Trial, log: _Log | None, imagined: Imagined, behind: Imagined
+    ) -> StepRecord:
+        trace = StepTrace(*self._traced, log, imagined, behind=behind)
+        call.record = trace.record
+        try:
+            return trace.trace(call)
+        except KernelFoundError:
+            if log is not None:
+                log.clear()
+            return self._record(call, log, imagined, behind)
 
     def _compare_runs(self, record: StepRecord, log: _Log, repeat: Callable[[], _Log]) -> None:
         beside = record_globals(self._module)

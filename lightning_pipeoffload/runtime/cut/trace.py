@@ -46,6 +46,10 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
+    KernelFoundError,
+    KernelsOnZeros,
+)
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
@@ -55,6 +59,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
     NO_ALARM,
+    AddressNeededError,
     Imagined,
     StepRules,
     ValueNeededError,
@@ -83,6 +88,7 @@ class StepTrace:
         module: The user's module; it is restored afterwards.
         chain: Its blocks.
         device: The device that tensors report, wherever the module is.
+        kernels: What runs on zeros; None: what this run finds is traced no further.
         log: A list to which calls with values between the blocks are appended; None: no log.
         imagined: How to make up the values that blocks read.
         observes: Whether to record all of the step; else only its values and sizes.
@@ -95,6 +101,7 @@ class StepTrace:
         module: nn.Module,
         chain: BlockChain,
         device: torch.device,
+        kernels: KernelsOnZeros | None = None,
         log: list[LoggedValue] | None = None,
         imagined: Imagined = EVERYTHING,
         observes: bool = True,
@@ -113,6 +120,7 @@ class StepTrace:
         self._sizes = _SizesByValues(self)
         self._checks = CallChecks(chain)
         self.arguments = ArgumentWatch(self.record)
+        self._kernels = KernelsOnZeros() if kernels is None else kernels
         self._device_type = device.type
         self._is_compiled = any(is_compiled(block) for block in chain.blocks)
         self._before_block: list[tuple[int, Any]] = []
@@ -146,6 +154,7 @@ class StepTrace:
         Raises:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
             ImaginedError: The step failed after a value was made up.
+            KernelFoundError: The step is to be traced again.
         """
         try:
             with self.running():
@@ -154,9 +163,13 @@ class StepTrace:
                     self.record.result_counts = sample_counts(result)
                     self._lead_back(result)
                 except (ValueNeededError, Exception) as error:
+                    if self._kernels.take_in(error, self.chain.blocks):
+                        raise KernelFoundError from error
                     self._end_early(error)
                 self._finish()
             self._checks.check_complete(self.segment)
+        except KernelFoundError:
+            raise
         except Exception as error:
             if self.record.argument_writes:  # without which the step may fail
                 first = self.record.argument_writes[0]
@@ -178,7 +191,7 @@ class StepTrace:
                 ) from None
             if not self.num_imagined:
                 raise error
-        elif self.segment < len(self.chain):
+        elif self.segment < len(self.chain) or isinstance(error, AddressNeededError):
             raise ValueError(_explain(error, self.chain, self.segment)) from None
         self.record.is_certain = False
         unused = self._values.unused_blocks()
@@ -199,6 +212,7 @@ class StepTrace:
         with ExitStack() as stack:
             stack.enter_context(forked_randomness())
             stack.enter_context(_same_grad_mode())
+            stack.enter_context(self._kernels.in_use(lambda: self.record.kernels.add(self.point)))
             stack.enter_context(Generators(module).kept())
             written = stack.enter_context(unchanged(module))
             stack.enter_context(uncompiled())
@@ -388,6 +402,8 @@ class ImaginedError(Exception):
 
 
 def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
+    if isinstance(error, AddressNeededError):
+        return f"{error}{in_brackets(users_line(error))}"
     return (
         f"the step cannot be cut into stages, for only one of them has what it needs before "
         f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "

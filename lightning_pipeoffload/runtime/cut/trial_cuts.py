@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,10 @@ from torch.nn.modules import module as torchs
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.other_blocks import as_argument, candidates
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
+from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
+    KernelFoundError,
+    KernelsOnZeros,
+)
 
 _MOST_TRIALS = 6
 
@@ -25,6 +30,7 @@ def propose_traced(
     module: nn.Module,
     chain: BlockChain,
     device: torch.device,
+    kernels: KernelsOnZeros,
     call: Callable[[], Any],
     num_stages: int,
 ) -> str:
@@ -34,24 +40,39 @@ def propose_traced(
         module: The user's module.
         chain: The chain with which it cannot.
         device: The device that tensors report.
+        kernels: What the step runs on zeros.
         call: Runs the step.
         num_stages: The least number of blocks.
     """
+    trace = partial(_trace, module, device=device, kernels=kernels, call=call)
     chain.release()
     try:
-        calls = _find_calls(module, device, call)
+        calls = _find_calls(module, trace)
         proposals = (
             names for names in candidates(module, calls) if len(names) >= max(num_stages, 2)
         )
         for names in islice(proposals, _MOST_TRIALS):
-            if _can_cut(module, names, device, call):
+            if _can_cut(module, names, trace):
                 return as_argument(module, names)
         return ""
     finally:
         chain.intercept()
 
 
-def _find_calls(module: nn.Module, device: torch.device, call: Callable[[], Any]) -> dict[str, int]:
+def _trace(
+    module: nn.Module,
+    chain: BlockChain,
+    device: torch.device,
+    kernels: KernelsOnZeros,
+    call: Callable[[], Any],
+) -> None:
+    with suppress(KernelFoundError):
+        StepTrace(module, chain, device, kernels).trace(call)
+        return
+    _trace(module, chain, device, kernels, call)
+
+
+def _find_calls(module: nn.Module, trace: Callable[[BlockChain], None]) -> dict[str, int]:
     """Return the position of the call of each module that a step calls once, with gradients."""
     names = {part: name for name, part in module.named_modules()}
     calls: dict[str, list[int]] = {}
@@ -67,17 +88,15 @@ def _find_calls(module: nn.Module, device: torch.device, call: Callable[[], Any]
 
     hook = torchs.register_module_forward_pre_hook(note)
     with hook, suppress(Exception):  # what it has called until then can be enough
-        StepTrace(module, BlockChain("", {}), device, observes=False).trace(call)
+        trace(BlockChain("", {}))
     return {name: found[0] for name, found in calls.items() if len(found) == 1}
 
 
-def _can_cut(
-    module: nn.Module, names: Sequence[str], device: torch.device, call: Callable[[], Any]
-) -> bool:
+def _can_cut(module: nn.Module, names: Sequence[str], trace: Callable[[BlockChain], None]) -> bool:
     chain = find_chain(module, names)
     chain.intercept()
     try:
-        StepTrace(module, chain, device).trace(call)
+        trace(chain)
     except Exception:
         return False
     finally:

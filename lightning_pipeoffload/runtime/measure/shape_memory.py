@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -82,7 +83,11 @@ def measure_shapes(pipeline: Pipeline, part: Microbatch) -> list[SavedMemory]:
     Raises:
         ValueError: The step needs values, or there is no loss.
     """
-    measuring = _MeasuringPass(pipeline, part)
+    return _measure(pipeline, part, pipeline.records.kernels.copy())
+
+
+def _measure(pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> list[SavedMemory]:
+    measuring = _MeasuringPass(pipeline, part, kernels)
     try:
         with measuring.running():
             # As F does: sizes may depend on the step's random numbers.
@@ -91,7 +96,11 @@ def measure_shapes(pipeline: Pipeline, part: Microbatch) -> list[SavedMemory]:
             with measuring.keeping():
                 result = part.run(TRACE)
             measuring.run_backward(loss_in(result))
-    except ValueNeededError as error:
+    except (ValueNeededError, RuntimeError) as error:
+        if kernels.take_in(error, pipeline.chain.blocks):  # in a backward
+            return _measure(pipeline, part, kernels)
+        if not isinstance(error, ValueNeededError):
+            raise
         raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
     finally:
         measuring.let_go()
@@ -99,8 +108,8 @@ def measure_shapes(pipeline: Pipeline, part: Microbatch) -> list[SavedMemory]:
 
 
 class _MeasuringPass(StepTrace):
-    def __init__(self, pipeline: Pipeline, part: Microbatch) -> None:
-        super().__init__(pipeline.module, pipeline.chain, part.device, observes=False)
+    def __init__(self, pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> None:
+        super().__init__(pipeline.module, pipeline.chain, part.device, kernels, observes=False)
         stages = pipeline.partition
         self._part = part
         self._left_to_b = pipeline.left_to_b

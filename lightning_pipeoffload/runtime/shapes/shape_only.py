@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     written_arguments,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import (
+    AddressNeededError,
     ValueNeededError,
     are_observed,
     describe_origins,
@@ -153,17 +154,13 @@ class ShapeOnly(Tensor):
         return format(self._imagined(f"the format {format_spec!r}"), format_spec)
 
     def data_ptr(self) -> int:
-        """Raise ``ValueNeededError``: a custom kernel would read memory that is not there.
+        """Raise ``AddressNeededError``: a custom kernel would read memory that is not there.
 
         torch's RNNs, which check whether their weights are contiguous, and its sanitizer get 0.
         """
         if sys._getframe(1).f_globals.get("__name__") in _ASKS_FOR_ADDRESSES:
             return 0
-        raise ValueNeededError(
-            "a kernel that is called with the tensor's address (torch.library makes an operator "
-            "of it, with a function of shapes)",
-            self.origins,
-        )
+        raise AddressNeededError(self.origins)
 
     def storage(self) -> Any:
         """Raise ``ValueNeededError``: safetensors calls it before it writes the value."""
@@ -216,7 +213,7 @@ class ShapeOnly(Tensor):
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in FACTORIES and not _is_scratch(func):
             return call_factory(func, device, args, kwargs)
-        origins = frozenset[str]().union(*(leaf.origins for leaf in shape_only))
+        origins = origins_of(shape_only)
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
         func, args = _with_counted_masks(func, args)
@@ -263,7 +260,7 @@ def _known_result(
     if known is None:
         return None
     operands = list(shape_only_leaves((args, kwargs)))
-    origins = frozenset[str]().union(*(leaf.origins for leaf in operands))
+    origins = origins_of(operands)
     result = _wrap_new(known, kwargs.get("device") or operands[0].device, origins)
     _refuse_reduction(func, operands, result)
     return result
@@ -277,6 +274,11 @@ def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
 def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
     """Yield the shape-only tensors in a pytree."""
     return (leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly))
+
+
+def origins_of(leaves: Iterable[ShapeOnly]) -> frozenset[str]:
+    """Return the origins of what is computed from all of these."""
+    return frozenset[str]().union(*(leaf.origins for leaf in leaves))
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -418,6 +420,10 @@ class Awaited(ShapeOnly):
             if self.value is None
             else format(self.value, format_spec)
         )
+
+    def data_ptr(self) -> int:
+        """Return the address of the received value; without it, raise ``AddressNeededError``."""
+        return super().data_ptr() if self.value is None else self.value.data_ptr()
 
     def tolist(self) -> Any:
         """Return the received values; without them, as :class:`ShapeOnly` does."""

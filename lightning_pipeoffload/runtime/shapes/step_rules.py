@@ -33,6 +33,24 @@ class ValueNeededError(BaseException):
         self.origins = origins
 
 
+class AddressNeededError(ValueNeededError):
+    """A kernel asks for the address of a tensor that has no value."""
+
+    def __init__(self, origins: frozenset[str], reason: str = "") -> None:
+        super().__init__("a kernel that is called with a tensor's address", origins)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}: {self.reason or _MAKE_OPERATOR}"
+
+
+_MAKE_OPERATOR = (
+    "call it in an autograd.Function, or in a module that holds no blocks, which is run on zeros "
+    "where values are missing; or make an operator of it with torch.library, with a function of "
+    "shapes"
+)
+
+
 def describe_origins(origins: frozenset[str]) -> str:
     """Return a phrase with up to three names of the tensors that a value was computed from."""
     names = sorted(origins)

@@ -37,6 +37,7 @@ from lightning_pipeoffload.runtime.randomness import (
     seed_all,
     segment_seeder,
 )
+from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     give_values,
@@ -81,6 +82,7 @@ class KnownStep:
             which the last stages of a deep model have many.
         draws_beside_torch: Whether it draws from numpy's or Python's global generator.
         seed_segment: Seeds the generators that the step draws from.
+        meets_kernels: Whether it may call kernels without values.
         shapes_suffice: Of each block before the stage, whether its output's shapes are known.
     """
 
@@ -97,6 +99,7 @@ class KnownStep:
         self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.draws_beside_torch = draws_beside_torch or record.draws_beside_torch
         self.seed_segment = segment_seeder(self.draws_beside_torch)
+        self.meets_kernels = record.meets_kernels()
         self.shapes_suffice = [record.shapes_suffice(block) for block in range(start)]
 
 
@@ -112,6 +115,7 @@ class StageContext:
         writes: Attributes and buffers that the rank's steps write outside of the blocks.
         gradients: The stage's gradients of weights that other stages of the rank use too.
         generators: The random generators that the modules hold.
+        kernels: What runs on zeros where values are missing.
         recompute: What B computes again: "none", "cheap" (norms, activations, dropout) or "full"
             (blocks).
         graphs: The graphs of the stage's blocks; None: blocks run as they are written.
@@ -127,6 +131,7 @@ class StageContext:
     writes: StepWrites
     gradients: OwnGradients
     generators: Generators
+    kernels: KernelsOnZeros
     recompute: str = "none"
     graphs: StageGraphs | None = None
     add_product: AddProduct = add_product_to_grad
@@ -230,11 +235,10 @@ class StagePass:
             context.ownership.hide()
         try:
             with context.chain.running(self):
-                if self._counter is None:
+                if self._counter is None and not self._known.meets_kernels:
                     result = self._microbatch.run(context.call)
                 else:
-                    with self._counter:
-                        result = self._microbatch.run(context.call)
+                    result = self._run_watched()
             output = self._check_result(result)
         except StageExit as leaving:
             leaving.__traceback__ = None  # its frames hold every activation
@@ -253,6 +257,11 @@ class StagePass:
         if self._microbatch.index == 0 and not self._known.draws_beside_torch:  # once a batch
             context.notice_draws(seed)
         return output
+
+    def _run_watched(self) -> Any:
+        kernels = self._context.kernels.in_use() if self._known.meets_kernels else NOTHING
+        with kernels, self._counter or NOTHING:
+            return self._microbatch.run(self._context.call)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block of the stage; hand over the payload; return shapes for blocks before that."""

@@ -1,0 +1,407 @@
+"""Autograd Functions and modules whose kernels take addresses: their shapes, from runs on zeros.
+
+A kernel of Triton's, or of an extension in C++, gets the addresses of tensors, which a tensor
+without a value does not have. The innermost autograd Function or module that calls one is run once
+for each class and shape on zeros on the device, its parameters too. A call with shape-only tensors
+then returns such ones of the same shapes, and saves for its backward what that run has saved::
+
+    traced step      Silu.apply(shapes)  ->  a kernel asks for an address: Silu is taken in
+    traced again     Silu.apply(shapes)  ->  Silu.apply(zeros), once; shapes like its results
+
+Calls in a counted part of a step count as one call of a torch function, on every stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.function import (  # private: `f = Silu.apply`, made before, calls its apply too
+    _SingleLevelFunction as FunctionBase,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import (  # private: whether there is one that counts calls
+    _get_current_function_mode,
+    handle_torch_function,
+)
+from torch.utils._python_dispatch import (  # private: its documented home
+    TorchDispatchMode,
+    _disable_current_modes,
+)
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_pipeoffload.runtime.leaves import (
+    leaves_of,
+    map_operands,
+    map_output,
+    output_leaves,
+    output_tensors,
+    tensors_in,
+)
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
+    give_values,
+    has_shapes,
+    memory_of,
+    origins_of,
+    shape_only_leaves,
+)
+from lightning_pipeoffload.runtime.shapes.step_rules import AddressNeededError, tell_observers
+from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
+from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+
+log = logging.getLogger(__name__)
+
+_FOUND = (
+    "%s calls a kernel with the addresses of tensors, which tensors without values do not have; it "
+    "is run on zeros on %s, once for each shape, and the shapes of its results are used (an "
+    "operator of torch.library with a function of shapes needs no such run)"
+)
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY_BACKWARD = BackwardCFunction.apply.__code__
+_CALL = nn.Module._call_impl.__code__
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class KernelFoundError(Exception):
+    """A step called a kernel with an address; traced again, it is run on zeros."""
+
+
+class KernelsOnZeros:
+    """The autograd Functions and modules of one model that are run on zeros."""
+
+    def __init__(self) -> None:
+        self._functions: set[Any] = set()
+        self._modules: dict[Any, Callable[..., Any]] = {}  # owners of a forward, and the forward
+        self._results: dict[Hashable, tuple[_Result, Any]] = {}
+        self._reported: set[Any] = set()
+        self._note: Callable[[], None] = _do_nothing
+
+    def copy(self) -> KernelsOnZeros:
+        """Return others that start with the same Functions and modules."""
+        made = KernelsOnZeros()
+        made._functions, made._modules = {*self._functions}, {**self._modules}
+        made._reported = self._reported
+        return made
+
+    def take_in(self, error: BaseException, blocks: Iterable[nn.Module]) -> bool:
+        """Add the innermost Function or module in which an error has asked for an address.
+
+        Returns:
+            Whether it is a new one. A module that holds some of ``blocks`` is never added.
+        """
+        if not _asks_for_address(error):
+            return False
+        for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+            variables = frame.f_locals
+            if frame.f_code is _APPLY:
+                return self._add_function(variables["cls"])
+            if frame.f_code is _APPLY_BACKWARD:
+                return self._add_function(variables["self"]._forward_cls)
+            if frame.f_code is _CALL:
+                return self._add_module(variables["self"], blocks)
+        return False
+
+    def _add_function(self, function: Any) -> bool:
+        is_new = function not in self._functions
+        self._functions.add(function)
+        return is_new
+
+    def _add_module(self, module: nn.Module, blocks: Iterable[nn.Module]) -> bool:
+        inside = {*module.modules()} - {module}
+        owner: Any = module
+        if "forward" not in vars(module):
+            owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+        if owner in self._modules or not inside.isdisjoint(blocks):
+            return False
+        self._modules[owner] = vars(owner)["forward"]
+        return True
+
+    @contextmanager
+    def in_use(self, note: Callable[[], None] = _do_nothing) -> Iterator[None]:
+        """Run them on zeros, where values are missing, within the context.
+
+        Args:
+            note: Called at each of their calls, with values or without.
+        """
+        if not self._functions and not self._modules:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "_note", self._note)
+            self._note = note
+            _replace(stack, FunctionBase, "apply", classmethod(self._apply_instead))
+            for owner, plain in self._modules.items():
+                _replace(stack, owner, "forward", self._forward_instead(owner, plain))
+            yield
+
+    @property
+    def _apply_instead(self) -> Callable[..., Any]:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            run = super(FunctionBase, cls).apply  # type: ignore[misc]
+            if cls not in self._functions:
+                return run(*args, **kwargs)
+            return self._call(_Kernel(cls, run), args, kwargs)
+
+        return apply
+
+    def _forward_instead(self, owner: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            run = plain if owner is module else partial(plain, module)
+            return self._call(_Kernel(type(module), run, module), args, kwargs)
+
+        return partial(forward, owner) if isinstance(owner, nn.Module) else forward
+
+    def _call(self, kernel: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._note()
+        operands = give_values((args, kwargs)), kernel.tensors
+        run = partial(self._run, kernel)
+        if _get_current_function_mode() is None:
+            return run(*operands)
+        return handle_torch_function(run, (), *operands)
+
+    def _run(self, kernel: _Kernel, arguments: Any, weights: list[Tensor]) -> Any:
+        args, kwargs = arguments
+        if not has_shapes((arguments, weights)):
+            return kernel.run(*args, **kwargs)
+        inputs = tensors_in((arguments, weights))
+        key, kept = _key_of(kernel, arguments, inputs[0].device.type)
+        if key not in self._results:
+            self._results[key] = _run_on_zeros(kernel, arguments, inputs), kept
+            if kernel.kind not in self._reported:
+                self._reported.add(kernel.kind)
+                log.info(_FOUND, kernel.name, next(shape_only_leaves(inputs)).device)
+        return self._results[key][0].like(inputs)
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, method: Any) -> None:
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, method)
+
+
+def _asks_for_address(error: BaseException) -> bool:
+    # torch's own errors, where C++ asks for it or Python asks a storage.
+    is_torchs = isinstance(error, RuntimeError) and "data pointer" in str(error)
+    return is_torchs or isinstance(error, AddressNeededError)
+
+
+class _Kernel:
+    """A call of a Function or of a module's forward."""
+
+    def __init__(self, kind: Any, run: Callable[..., Any], module: nn.Module | None = None) -> None:
+        self.kind = kind
+        self.run = run
+        self.module = module
+        self.name = kind.__qualname__
+        self.slots: list[Slot] = [] if module is None else find_slots(module)
+        self.tensors = [slot.tensor for slot in self.slots]
+
+
+def _key_of(kernel: _Kernel, arguments: Any, device: str) -> tuple[Hashable, list[Any]]:
+    """Return what the shapes of results depend on, and objects whose ids are part of it."""
+    is_autocast = torch.is_autocast_enabled(device)
+    modes = torch.is_grad_enabled(), is_autocast and torch.get_autocast_dtype(device)
+    kept: list[Any] = []
+
+    def describe(leaf: Any) -> Hashable:
+        if isinstance(leaf, Tensor):
+            form = leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+            return isinstance(leaf, ShapeOnly), *form
+        if isinstance(leaf, _PLAIN):
+            return type(leaf), leaf
+        kept.append(leaf)
+        return type(leaf), id(leaf)
+
+    parts = () if kernel.module is None else kernel.module.modules()
+    attributes = [
+        (name, *map(describe, leaves_of(value)))
+        for part in parts
+        for name, value in vars(part).items()
+        if name not in REGISTRIES or name == "training"
+    ]
+    leaves = *map(describe, leaves_of(arguments)), *map(describe, kernel.tensors)
+    return (kernel.kind, modes, leaves, tuple(attributes)), kept
+
+
+class _Made:  # no dataclass, which would be opened
+    """A tensor of a run on zeros.
+
+    Attributes:
+        memory: The number of the input with which it shares memory, or of new memory behind these.
+        meta: Its shape, strides and offset, in memory of that size.
+        trains: Whether it requires a gradient.
+    """
+
+    def __init__(self, memory: int, meta: Tensor, trains: bool) -> None:
+        self.memory = memory
+        self.meta = meta
+        self.trains = trains
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The results of a run on zeros.
+
+    Attributes:
+        tree: What it returned, with :class:`_Made` for tensors.
+        saved: The tensors that it saved for its backward.
+        products: Its matrix products, with their arguments and results.
+    """
+
+    tree: Any
+    saved: list[_Made]
+    products: list[tuple[Any, tuple[Any, ...], Any]]
+
+    def like(self, inputs: list[Tensor]) -> Any:
+        """Return shape-only results of a call with these inputs."""
+        made = [leaf for leaf in output_leaves(self.tree) if isinstance(leaf, _Made)]
+        outputs = iter(_StandIn.apply(self, made, *inputs) if made else ())
+        return map_output(lambda leaf: next(outputs) if type(leaf) is _Made else leaf, self.tree)
+
+
+class _StandIn(Function):
+    """Returns the shapes of a result; its backward those of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, result: _Result, made: list[_Made], *inputs: Tensor) -> Any:
+        shapes = [*shape_only_leaves(inputs)]
+        make = _Maker(inputs, shapes[0].device, origins_of(shapes))
+        outputs = [*map(make, made)]
+        ctx.save_for_backward(*map(make, result.saved))
+        pairs = zip(outputs, made, strict=True)
+        ctx.mark_non_differentiable(*(output for output, each in pairs if not each.trains))
+        needed = zip(inputs, ctx.needs_input_grad[2:], strict=True)
+        ctx.inputs = [leaf if is_needed else None for leaf, is_needed in needed]
+        tell_observers(torch.ops.aten.cat.default, (shapes,), outputs)
+        for operation in result.products:
+            tell_observers(*operation)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _ = ctx.saved_tensors  # as its own backward asks for them
+        return None, None, *(None if leaf is None else _gradient_of(leaf) for leaf in ctx.inputs)
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    if not isinstance(leaf, ShapeOnly):
+        return torch.zeros_like(leaf)
+    return ShapeOnly(torch.empty_like(leaf.meta), leaf.device, leaf.origins)
+
+
+class _Maker:
+    """Makes the tensors of one call; those that shared memory do so again."""
+
+    def __init__(
+        self, inputs: Sequence[Tensor], device: torch.device, origins: frozenset[str]
+    ) -> None:
+        self._bases = dict(enumerate(inputs))
+        self._form = device, origins
+
+    def __call__(self, made: _Made) -> Tensor:
+        meta = made.meta
+        base = self._bases.get(made.memory)
+        if base is None:
+            size = meta.untyped_storage().nbytes() // meta.element_size()
+            base = ShapeOnly(torch.empty(size, dtype=meta.dtype, device="meta"), *self._form)
+            self._bases[made.memory] = base
+        view = meta.shape, meta.stride(), meta.storage_offset()
+        if not isinstance(base, ShapeOnly):
+            return base.detach().as_strided(*view)
+        return ShapeOnly(base.meta.detach().as_strided(*view), *self._form)
+
+
+def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Result:
+    origins = origins_of(shape_only_leaves(inputs))
+    saved: list[Tensor] = []
+    products = _Products(origins)
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with ExitStack() as stack:
+        stack.enter_context(forked_randomness())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        zeros = {id(leaf): _zeros_like(leaf) for leaf in inputs}
+        stack.enter_context(saved_tensors_hooks(save, lambda tensor: tensor))
+        if kernel.module is not None:
+            stack.enter_context(unchanged(kernel.module))
+        for slot in kernel.slots:
+            stack.callback(slot.put, slot.tensor)
+            slot.put(zeros[id(slot.tensor)])
+        args, kwargs = tree_map(lambda leaf: zeros.get(id(leaf), leaf), arguments)
+        try:
+            with products:
+                output = kernel.run(*args, **kwargs)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            reason = f"{kernel.name} calls it, and fails on zeros too ({found})"
+            raise AddressNeededError(origins, reason) from error
+    numbers: dict[int, int] = {}
+    for leaf in (*zeros.values(), *saved, *output_tensors(output)):
+        numbers.setdefault(memory_of(leaf), len(numbers))
+
+    def describe(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        size = leaf.untyped_storage().nbytes() // leaf.element_size()
+        whole = torch.empty(size, dtype=leaf.dtype, device="meta")
+        meta = whole.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+        return _Made(numbers[memory_of(leaf)], meta, leaf.requires_grad)
+
+    return _Result(map_output(describe, output), [*map(describe, saved)], products.found)
+
+
+def _zeros_like(leaf: Tensor) -> Tensor:
+    """Return zeros in the place of a tensor without values; a copy of a real one."""
+    if not isinstance(leaf, ShapeOnly):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    last = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+    memory = torch.zeros(max(last + 1, 0), dtype=leaf.dtype, device=leaf.device)
+    return memory.as_strided(leaf.shape, leaf.stride()).detach().requires_grad_(leaf.requires_grad)
+
+
+class _Products(TorchDispatchMode):
+    """Collects matrix products, with shapes in place of their tensors."""
+
+    def __init__(self, origins: frozenset[str]) -> None:
+        super().__init__()
+        self._origins = origins
+        self.found: list[tuple[Any, tuple[Any, ...], Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.found.append((func, self._shapes_of(args), self._shapes_of(result)))
+        return result
+
+    def _shapes_of(self, tree: Any) -> Any:
+        return map_operands(self._shape_of, tree)
+
+    def _shape_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return ShapeOnly(meta, leaf.device, self._origins)
