@@ -42,6 +42,12 @@ StrategyRegistry.register(
     "pipeoffload", PipeOffloadStrategy, description="Zero-bubble pipeline parallelism"
 )
 StrategyRegistry.register(
+    "pipeoffload_notebook",
+    PipeOffloadStrategy,
+    description="Pipeline parallelism from a notebook, whose kernel forks the ranks",
+    start_method="fork",
+)
+StrategyRegistry.register(
     "odc", OnDemandStrategy, description="Sharded data parallelism with on-demand communication"
 )
 for _name in SCHEDULES:

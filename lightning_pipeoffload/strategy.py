@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -37,6 +37,7 @@ from lightning_pipeoffload.planning.settings import (
     ScheduleLike,
     check_backend,
     check_flag,
+    check_start_method,
     check_timeout,
 )
 from lightning_pipeoffload.processes.processes import gather_tensor
@@ -47,6 +48,13 @@ _OF_THIS_PROCESS = frozenset({
     *("_group", "_world", "_board", "_metrics_store", "_meeting", "_launched"),
     *("_run", "_fit", "_parameters", "_state", "_masters"),
 })  # fmt: skip
+
+
+class _Described(NamedTuple):
+    """What a strategy shows of a run."""
+
+    plan: Schedule
+    report: dict[str, Any]
 
 
 class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
@@ -123,6 +131,9 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             None: one in the user's cache folder.
         save_distributed_checkpoint: Write a checkpoint as a folder, each rank what it owns, instead
             of as one file from global rank 0. Either kind can be loaded with either setting.
+        start_method: How the ranks of one machine start: "fork": as forks of this process, to which
+            the trained module, metrics and results come back; None: so in an interactive
+            interpreter, such as a notebook's, and elsewhere each runs the script from its start.
         process_group_backend: The backend of ``torch.distributed``; None: gloo on
             CPU, nccl on CUDA.
         timeout: Limit of the process groups: a rank that waits longer than this for another
@@ -140,6 +151,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     strategy_name = "pipeoffload"
     _run: PipelineRun | None = None
     _fit: FitRun | None = None
+    _recalled: _Described | None = None  # in an interpreter that has forked the ranks
 
     def __init__(  # noqa: PLR0913 - the interface
         self,
@@ -167,6 +179,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         solver_seconds: float = 60.0,
         plan_cache: str | PathLike[str] | None = None,
         save_distributed_checkpoint: bool = False,
+        start_method: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         accelerator: Accelerator | None = None,
@@ -179,6 +192,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
         check_flag("save_distributed_checkpoint", save_distributed_checkpoint)
+        check_start_method(start_method)
         check_backend(process_group_backend)
         check_timeout(timeout)
         self.settings = PipelineSettings(
@@ -206,6 +220,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             solver_seconds=solver_seconds,
             plan_cache=plan_cache,
         )
+        self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._save_distributed_checkpoint = save_distributed_checkpoint
@@ -213,7 +228,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @property
     def plan(self) -> Schedule:
         """The lowered plan of a training batch; of a provisional size before the first one."""
-        return self.run.plan
+        return self.run.plan if self._recalled is None else self._recalled.plan
 
     def report(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline: predictions, in units of an average block, and measurements.
@@ -235,7 +250,25 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         Raises:
             RuntimeError: Before the first batch, which decides how the module is cut.
         """
-        return self.run.report.make(live_bytes)
+        if self._recalled is None:
+            return self.run.report.make(live_bytes)
+        report = dict(self._recalled.report)
+        if "measured" in report and not live_bytes:
+            measured = report["measured"]
+            report["measured"] = {key: measured[key] for key in measured if key != "live_bytes"}
+        return report
+
+    @override
+    def describe_run(self) -> _Described | None:
+        """Return what :meth:`recall_run` needs; None where nothing was trained."""
+        if self._run is None or not self._run.pipeline.committed:
+            return None
+        return _Described(self.plan, self.report(live_bytes=True))
+
+    @override
+    def recall_run(self, described: _Described | None) -> None:
+        """Show the plan and the report of forked ranks from now on; None: go on as before."""
+        self._recalled = described or self._recalled
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return a copy of a parameter, a buffer or a gradient, whichever rank has its value.

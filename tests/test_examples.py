@@ -8,8 +8,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from lightning_pipeoffload.processes.run_store import free_port
 from tests.support.pairs import slow
@@ -113,3 +115,14 @@ def test_a_configuration_of_the_users_own(tmp_path):
     small = ["model.depth=2", "model.width=8", "data.num_samples=320", "trainer.max_steps=2"]
     output_of([sys.executable, script, *shlex.split(command), *small], folder)
     assert checkpoint_in(folder)["state_dict"].keys() >= {"enter.weight", "blocks.1.norm.bias"}
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_in_a_kernel(tmp_path):
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert "'loss': tensor(" in printed
+    assert any("image/svg+xml" in output.get("data", {}) for output in outputs)

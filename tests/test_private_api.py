@@ -79,6 +79,7 @@ IMPORTED = {
     "lightning.pytorch.plugins.io.wrapper": "_WrappingCheckpointIO",
     "lightning.pytorch.loops.optimization.automatic": "_AutomaticOptimization",
     "lightning.pytorch.strategies.launchers.subprocess_script": "_SubprocessScriptLauncher",
+    "lightning.pytorch.trainer.call": "_call_and_handle_interrupt",
     "lightning.pytorch.utilities.exceptions": "_TunerExitException",
     "lightning.pytorch.trainer.connectors.logger_connector.logger_connector": "_LoggerConnector",
 }

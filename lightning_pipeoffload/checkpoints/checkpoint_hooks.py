@@ -121,7 +121,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._group is None:  # before the first run, with a module that is whole
+        if self._group is None:  # before the first run, or after forks: the module is whole
+            if "optimizer_states" in checkpoint:
+                self._refuse_without_optimizers()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[_SEED] = self._seed

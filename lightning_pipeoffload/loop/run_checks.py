@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 _STEP_OF = {
@@ -42,6 +44,19 @@ def check_run(trainer: Trainer, num_replicas: int) -> None:
             'starts or ends a trace; use profiler="simple" or "advanced", or devices=1'
         )
     refuse_synchronized_norms(trainer, num_replicas)
+    _warn_of_slow_bfloat16(trainer)
+
+
+def _warn_of_slow_bfloat16(trainer: Trainer) -> None:
+    """Warn of a GPU that has no bfloat16, such as a T4, which torch imitates without an error."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda" or not str(trainer.precision).startswith("bf16"):
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        rank_zero_warn(
+            f"{name} has no bfloat16, which is imitated slowly; use precision='16-mixed'"
+        )
 
 
 @contextmanager

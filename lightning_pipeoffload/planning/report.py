@@ -121,8 +121,10 @@ def _tell(*parts: Table | str, level: int = logging.INFO) -> None:
     if not log.isEnabledFor(level):
         return
     text = StringIO()
+    # Where rich believes to be in a notebook it shows what it writes to any file.
+    console = Console(file=text, width=_NUM_COLUMNS, force_jupyter=False)
     for part in parts:
-        Console(file=text, width=_NUM_COLUMNS).print(part, highlight=False)
+        console.print(part, highlight=False)
     log.log(level, "%s", text.getvalue().strip(), extra={"parts": parts})
 
 

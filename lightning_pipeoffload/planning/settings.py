@@ -372,6 +372,15 @@ def check_timeout(timeout: Any) -> None:
     _require(timeout is None or is_time, "timeout", words, timeout)
 
 
+def check_start_method(start_method: str | None) -> None:
+    """Raise a ValueError for an unknown way of starting ranks."""
+    if start_method not in (None, "fork"):
+        raise ValueError(
+            f"start_method={start_method!r} is unknown; use 'fork', or leave it out: then scripts "
+            f"are started again for each rank, and interactive interpreters fork"
+        )
+
+
 def check_backend(backend: Any) -> None:
     """Refuse a backend, or one of "cpu:gloo,cuda:nccl", that this torch does not have."""
     names = [part.split(":")[-1] for part in str(backend).split(",")]

@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.failure import (
     EXIT_SECONDS,
-    SIGINT_STATUS,
     SIGTERM_STATUS,
     first_line,
     status_after,
@@ -238,14 +237,17 @@ class JointProcesses(ParallelStrategy):
 
         Raises:
             SystemExit: The exception is a Ctrl-C.
+            KeyboardInterrupt: It is one in an interpreter that has forked the ranks.
         """
         hooks, self._exception_hooks = self._exception_hooks, ()
         for hook in hooks:
             hook.remove()
+        launcher: Any = self.launcher
+        launcher.end_exception()
         if isinstance(exception, KeyboardInterrupt):
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()  # which Lightning would call after this
-            raise SystemExit(SIGINT_STATUS)
+            raise launcher.exit_after_interrupt()
 
     def _run_alone(self, plain: Callable[..., None], *args: Any) -> None:
         """Run a callback's ``on_exception`` until it calls an operation of all ranks."""

@@ -35,7 +35,13 @@ from lightning.pytorch.utilities.exceptions import (
 from torch import nn
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.failure import POLL_SECONDS, Failure, cause_of_end, say
+from lightning_pipeoffload.processes.failure import (
+    POLL_SECONDS,
+    SIGINT_STATUS,
+    Failure,
+    cause_of_end,
+    say,
+)
 from lightning_pipeoffload.processes.run_store import free_port
 from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
 from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
@@ -204,6 +210,7 @@ class JointLauncher(_SubprocessScriptLauncher):
     Attributes:
         started: The processes that all launchers of this process have started; later trainers use
             them too.
+        is_tuned: Whether a learning rate finder or the like has ended the last run.
     """
 
     started: ClassVar[list[subprocess.Popen[bytes]]] = []
@@ -219,17 +226,19 @@ class JointLauncher(_SubprocessScriptLauncher):
         super().__init__(environment, num_processes, num_nodes)
         _refuse_without_srun(environment, num_processes, num_nodes)
         self._end, self._fail = end, fail
-        self._has_launched = False
+        self._has_launched = self.is_tuned = False
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._warn_once(kwargs["trainer"])
         starts = self.num_processes > 1 and self._starts_processes
+        self.is_tuned = False
         try:
             with signing_as_launcher() if starts else nullcontext():
                 result = super().launch(function, *args, **kwargs)
             self._end()
         except _TunerExitException:
+            self.is_tuned = True
             self._end()
             raise
         except ValueNeededError as error:  # in a hook; those in a step are explained there
@@ -259,13 +268,21 @@ class JointLauncher(_SubprocessScriptLauncher):
         # After a run of one rank, LightningEnvironment reports that others start processes.
         is_local = isinstance(self.cluster_environment, LightningEnvironment)
         starts_processes = is_local or self._starts_processes
-        if self.num_processes * self.num_nodes > 1 and starts_processes:
+        num_ranks = self.num_processes * self.num_nodes
+        if num_ranks > 1 and starts_processes:
             raise ValueError(
-                f"a notebook cannot start the {self.num_processes} ranks of a pipeline, each of "
-                f"which is a process that runs the script from its beginning; use devices=1 here, "
-                f"or write the code to a .py file and run !python file.py"
+                f"a notebook starts ranks of strategy='pipeoffload' on its own machine only, not "
+                f"these {num_ranks}, each of which runs the script from its beginning; use "
+                f"devices=1, or write the code to a .py file and run !python file.py"
             )
         return True
+
+    def end_exception(self) -> None:
+        """Restore what stays replaced until an exception's hooks have run."""
+
+    def exit_after_interrupt(self) -> BaseException:
+        """Return the exception of a process whose trainer was interrupted: the shell's status."""
+        return SystemExit(SIGINT_STATUS)
 
     @property
     def _starts_processes(self) -> bool:
@@ -312,7 +329,7 @@ def _refuse_without_script(num_processes: int) -> None:
     raise ValueError(
         f"devices={num_processes} needs {num_processes} processes, which run the script that this "
         f"one runs, and it runs none: it was read from standard input or `python -c`; write it to "
-        f"a file, or start it with torchrun"
+        f"a file, start it with torchrun, or fork them: strategy='pipeoffload_notebook'"
     )
 
 

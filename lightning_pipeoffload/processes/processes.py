@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,  # private: as Lightning's own strategies
     _init_dist_connection,  # private: as Lightning's own strategies
@@ -24,7 +25,9 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined] # e
 from typing_extensions import override
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.processes.forking_launcher import ForkingLauncher, is_interactive
 from lightning_pipeoffload.processes.joint_processes import JointProcesses, set_replica
+from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.processes.run_store import Meeting, connect_store
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -44,6 +47,7 @@ class PipelineProcesses(JointProcesses):
 
     settings: PipelineSettings
     _process_group_backend: str | None = None
+    _start_method: str | None = None
     _metrics_store: Store | None = None
     _meeting: Meeting | None = None
     _group: PipelineGroup | None = None
@@ -88,6 +92,32 @@ class PipelineProcesses(JointProcesses):
         num_ranks = self.settings.num_ranks(self.num_nodes * self.num_processes)
         self.settings.provisional_schedule(num_ranks)  # raises here, before processes start
         self._launcher = self._make_launcher()
+
+    @override
+    def _make_launcher(self) -> JointLauncher:
+        if not self._forks():
+            return super()._make_launcher()
+        assert self.cluster_environment is not None
+        return ForkingLauncher(
+            self.cluster_environment, self.num_processes, self._end_together, self._fail, self
+        )
+
+    def _forks(self) -> bool:
+        """Return whether the ranks are forks of this process.
+
+        Raises:
+            ValueError: They have to be, but something else starts them.
+        """
+        environment, num_nodes = self.cluster_environment, self.num_nodes
+        is_local = isinstance(environment, LightningEnvironment) and num_nodes == 1
+        if self._start_method is None:
+            return is_local and is_interactive() and self.num_processes > 1
+        if not is_local:
+            raise ValueError(
+                f"start_method={self._start_method!r} starts the ranks of one machine, and here "
+                f"{type(environment).__name__} has those of num_nodes={num_nodes}; leave it out"
+            )
+        return True
 
     @override
     def setup_environment(self) -> None:
@@ -152,6 +182,36 @@ class PipelineProcesses(JointProcesses):
         """Set every rank's global random generators to the state of global rank 0's."""
         replay = self.broadcast(RandomnessReplay())
         replay.restore()
+
+    def _refuse_without_optimizers(self) -> None:
+        """Raise a RuntimeError where forked ranks have ended with the optimizers' state."""
+        if isinstance(self._launcher, ForkingLauncher) and self._launcher.has_fitted:
+            raise RuntimeError(
+                "the optimizers' state has ended with the processes of the fit; pass "
+                "weights_only=True to trainer.save_checkpoint, or save during the fit, as "
+                "ModelCheckpoint(save_last=True) does"
+            )
+
+    # What forked ranks return
+
+    def describe_run(self) -> Any:
+        """Return what :meth:`recall_run` needs."""
+
+    def recall_run(self, described: Any) -> None:
+        """Show a run of forked ranks from now on."""
+
+    def names_to_return(self) -> set[str]:
+        """Return the parameters and buffers whose values this rank returns; all ranks call it."""
+        assert self.lightning_module is not None
+        group = self.group
+        group.replicas.pending.settle()
+        slots = find_slots(self.lightning_module)
+        names = {slot.name for slot in slots if not isinstance(slot.tensor, ShapeOnly)}
+        of_ranks = dict(zip(group.global_ranks, group.gather(names), strict=True))
+        if group.replica:
+            return set()
+        before = (rank for rank in group.global_ranks if rank < group.global_rank)
+        return names.difference(*(of_ranks[rank] for rank in before))
 
     # Collective operations
 

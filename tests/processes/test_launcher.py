@@ -15,7 +15,7 @@ import pytest
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import OnDemandStrategy, PipeOffloadStrategy
 from lightning_pipeoffload.processes import failure_board, launcher
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
@@ -127,11 +127,11 @@ def test_one_rank_runs_in_a_notebook(notebook):
 
 
 @pytest.mark.parametrize("variables", [{}, {"LOCAL_RANK": "0"}])  # as a fit before it leaves them
-def test_more_ranks_are_refused_in_a_notebook(monkeypatch, notebook, variables):
+def test_more_ranks_of_odc_are_refused_in_a_notebook(monkeypatch, notebook, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="a notebook cannot start the 2 ranks of a pipeline"):
-        _trainer(2)
+    with pytest.raises(ValueError, match=r"a notebook starts ranks of strategy='pipeoffload' on"):
+        L.Trainer(**fits.SILENT, devices=2, strategy=OnDemandStrategy())
 
 
 def test_ranks_that_others_have_started_may_be_interactive(monkeypatch, notebook):
