@@ -66,9 +66,9 @@ def test_blocks_are_measured_with_the_casts_that_a_step_shares():
         batch = torch.randn(4, 4)
         return pipeline.cut_batch(batch, 1, lambda x, _: module.step(x), "train", 0)
 
-    cut_batch()  # the first cut, block by block of which is measured
-    trial = BlockMeasurement(pipeline, InProcessTransport())
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), CountCasts() as casts:
+        cut_batch()  # the first cut, block by block of which is measured
+        trial = BlockMeasurement(pipeline, InProcessTransport())
         trial.measure(cut_batch, "none", CopySpeed(1.0, 1.0, 1.0))
         once = [sum(cast is own for cast in casts.weights) for own in module.parameters()]
         module.embed(torch.randn(4, 4))
