@@ -15,6 +15,7 @@ from examples.benchmarks import (
     gpu_parts,
     gpu_process,
     gpu_ranks,
+    gpu_slices,
     gpu_spin,
     gpu_triton,
 )
@@ -29,7 +30,7 @@ ALONE = [
     gpu_llama.llama, gpu_llama.compiled, gpu_parts.late_copies_under_sanitizer,
     gpu_parts.exactness, gpu_parts.casts, gpu_parts.block_graphs, gpu_parts.offload,
     gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors, gpu_fits.fits, gpu_fits.quantized,
-    gpu_fits.host_step, gpu_triton.triton_kernels,
+    gpu_fits.host_step, gpu_triton.triton_kernels, gpu_llama.liger, gpu_slices.block_slices,
 ]  # fmt: skip
 IN_PAIRS = [
     gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,

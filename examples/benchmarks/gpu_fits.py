@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ from examples.benchmarks.gpu_process import (
     Function,
     error_of,
     is_accelerated,
+    needing,
     rows_of,
     run_two,
 )
@@ -194,11 +194,9 @@ class _OnAnyDevice(Precision):
         return module
 
 
+@needing("bitsandbytes")
 def quantized(device: torch.device) -> Iterator[str]:
     """Lightning's 4-bit plugin, with a frozen base that moves to the device, comes to its loss."""
-    if find_spec("bitsandbytes") is None:
-        yield "bitsandbytes is not installed"
-        return
     losses = []
     for strategy in ("auto", "pipeoffload_zb_v"):
         plugin: Any = BitsandbytesPrecision("nf4", torch.float32, {"head"})

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.gpu_process import is_accelerated
+from examples.benchmarks.gpu_process import in_one_line, is_accelerated, needing
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
@@ -197,13 +196,19 @@ def _kind_of_kernel(name: str) -> str:
 
 
 def _fit(
-    device: torch.device, strategy: Any, compiles: bool = False, num_warm: int = 4, **of_steps: Any
+    device: torch.device,
+    strategy: Any,
+    compiles: bool = False,
+    num_warm: int = 4,
+    prepare: Callable[[Llama], None] = lambda module: None,
+    **of_steps: Any,
 ) -> tuple[Steps, Trainer]:
     """Train; a strategy's name is Lightning's own, which gets each microbatch as a batch."""
     size = Size.on(device)
     _empty(device)
     torch.manual_seed(0)
     module = Llama(size, device)
+    prepare(module)
     module.model.config.use_cache = not compiles  # a cache makes each layer a function of its own
     if compiles and isinstance(strategy, str):
         for layer in module.model.model.layers:
@@ -272,17 +277,16 @@ def _by_kind(steps: Steps) -> dict[Kind, float]:
 
 def _strategies() -> dict[str, dict[str, Any]]:
     """Return the arguments of strategies by a name for them."""
-    ways: dict[str, dict[str, Any]] = {
-        name: {"schedule": name} for name in ("zb_h1", "1f1b", "zb_v")
+    return {
+        "zb_h1": {"schedule": "zb_h1"},
+        "zb_h1, W in one pass": {"schedule": "zb_h1", "gradient_accumulation_fusion": True},
+        "1f1b": {"schedule": "1f1b"},
     }
-    option = "gradient_accumulation_fusion"
-    if option in signature(PipeOffloadStrategy).parameters:
-        ways[f"zb_h1, {option}"] = {"schedule": "zb_h1", option: True}
-    return ways
 
 
+@needing("transformers")
 def llama(device: torch.device) -> Iterator[str]:
-    """A Trainer over one stage or two, beside plain Lightning that accumulates."""
+    """A Trainer over one stage, beside plain Lightning that accumulates."""
     split: dict[str, float] = {}
     steps, trainer = _fit(device, "auto")
     plain, loss = steps.seconds, _loss(trainer)
@@ -304,6 +308,7 @@ def llama(device: torch.device) -> Iterator[str]:
         yield f"{name}: a step has {kernels:.0f} ms of kernels: {kinds}"
 
 
+@needing("transformers")
 def compiled(device: torch.device) -> Iterator[str]:
     """The same with compiled layers."""
     count, compile_with = Size.on(device).num_microbatches, _compile_with(device) or True
@@ -318,6 +323,28 @@ def compiled(device: torch.device) -> Iterator[str]:
     share = steps.seconds / pipeline
     yield f"plain Lightning, of which zb_h1 is {share:.3f}: {_figures(device, steps, trainer)}"
     assert abs(_loss(trainer) - loss) < _TOLERANCE
+
+
+@needing("transformers", "liger_kernel")
+def liger(device: torch.device) -> Iterator[str]:
+    """The same with Liger's kernels in the layers, which are Triton's."""
+
+    def prepare(module: Llama) -> None:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama  # noqa: PLC0415
+
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=module.model)
+
+    count, losses = Size.on(device).num_microbatches, []
+    for strategy in ("auto", PipeOffloadStrategy(num_microbatches=count, schedule="zb_h1")):
+        name = "plain Lightning" if isinstance(strategy, str) else "zb_h1"
+        try:
+            steps, trainer = _fit(device, strategy, num_warm=2, prepare=prepare)
+        except Exception as error:
+            yield f"{name}: {in_one_line(error)}"
+            raise
+        losses.append(_loss(trainer))
+        yield f"{name}: {_figures(device, steps, trainer)}"
+    assert abs(losses[0] - losses[1]) < _TOLERANCE
 
 
 _TOLERANCE = 2e-3  # of losses in bfloat16, between orders of additions
@@ -368,6 +395,7 @@ _NO_COPIES = CopySpeed(1e12, 1e12, 1.0)  # nothing is copied
 _LINK = 150e9  # bytes a second from GPU to GPU over NVLink, as NCCL has it
 
 
+@needing("transformers")
 def rehearsed(device: torch.device) -> Iterator[str]:
     """The first, a middle and the last rank of eight; by their costs, what all of them reach."""
     size = Size.on(device)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.benchmarks import offload_gpu
-from examples.benchmarks.gpu_process import is_accelerated
+from examples.benchmarks.gpu_process import is_accelerated, needing
 from examples.benchmarks.offload_gpu import Line, Size, Variant
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.accelerator import (
@@ -255,6 +255,7 @@ def _gradients_of_step(pipeline: InProcessPipeline, batch: Tensor, seed: int) ->
     return {n: g for n, g in pipeline.named_gradients().items() if g is not None}
 
 
+@needing("pytest")
 def tests_of_gpus(device: torch.device) -> Iterator[str]:
     """The tests that need a GPU, in parallel as far as they come; those that fail are named."""
     options = ["--numprocesses", "8"] if find_spec("xdist") and is_accelerated(device) else []
@@ -281,13 +282,16 @@ _TESTS = ["tests/runtime/test_gpu.py", "tests/odc/test_on_demand_gpu.py"]
 def offload(device: torch.device) -> Iterator[str]:
     """Offloading against none, at the first size whose copies fit beside its compute."""
     speed = measure_copy_speed(device)
-    size, plain = _first_that_fits(device, speed)
-    fit = "fit" if plain.k <= 1 else "of no size that was tried fit"
-    yield f"hidden {size.hidden}, sequence {size.sequence}: copies {fit} beside compute"
-    lines = [plain]
-    yield _last_row(lines)
-    # The last variant first: planned peaks of all are compared with its.
-    for variant in (offload_gpu.VARIANTS[-1], *offload_gpu.VARIANTS[1:-1]):
+    to_host, to_device = speed.to_host / 1e9, speed.to_device / 1e9
+    yield f"{to_host:.1f} GB/s to the host, {to_device:.1f} back; both at once {speed.overlap:.2f}"
+    sizes = _SIZES if is_accelerated(device) else _SMALL_SIZES
+    estimates = _estimated_ratios(device, speed, sizes)
+    yield "k by one size: " + ", ".join(f"{h} x {s}: {k:.2f}" for (h, s), k in estimates.items())
+    hidden = [size for size, k in estimates.items() if k <= 1]
+    size = _size(*(hidden[0] if hidden else min(estimates, key=estimates.__getitem__)), device)
+    lines: list[Line] = []
+    # The last variant first, which planned peaks of all are compared with.
+    for variant in (Variant("uniform"), offload_gpu.VARIANTS[-1], *offload_gpu.VARIANTS[1:-1]):
         line = offload_gpu.measure(size, variant, speed, _STEPS)
         if line is not None:
             lines.append(line)
@@ -299,23 +303,24 @@ def _last_row(lines: list[Line]) -> str:
     return ", ".join(f"{n} {c}" for n, c in zip(offload_gpu.HEADER[2:], cells[2:], strict=True))
 
 
-def _first_that_fits(device: torch.device, speed: CopySpeed) -> tuple[Size, Line]:
-    """Return the first size with k <= 1, else the last one, and its line without offload."""
-    is_large, found = is_accelerated(device), None
-    for hidden, sequence in _SIZES if is_large else _SMALL_SIZES:
-        size = Size(hidden, sequence, 2, 2, 4, 0, 128 if is_large else 16, device, _HOST_BYTES)
-        line = offload_gpu.measure(size, Variant("uniform"), speed, _STEPS)
-        if line is None:
-            break
-        found = size, line
-        if line.k <= 1:
-            break
-    if found is None:
+def _estimated_ratios(
+    device: torch.device, speed: CopySpeed, sizes: list[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
+    """Return k of each size, from the first one's: it falls as hidden layers and texts grow."""
+    line = offload_gpu.measure(_size(*sizes[0], device), Variant("uniform"), speed, 1)
+    if line is None:
         raise RuntimeError("not even the first size fits into the device's memory")
-    return found
+    # PipeOffload's formula 1: bytes are as hidden * sequence, operations so many times as much.
+    work = {(hidden, sequence): 6 * hidden + sequence for hidden, sequence in sizes}
+    return {size: line.k * work[sizes[0]] / more for size, more in work.items()}
+
+
+def _size(hidden: int, sequence: int, device: torch.device) -> Size:
+    head_size = 128 if is_accelerated(device) else 16
+    return Size(hidden, sequence, 2, 2, 4, 0, head_size, device, _HOST_BYTES)
 
 
 _STEPS = 2
 _HOST_BYTES = 90 << 30  # of a machine whose files tell of less than it has
-_SIZES = [(4096, 8192), (8192, 8192), (8192, 16384), (8192, 32768)]
-_SMALL_SIZES = [(32, 64)]
+_SIZES = [(4096, 8192), (8192, 8192), (8192, 16384), (4096, 65536), (8192, 32768)]
+_SMALL_SIZES = [(32, 64), (32, 128)]

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -32,6 +32,23 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 ROW, ERROR = "row: ", "error: "
 Function = Callable[[torch.device], Iterator[str]]
 PROCESSES: Any = get_context("fork")
+
+
+def needing(*packages: str) -> Callable[[Function], Function]:
+    """Decorate a part, which says so where one of these packages is not installed."""
+
+    def decorate(part: Function) -> Function:
+        @wraps(part)
+        def run(device: torch.device) -> Iterator[str]:
+            missing = [name for name in packages if find_spec(name) is None]
+            if missing:
+                yield f"left out: {' and '.join(missing)} not installed"
+            else:
+                yield from part(device)
+
+        return run
+
+    return decorate
 
 
 class Running(NamedTuple):
@@ -171,6 +188,7 @@ def error_of(said: list[str]) -> str:
     return (errors or ["", *said])[-1].removeprefix(ERROR)
 
 
+@cache
 def compile_kernel(source: str, name: str) -> Any:
     """Compile a kernel in CUDA C++ by NVRTC, which torch opens by its name alone."""
     for path in getattr(find_spec("nvidia"), "submodule_search_locations", None) or []:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from examples.benchmarks.gpu_process import compile_kernel, is_accelerated
-from examples.benchmarks.gpu_ranks import in_two_processes, steps_of_all_schedules
+from examples.benchmarks.gpu_ranks import BUSIEST, in_two_processes, steps_of_schedules
 from lightning_pipeoffload.odc.shared_bytes import share_bytes
 from lightning_pipeoffload.runtime import transport
 from lightning_pipeoffload.runtime.host_group import HostGroup
@@ -150,7 +150,7 @@ def _pass_on(
 
 
 def spinning_messages(device: torch.device) -> Iterator[str]:
-    """Every schedule runs where receives spin on the device, of 32 hardware queues and of one."""
+    """Schedules run where receives spin on the device, of 32 hardware queues and of one."""
     for count in ("32", "1"):
         yield f"CUDA_DEVICE_MAX_CONNECTIONS={count}"
         queues = {"CUDA_DEVICE_MAX_CONNECTIONS": count}
@@ -166,7 +166,7 @@ def be_spinning_rank(device: torch.device) -> Iterator[str]:
     dist.init_process_group("spin", rank=rank, world_size=2)
     # The transport takes gloo for tensors of the host, whatever the default group is.
     with mock.patch.object(transport, "_backend_for", return_value="spin"):
-        yield from steps_of_all_schedules(rank, device)
+        yield from steps_of_schedules(rank, device, BUSIEST)
 
 
 def waits_beside_a_kernel(device: torch.device) -> Iterator[str]:

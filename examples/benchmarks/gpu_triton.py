@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from examples.benchmarks.gpu_parts import call_step, difference
-from examples.benchmarks.gpu_process import in_one_line
+from examples.benchmarks.gpu_process import in_one_line, needing
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
 
@@ -102,11 +102,9 @@ class Model(nn.Module):
         return self._silu(x.square(), PLACES[3]).mean()
 
 
+@needing("triton")
 def triton_kernels(device: torch.device) -> Iterator[str]:
     """Kernels in each place: the gradients are those of torch's own operators."""
-    if triton is None:
-        yield "triton is not installed"
-        return
     batch = torch.randn(4, 64, device=device)
     expected: dict[str, Tensor] = {}
     num_failed = 0
