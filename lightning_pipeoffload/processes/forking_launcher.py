@@ -17,12 +17,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import stat
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import ForkProcess
 from operator import attrgetter
@@ -213,6 +215,7 @@ class ForkingLauncher(JointLauncher):
         self._is_rank = True
         os.setpgid(0, 0)  # an interrupt comes from the interpreter, and once
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        _close_listening_sockets()
         Thread(target=_follow, args=(call.interpreter,), daemon=True).start()
         os.environ.update(call.environment, LOCAL_RANK=str(rank))
         torch.set_num_threads(1)  # no thread but this one is forked, of those that share its work
@@ -330,6 +333,18 @@ def _follow(interpreter: int) -> None:
     while os.getppid() == interpreter:
         time.sleep(POLL_SECONDS)
     os._exit(1)
+
+
+def _close_listening_sockets() -> None:
+    """Leave the interpreter's ports to it: a kernel that is restarted binds the same ones."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # such as the descriptor of the listing
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens:
+                os.close(int(name))
 
 
 def _check_autograd() -> None:

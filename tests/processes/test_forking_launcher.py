@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -238,6 +239,19 @@ def test_an_interrupt_ends_the_ranks_and_leaves_the_interpreters_handler(monkeyp
         make_trainer().fit(Failing(wait_for_ever), make_loader())
     assert signal.getsignal(signal.SIGINT) is before
     assert no_children()
+
+
+def test_a_rank_closes_ports_that_a_restarted_kernel_binds_again():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = os.readlink(f"/proc/self/fd/{server.fileno()}")
+
+        def find(rank):
+            files = [*Path("/proc/self/fd").iterdir()]
+            held = {os.readlink(file) for file in files if file.exists() or file.is_symlink()}
+            raise RuntimeError(f"{len(held & {port})} ports")
+
+        with pytest.raises(RuntimeError, match="0 ports"):
+            make_trainer().fit(Failing(find), make_loader())
 
 
 SCRIPT = """\
