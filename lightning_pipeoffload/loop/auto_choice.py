@@ -23,13 +23,13 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for
 from lightning_pipeoffload.planning.report import print_line
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.cut.block_classes import find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BesideBlocks,
     BlockMeasurement,
-    beside_blocks,
     costs_of_stages,
     cut_by_costs,
     join_costs,
@@ -63,12 +63,15 @@ class Chosen:
         plan: The plan that was chosen; None where nothing was evaluated.
         limits: The limits of the machines.
         is_measured: Whether the costs are in seconds.
+        num_classes: The number of classes of alike blocks, each of which was measured on each rank
+            that has it.
     """
 
     settings: PipelineSettings
     plan: Plan | None = None
     limits: MachineLimits = field(default_factory=MachineLimits)
     is_measured: bool = False
+    num_classes: int = 0
 
     def costs_with(self, needs: MemoryNeeds | None) -> Costs:
         """Return the plan's costs, with the memory of ``needs`` where there are any."""
@@ -150,7 +153,7 @@ class AutoChoice:
         if more and not sees_its_size(self._pipeline):
             counts.append(more)
         compile_ahead(self._pipeline, self._group)
-        blocks = self._measure(cut_batch, counts)
+        blocks = self._measure(cut_batch, counts, first)
         limits = self._limits()
         if blocks is not None:
             return _KnownCosts(self._pipeline, blocks, self._settings, True), limits
@@ -170,7 +173,9 @@ class AutoChoice:
         name = self._settings.default_schedule
         return Chosen(replace(self._settings, schedule=name, num_microbatches=num_microbatches))
 
-    def _measure(self, cut_batch: CutBatch, counts: Sequence[int]) -> _ByWay | None:
+    def _measure(
+        self, cut_batch: CutBatch, counts: Sequence[int], first: Microbatch
+    ) -> _ByWay | None:
         """Return the costs of each block, by recomputation and number of microbatches.
 
         None where blocks cannot be measured: a hook of the user's would see the microbatches.
@@ -182,7 +187,10 @@ class AutoChoice:
             self._log(obstacle)
             return None
         speed = self._measurements.copy_speed(self._may_copy)
-        trial = self._trial = BlockMeasurement(self._pipeline, self._group.transport)
+        classes = find_classes(self._pipeline.chain, first.record)
+        classes = self._group.world.broadcast(classes, 0)
+        trial = BlockMeasurement(self._pipeline, self._group.transport, classes)
+        self._trial = trial
         found = {}
         for way, count in product(self._ways(), counts):
             try:
@@ -190,10 +198,7 @@ class AutoChoice:
             except ScheduleError as error:
                 self._log(str(error).partition("\n")[0])
                 return None
-            blocks, stages = map(join_costs, zip(*own, strict=True))
-            numbers = len(self._pipeline.chain), len(self._pipeline.partition)
-            beside = beside_blocks(blocks, numbers[0], stages, numbers[1])
-            found[way, count] = blocks, beside
+            found[way, count] = trial.costs_of_blocks(*map(join_costs, zip(*own, strict=True)))
         return self._group.replicas.first(found)
 
     def _log(self, obstacle: str) -> None:
@@ -263,7 +268,8 @@ class AutoChoice:
             recompute=option.recompute,
             split=[len(stage.blocks) for stage in known.stages(option)],
         )
-        return Chosen(settings, plan, limits, known.is_measured)
+        num_classes = 0 if self._trial is None else self._trial.num_classes
+        return Chosen(settings, plan, limits, known.is_measured, num_classes)
 
     def _candidates_left_out(self, known: _KnownCosts) -> list[Candidate]:
         if not (self._left_out and known.is_measured and len(self._ways()) > 1):

@@ -95,6 +95,7 @@ class RunReport:
         if self.chosen is not None:
             tried = self.chosen.plan.candidates if self.chosen.plan is not None else ()
             report["candidates"] = [candidate.figures() for candidate in tried]
+            report["num_block_classes"] = self.chosen.num_classes
         if self._training.offloaded is not None:
             report["offload"] = asdict(self._training.offloaded)
         measured = self._measurements.report()

@@ -12,7 +12,9 @@ from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BlockMeasurement,
+    SampledCut,
     beside_blocks,
+    costs_of_blocks,
     costs_of_stages,
 )
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
@@ -68,7 +70,7 @@ def test_blocks_are_measured_with_the_casts_that_a_step_shares():
 
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), CountCasts() as casts:
         cut_batch()  # the first cut, block by block of which is measured
-        trial = BlockMeasurement(pipeline, InProcessTransport())
+        trial = BlockMeasurement(pipeline, InProcessTransport(), range(4))
         trial.measure(cut_batch, "none", CopySpeed(1.0, 1.0, 1.0))
         once = [sum(cast is own for cast in casts.weights) for own in module.parameters()]
         module.embed(torch.randn(4, 4))
@@ -108,6 +110,47 @@ def test_a_measurement_that_is_off_makes_no_action_shorter_than_its_blocks():
     blocks = measured([1, 3, 5, 7])
     assert set(beside_blocks(blocks, 4, measured([9, 20]), 2).values()) == {0.0}
     assert set(beside_blocks(blocks, 4, measured([0, 0], 0.0), 2).values()) == {3.0}
+
+
+@pytest.mark.parametrize(
+    ("classes", "ranks", "stages", "sample_of"),
+    [
+        ("abbbbc", "000111", ["0", "1", "2", "3", "4", "5"], "012345"),
+        ("abbbbbbc", "00001111", ["0", "1", "23", "4", "56", "7"], "01113335"),
+        ("bbbbbbbb", "00110011", ["0", "1", "2", "3", "45", "67"], "01230022"),
+        ("ababcaba", "00000000", ["0", "1", "23", "4", "567"], "01013010"),
+    ],
+    ids=["few", "ends", "chunks", "three"],
+)
+def test_each_rank_measures_each_class_of_its_blocks(classes, ranks, stages, sample_of):
+    found = SampledCut.of(classes, ranks)
+    assert ["".join(map(str, blocks)) for blocks in found.stages] == stages
+    assert "".join(map(str, found.sample_of)) == sample_of
+
+
+def expected_stages(sampled, of_block, beside):
+    return [sum(of_block[block] for block in blocks) + beside for blocks in sampled.stages]
+
+
+def test_blocks_of_each_class_and_rank_cost_what_their_sample_does():
+    sampled = SampledCut.of("abbcbbcbabbbbbbb", [0] * 8 + [1] * 8)
+    lengths = {"a": 5, "b": 3, "c": 7}
+    of_block = [lengths[c] * (1 + i // 8) for i, c in enumerate("abbcbbcbabbbbbbb")]
+    stages = measured(expected_stages(sampled, of_block, 2.0), 0.0)
+    blocks, beside = costs_of_blocks(sampled, stages, stages, len(sampled.stages))
+    assert [*beside.values()] == pytest.approx([2.0] * 3)
+    assert blocks.per_stage("forward", 16) == pytest.approx([length + 2 for length in of_block])
+
+
+@pytest.mark.parametrize("off", [0.8, 1.2])
+def test_a_sample_that_is_off_changes_no_sum(off):
+    sampled = SampledCut.of("b" * 24, [0] * 12 + [1] * 12)
+    right = expected_stages(sampled, [3.0] * 24, 0.5)
+    assert len(right) == 4
+    stages = measured([right[0] * off, *right[1:]], 0.0)
+    blocks, beside = costs_of_blocks(sampled, stages, stages, 4)
+    halves = costs_of_stages(blocks, cut(12, 12), beside).per_stage("forward", 2)
+    assert halves == pytest.approx([36.5, 36.5], rel=0.05)
 
 
 def test_both_directions_are_measured():

@@ -115,6 +115,10 @@ class StepRecord:
     weight_flops: list[int] = field(init=False)  # of each segment's weight gradients
     training_flops: int = 0  # of the whole step, forward and backward
     block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
+    work: list[str] = field(default_factory=list)
+    """A digest of each segment's operations, their shapes and numbers; see block_classes."""
+    by_chance: set[int] = field(default_factory=set)
+    """Segments that draw random numbers and read values."""
 
     # Random numbers.
     draws_beside_torch: bool = False

@@ -28,6 +28,7 @@ from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, u
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
 from lightning_pipeoffload.runtime.cut.checks import (
     CallChecks,
     describe_argument_write,
@@ -111,11 +112,12 @@ class StepTrace:
         self._module = module
         self.chain = chain
         self._imagined, self._behind = imagined, behind
-        self._observes = observes
+        self.observes = observes
         self._until = until
         self._writes = WriteWatch(module)
         self.record = StepRecord(len(chain) + 1, writes=self._writes.writes)
         self._values = ValueTrace(chain, self.record, log)
+        self.work = SegmentWork(len(chain) + 1)
         self._stripped = StrippedModule(module, device, self._values, self.record)
         self._sizes = _SizesByValues(self)
         self._checks = CallChecks(chain)
@@ -228,7 +230,7 @@ class StepTrace:
                 IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
             )
             stack.enter_context(self._values)
-            if self._observes:
+            if self.observes:
                 stack.enter_context(self._writes.watching())
             stack.enter_context(self._sizes)
             yield
@@ -248,6 +250,8 @@ class StepTrace:
         if index == self._until:
             raise StageExit([])
         self._checks.check(index, self.segment)
+        if self.observes:
+            self.work.add_values(index, "a block", arguments)
         if self._is_compiled:
             self.record.block_calls.append(BlockCall.of(arguments, self._device_type))
         args, kwargs = self._values.enter_block(index, arguments)
@@ -265,11 +269,11 @@ class StepTrace:
         return self.chain.plain_call(index)(*args, **kwargs)
 
     def _compare_attributes(self, point: StepPoint) -> None:
-        if self._observes:
+        if self.observes:
             self._writes.compare(point)
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if not self._observes:
+        if not self.observes:
             return
         tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
         for tensor in tensors:
@@ -348,6 +352,7 @@ class StepTrace:
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
         record, last = self.record, self._sizes.last
+        record.work, record.by_chance = self.work.digests, self.work.by_chance
         record.flags.finish()
         if not record.flags.is_repeatable:
             last = max(segment for segment in (last, self._sizes.last_flag) if segment is not None)
@@ -355,7 +360,7 @@ class StepTrace:
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
         self._stripped.find_saved_attributes()
         self._compare_attributes(StepPoint(self.segment, is_in_block=False))
-        if self._observes:
+        if self.observes:
             self._writes.finish()
         if last is not None:
             record.sized_in, record.sizes = last, self.sizes_before(last)
@@ -459,6 +464,8 @@ class _SizesByValues(TorchDispatchMode):
     ) -> Any:
         trace, point = self._trace, self._trace.point
         trace.arguments.note_use(args, point.segment)
+        if trace.observes:
+            trace.work.add(point.segment, func, args, kwargs)
         if point.is_in_block or point.segment == len(trace.chain):
             return func(*args, **(kwargs or {}))
         result = trace.record.flags.call(func, args, kwargs or {})

@@ -1,12 +1,14 @@
 """Costs of every block, measured before the first step on microbatches without side effects.
 
-Every rank runs the user's step on the blocks that it has in a first cut, each block as a stage,
-one microbatch at a time, with real values and messages. Then it runs the stages of the first cut.
-The comparison gives the overhead of an action beside its blocks. A stage of any other cut costs the
-sum of its blocks plus one overhead::
+Every rank runs the user's step on the blocks that it has in a first cut, one microbatch at a time,
+with real values and messages. Of blocks that are alike (see :mod:`.block_classes`) each rank
+measures the first one as a stage of its own; the others between two samples are one stage. The
+comparison of samples and sums gives the overhead of an action beside its blocks, and what alike
+blocks take on average. A stage of any other cut costs the sum of its blocks plus one overhead.
+Where few blocks are alike, the stages of the first cut are measured too, for the overhead::
 
-    each block a stage   [ F | block 0 ] [ F | block 1 ] [ F | block 2 ] [ F | block 3 ]
-    of the first cut     [ F | block 0 | block 1 ]       [ F | block 2 | block 3 ]
+    samples        [ F | block 0 ] [ F | block 1 ] [ F | block 2 | block 3 | block 4 | block 5 ]
+    the first cut  [ F | block 0 | block 1 | block 2 ]       [ F | block 3 | block 4 | block 5 ]
 """
 
 from __future__ import annotations
@@ -134,45 +136,120 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
     return Costs(**costs, copy_lanes=min(rank.copy_lanes for rank in ranks))
 
 
+@dataclass(frozen=True)
+class SampledCut:
+    """The stages of which costs are measured, so that each rank measures each class of its blocks.
+
+    Attributes:
+        stages: The blocks of each stage.
+        sample_of: For each block the stage that is measured for it.
+        ranks: The rank of each block.
+    """
+
+    stages: Sequence[range]
+    sample_of: Sequence[int]
+    ranks: Sequence[int]
+
+    @classmethod
+    def of(cls, classes: Sequence[int], ranks: Sequence[int]) -> SampledCut:
+        """Choose the samples: the first block of each class on each rank.
+
+        Args:
+            classes: The class of each block.
+            ranks: The rank of each block.
+        """
+        keys = [*zip(ranks, classes, strict=True)]
+        first = {key: block for block, key in reversed([*enumerate(keys)])}
+        samples, starts = {*first.values()}, []
+        for block, rank in enumerate(ranks):
+            is_apart = not block or block in samples or block - 1 in samples
+            if is_apart or ranks[block - 1] != rank:
+                starts.append(block)
+        stages = [range(*ends) for ends in zip(starts, [*starts[1:], len(ranks)], strict=True)]
+        single = {blocks[0]: stage for stage, blocks in enumerate(stages) if len(blocks) == 1}
+        sample_of = [single.get(block, single[first[key]]) for block, key in enumerate(keys)]
+        return cls(stages, sample_of, ranks)
+
+    @property
+    def has_few_stages(self) -> bool:
+        """Whether its stages are few enough to tell what an action takes beside its blocks."""
+        return 2 * len(self.stages) <= len(self.sample_of)
+
+
 class BlockMeasurement:
     """Measures the blocks that this rank has in the first cut; all ranks measure at once.
 
-    Afterwards the pipeline has that cut again, and no records.
+    Afterwards the pipeline has that cut again.
+
+    Args:
+        pipeline: This rank's pipeline.
+        transport: Its messages.
+        classes: The class of each block, alike on all ranks.
 
     Attributes:
         bytes_beside: The most that this rank's device has held beside activations.
+        num_classes: The number of classes.
     """
 
     bytes_beside = 0
 
-    def __init__(self, pipeline: Pipeline, transport: Transport) -> None:
+    def __init__(self, pipeline: Pipeline, transport: Transport, classes: Sequence[int]) -> None:
+        self.num_classes = len({*classes})
         self._pipeline = pipeline
         self._transport = transport
         self._first_cut = pipeline.settings
-        self._cut = _block_by_block(pipeline)
+        stages = [stage.index for stage in pipeline.partition for _ in stage.blocks]
+        ranks = [self._first_cut.stage_ranks[stage] for stage in stages]
+        self._sampled = SampledCut.of(classes, ranks)
+        self._cut = self._cut_into_samples(stages)
         records = pipeline.records.known.values()
         self._written = {write.name for record in records for write in record.weight_writes}
+
+    def _cut_into_samples(self, stages: Sequence[int]) -> CutSettings:
+        cut, starts = self._first_cut, [blocks.start for blocks in self._sampled.stages]
+        places = [cut.places[stages[start]] for start in starts]
+        return replace(
+            cut,
+            stage_ranks=tuple(self._sampled.ranks[start] for start in starts),
+            split=[len(blocks) for blocks in self._sampled.stages],
+            global_ranks=tuple(places) if cut.global_ranks else (),
+        )
 
     def measure(
         self, cut_batch: Callable[[], Sequence[Microbatch]], recompute: str, speed: CopySpeed
     ) -> tuple[RankCosts, RankCosts]:
-        """Return the costs of single blocks, and the costs of the first cut's stages.
+        """Return the costs of the sampled stages, and those of stages to compare with them.
 
         Raises:
-            ScheduleError: The step cannot be cut between all of its blocks.
+            ScheduleError: The step cannot be cut so.
         """
         pipeline = self._pipeline
         try:
             # As in a step; the first pass casts, so that later ones take what most microbatches do.
             casts = sharing_casts(pipeline.device)
             with leaving_no_trace(pipeline.module, self._written), casts:
-                blocks = self._measure(self._cut, cut_batch, recompute, speed)
-                if self._cut.stage_ranks == self._first_cut.stage_ranks:  # a block in each stage
-                    return blocks, blocks
-                return blocks, self._measure(self._first_cut, cut_batch, recompute, speed)
+                samples = self._measure(self._cut, cut_batch, recompute, speed)
+                if self._compares_itself:
+                    return samples, samples
+                return samples, self._measure(self._first_cut, cut_batch, recompute, speed)
         finally:
             forget_casts()
             pipeline.cut_anew(pipeline.rank, self._first_cut)
+
+    @property
+    def _compares_itself(self) -> bool:
+        is_same = self._cut.stage_ranks == self._first_cut.stage_ranks
+        return is_same or self._sampled.has_few_stages
+
+    def costs_of_blocks(self, samples: Costs, stages: Costs) -> tuple[Costs, BesideBlocks]:
+        """Return the costs of all blocks, and the overhead of an action beside them.
+
+        Args:
+            samples: The costs of the sampled stages, of all ranks.
+            stages: The costs of the stages that they are compared with.
+        """
+        compared = self._cut if self._compares_itself else self._first_cut
+        return costs_of_blocks(self._sampled, samples, stages, len(compared.stage_ranks))
 
     def _measure(
         self,
@@ -189,13 +266,15 @@ class BlockMeasurement:
         except ValueError as error:
             raise ScheduleError(str(error)) from error
         placement = cut_settings.stage_ranks
-        plan = lower(_one_by_one(placement, max(placement) + 1))
-        memory, timer = ActivationMemory.on(device), ActionTimer(device)
-        executor = Executor(pipeline.rank, pipeline.stages, self._transport, timer, memory)
-        for _ in range(2):  # the first pass warms up
+        memory = ActivationMemory.on(device)
+        executor = Executor(
+            pipeline.rank, pipeline.stages, self._transport, ActionTimer(device), memory
+        )
+        for count in (1, _NUM_MEASURED):  # the first pass warms up
             executor.timer = ActionTimer(device)
             memory.forget_peaks()
-            executor.run(plan, placed(slices))
+            plan = lower(_one_by_one(placement, max(placement) + 1, count))
+            executor.run(plan, placed(slices[:count]))
         self.bytes_beside = max(self.bytes_beside, memory.peak_beside_activations)
         return measure_costs(executor, speed, measure_latencies(executor, plan, device))
 
@@ -205,27 +284,66 @@ def _silent(part: Microbatch) -> Microbatch:
     return replace(part, run=lambda call: run(TRACE))
 
 
-def _block_by_block(pipeline: Pipeline) -> CutSettings:
-    settings = pipeline.settings
-    stages = [stage.index for stage in pipeline.partition for _ in stage.blocks]
-    ranks = [settings.stage_ranks[stage] for stage in stages]
-    places = [settings.places[stage] for stage in stages]
-    return replace(
-        settings,
-        stage_ranks=tuple(ranks),
-        split=[1] * len(ranks),
-        global_ranks=tuple(places) if settings.global_ranks else (),
-    )
-
-
-def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int) -> Schedule:
+def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: int) -> Schedule:
     kinds = (Kind.F, Kind.B, Kind.W)
-    microbatches = range(_NUM_MEASURED)
     ranks = [
-        [Action(*each) for each in product(kinds, stages_on(stage_ranks, rank), microbatches)]
+        [
+            Action(*each)
+            for each in product(kinds, stages_on(stage_ranks, rank), range(num_microbatches))
+        ]
         for rank in range(num_ranks)
     ]
     return one_at_a_time(Schedule.of(ranks, "a measurement"))
+
+
+def costs_of_blocks(
+    sampled: SampledCut, samples: Costs, stages: Costs, num_stages: int
+) -> tuple[Costs, BesideBlocks]:
+    """Return the costs of all blocks, and the overhead of an action beside them.
+
+    A rank's blocks are scaled so that its sampled stages take what was measured of them: one block
+    may have been measured while something else ran, which the sums of many average out.
+
+    Args:
+        sampled: The sampled stages.
+        samples: Their costs.
+        stages: The costs of the stages that they are compared with.
+        num_stages: The number of those.
+    """
+    blocks = _of_samples(samples, sampled)
+    beside = beside_blocks(blocks, len(sampled.ranks), stages, num_stages)
+    scaled: dict[str, Any] = {
+        name: _scaled(sampled, samples, blocks, name, beside[name]) for name in _TIMES
+    }
+    return replace(blocks, **scaled), beside
+
+
+def _of_samples(samples: Costs, sampled: SampledCut) -> Costs:
+    num_stages, latencies = len(sampled.stages), [0.0] * len(sampled.ranks)
+    found: dict[str, Any] = {
+        name: [samples.per_stage(name, num_stages)[stage] for stage in sampled.sample_of]
+        for name in StageCosts.__annotations__
+    }
+    after_stages = samples.per_stage("communication", num_stages)
+    for blocks, seconds in zip(sampled.stages, after_stages, strict=True):
+        latencies[blocks[-1]] = seconds
+    return replace(samples, communication=latencies, step=0.0, **found)
+
+
+def _scaled(
+    sampled: SampledCut, samples: Costs, blocks: Costs, name: str, once: float
+) -> list[float]:
+    seconds = samples.per_stage(name, len(sampled.stages))
+    scaled = [*blocks.per_stage(name, len(sampled.ranks))]
+    for rank in {*sampled.ranks}:
+        inside = [block for block, other in enumerate(sampled.ranks) if other == rank]
+        own = [s for s, stage in enumerate(sampled.stages) if sampled.ranks[stage[0]] == rank]
+        estimate = sum(scaled[block] - once for block in inside)
+        if estimate > 0 and len(own) < len(inside):
+            factor = max(0.0, sum(seconds[stage] - once for stage in own) / estimate)
+            for block in inside:
+                scaled[block] = once + factor * (scaled[block] - once)
+    return scaled
 
 
 def cut_by_costs(

@@ -1,0 +1,195 @@
+"""Classes of blocks that are alike: what is measured of one block holds for all of its class.
+
+Blocks are alike where the trace saw the same work in their segments (operations with the shapes,
+types and numbers of their arguments), and where their modules have the same types, parameters,
+hooks and attributes. A number that counts the blocks, such as ``layer_idx``, does not tell them
+apart. A block is alone in its class where its work depends on values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from hashlib import sha256
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit, options_of
+from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
+
+aten = torch.ops.aten
+
+_DEPTH = 3  # of containers and objects in an attribute
+_PLAIN = (bool, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+_SLOTS = ("_parameters", "_buffers", "_modules")
+
+
+class SegmentWork:
+    """Collects the work of each segment of a step.
+
+    Attributes:
+        by_chance: Segments that draw random numbers and read values: they may decide what runs.
+    """
+
+    def __init__(self, num_segments: int) -> None:
+        self._found = [sha256() for _ in range(num_segments)]
+        self._draws: set[int] = set()
+        self._reads: set[int] = set()
+
+    @property
+    def digests(self) -> list[str]:
+        """A digest of each segment's work, the same in all processes."""
+        return [found.hexdigest() for found in self._found]
+
+    @property
+    def by_chance(self) -> set[int]:
+        return self._draws & self._reads
+
+    def add(self, segment: int, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+        """Add an operation."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws.add(segment)
+        if func is aten._local_scalar_dense.default:
+            self._reads.add(segment)
+        self.add_values(segment, str(func), (args, kwargs))
+
+    def add_values(self, segment: int, name: str, values: Any) -> None:
+        """Add what a name stands for: an operation's arguments, or a block's."""
+        with torch._C.DisableTorchFunction():  # private: this is no call of the step's
+            described = [_describe_argument(leaf) for leaf in leaves_of(values)]
+        self._found[segment].update(repr((name, described)).encode())
+
+
+def _describe_argument(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return _describe_tensor(leaf)
+    return leaf if isinstance(leaf, (int, *_PLAIN)) else type(leaf).__name__
+
+
+def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    return (*tensor.shape, str(tensor.dtype), tensor.device.type, tensor.requires_grad)
+
+
+def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
+    """Return the class of each block of the chain; classes are counted from 0 as they come."""
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    makes = [_Make(block) for block in chain.blocks]
+    for index, make in enumerate(makes):
+        alike[_work_of(index, chain, record), make.form].append(index)
+    classes: dict[Any, int] = {}
+    found = [0] * len(chain)
+    for key, members in sorted(alike.items(), key=lambda item: item[1]):
+        for index, numbers in zip(members, _telling(members, makes), strict=True):
+            found[index] = classes.setdefault((key, numbers), len(classes))
+    return found
+
+
+def _work_of(index: int, chain: BlockChain, record: StepRecord) -> Any:
+    last = len(chain) - 1
+    segments = {index, index + 1} if index == last else {index}
+    is_alone = bool(segments & (record.imagined.keys() | record.by_chance))
+    if is_alone or record.draws_beside_torch:
+        return index
+    return *(record.work[segment] for segment in sorted(segments)), index in record.opened
+
+
+def _telling(members: Sequence[int], makes: Sequence[_Make]) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers in each member's attributes without those that count the blocks."""
+    columns = zip(*(makes[index].numbers for index in members), strict=True)
+    telling = [
+        column
+        for column in columns
+        if len({n - index for n, index in zip(column, members, strict=True)}) > 1
+    ]
+    for place in range(len(members)):
+        yield tuple(column[place] for column in telling)
+
+
+class _Make:
+    """How a block is made.
+
+    Attributes:
+        form: All that is known of its modules but whole numbers.
+        numbers: The whole numbers in its attributes, in their order.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.numbers: list[int] = []
+        self._described: dict[int, tuple[int, list[int]]] = {}
+        modules = block.named_modules()
+        self.form = tuple(
+            (name, type(child), self._describe_module(child)) for name, child in modules
+        )
+
+    def _describe_module(self, module: nn.Module) -> Any:
+        space = vars(module)
+        tensors = {
+            name: None if tensor is None else self._describe_weight(tensor)
+            for kind in _SLOTS[:2]
+            for name, tensor in space[kind].items()
+        }
+        others = {
+            name: self._describe(value, _DEPTH)
+            for name, value in space.items()
+            if name not in _SLOTS
+        }
+        return *tensors.items(), *others.items()
+
+    def _describe_weight(self, tensor: Tensor) -> Any:
+        options = options_of(tensor) if is_4bit(tensor) else {}
+        packed = [self._describe(value, 1) for value in options.values()]
+        return type(tensor), _describe_tensor(tensor), has_hooks(tensor), tuple(packed)
+
+    def _describe(self, value: Any, depth: int) -> Any:
+        if type(value) is int:
+            self.numbers.append(value)
+            return int
+        if isinstance(value, (int, *_PLAIN)):
+            return type(value), repr(value)
+        if isinstance(value, Tensor):
+            return _describe_tensor(value)
+        if isinstance(value, (type, torch._ops.OpOverload)):
+            return value
+        if not depth or isinstance(value, nn.Module):
+            return type(value)
+        return self._describe_parts(value, depth - 1)
+
+    def _describe_parts(self, value: Any, depth: int) -> Any:
+        """Describe what a container, an object or a function holds; each object once."""
+        if id(value) not in self._described:
+            self._described[id(value)] = 0, []  # it may hold itself
+            before, self.numbers = self.numbers, []
+            parts = [(name, self._describe(part, depth)) for name, part in _parts_of(value)]
+            self._described[id(value)] = hash((type(value), _code_of(value), *parts)), self.numbers
+            self.numbers = before
+        form, numbers = self._described[id(value)]
+        self.numbers += numbers
+        return form
+
+
+def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):  # hooks have numbers for keys, each another one
+        yield from ((key if isinstance(key, str) else type(key), v) for key, v in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+    elif isinstance(value, (set, frozenset)):
+        yield from enumerate(sorted(map(repr, value)))
+    elif isinstance(value, FunctionType):
+        yield from enumerate(cell.cell_contents for cell in value.__closure__ or ())
+    elif isinstance(value, partial):
+        yield from enumerate((value.func, value.args, value.keywords))
+    elif hasattr(value, "__func__"):
+        yield "", value.__func__
+    else:
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def _code_of(value: Any) -> CodeType | None:
+    return value.__code__ if isinstance(value, FunctionType) else None
