@@ -7,6 +7,7 @@ from lightning_pipeoffload.metrics.publisher import start_fetching
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.memory import recompute
 from lightning_pipeoffload.runtime.step.stage_graphs import CudaGraphPool
+from lightning_pipeoffload.runtime.weight_grad.queue import add_product_in_float32, adds_in_float32
 from lightning_pipeoffload.schedule import build
 from tests.support.offloaded import APART, EVERYTHING, FOR_B, QUEUE, memory_of_all, offloaded
 from tests.support.small_modules import (
@@ -132,3 +133,13 @@ def test_nothing_is_allocated_after_the_first_step():
         by_the_driver = torch.accelerator.memory_stats()["num_device_alloc"]
         counted.append((by_the_driver, *(host.num_allocations for host in hosts)))
     assert counted[0] == counted[1] == counted[2]
+
+
+def test_products_are_added_to_float32_in_one_pass():
+    weight = on_device(torch.zeros(64, 32)).requires_grad_()
+    factors = on_device(torch.randn(3, 2, 64, 64)).bfloat16()
+    assert adds_in_float32(weight.device)
+    for left, right in factors:
+        add_product_in_float32(weight.bfloat16(), left, right[:, :32])
+    exact = sum(left.double() @ right[:, :32].double() for left, right in factors)
+    torch.testing.assert_close(weight.grad.double(), exact, rtol=1e-4, atol=1e-4)
