@@ -134,7 +134,7 @@ class BatchStructure:
                 rows = look.count()
             except ValueError:  # it has no columns, so it is a list of samples
                 rows = 0
-            if not rows or self._collation.decide(len(batch), rows) == len(batch):
+            if not rows or self._collation.decide(len(batch), rows) == len(batch) != rows:
                 self.lists["batch"] = True
                 return self._look_at(batch)
         return look

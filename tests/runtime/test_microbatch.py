@@ -401,6 +401,13 @@ def test_the_loaders_batch_size_decides_where_two_numbers_may_be(batch):
     assert BatchStructure(Collation(by_torch=True)).count(batch) == 2
 
 
+@pytest.mark.parametrize("collation", [Collation(by_torch=True), Collation(sizes={2}), None])
+def test_as_many_columns_as_samples_stay_columns(collation):
+    batch = [torch.zeros(2, 8), torch.ones(2, 8)]
+    for part in BatchStructure(collation).split(batch, 1).parts:
+        assert [*map(torch.unique, part)] == [torch.zeros(1), torch.ones(1)]
+
+
 def test_results_with_an_entry_for_each_sample_are_put_together():
     whole = boxes(3, 1, 2)
     assert same(merge_outputs([whole[:2], whole[2:]], [0.5, 0.5], [2, 1]), whole)
