@@ -325,7 +325,7 @@ def compiled(device: torch.device) -> Iterator[str]:
     assert abs(_loss(trainer) - loss) < _TOLERANCE
 
 
-@needing("transformers", "liger_kernel")
+@needing("transformers", "triton", "liger_kernel")
 def liger(device: torch.device) -> Iterator[str]:
     """The same with Liger's kernels in the layers, which are Triton's."""
 

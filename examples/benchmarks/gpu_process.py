@@ -30,6 +30,7 @@ from lightning_pipeoffload.processes.run_store import free_port
 # On a machine without a network no name leads to an address.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 ROW, ERROR = "row: ", "error: "
+_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it at its import
 Function = Callable[[torch.device], Iterator[str]]
 PROCESSES: Any = get_context("fork")
 
@@ -43,6 +44,8 @@ def needing(*packages: str) -> Callable[[Function], Function]:
             missing = [name for name in packages if find_spec(name) is None]
             if missing:
                 yield f"left out: {' and '.join(missing)} not installed"
+            elif "triton" in packages and not (is_accelerated(device) or _INTERPRETS):
+                yield "left out: Triton's kernels need a GPU, or TRITON_INTERPRET=1"
             else:
                 yield from part(device)
 
