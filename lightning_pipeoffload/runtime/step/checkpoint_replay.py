@@ -56,7 +56,8 @@ class _Rerun:
         self._function = function
         self._watch = watch
         self._digests: list[int] = []
-        self._called_before, _ = watch.step.place()
+        self._called_before, is_in_block = watch.step.place()
+        self._is_in_block = is_in_block or watch.writes.is_block(function)
         self._name = ""
 
     def expect(self, output: Any) -> None:
@@ -71,7 +72,7 @@ class _Rerun:
         return getattr(self._function, "__qualname__", type(self._function).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch.watching(), self._watch.writes.running_again():
+        with self._watch.watching(), self._watch.writes.running_again(self._is_in_block):
             output = self._function(*args, **kwargs)
         found = _digests(output) if self._digests else []
         # Where a stage leaves the function early, carried values come after the output.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NoReturn
 
@@ -46,7 +46,7 @@ class _Alive:
     loss: Tensor | None = None
     seen: TensorValues | None = None
     sent: tuple[GradientEdge, ...] = ()
-    left: Left = field(default_factory=list)
+    left: Left | None = None
 
 
 class StageRunner:

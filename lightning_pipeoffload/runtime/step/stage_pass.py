@@ -206,7 +206,7 @@ class StagePass:
         self._left = False
         self._called = -1
         self._is_in_block = False
-        self.left: Left = []
+        self.left: Left | None = None
         self._record = known.record
         self._generators = context.generators
         self._known, self._seed_segment = known, known.seed_segment

@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import eq, is_
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
@@ -47,6 +48,7 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
     fingerprint,
     is_unchanged,
     private_copy,
+    short_fingerprint,
 )
 from lightning_pipeoffload.runtime.users_code.sources import is_generator, is_iterator
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
@@ -55,8 +57,15 @@ _Values = dict[str, Any]
 _SpaceOf = tuple[nn.Module, bool]  # attributes of a module, or its buffers
 _Written = tuple[_SpaceOf, str, Any, Any]  # in what, the name, the new value and the old one
 _Key = tuple[int, str]  # of a variable
-Left = list[tuple[Variable, Fingerprint]]
-"""The attributes that steps write, as a forward has left them."""
+_MOST = 64  # values of an attribute that are compared; of more, each forward counts as a write
+
+
+class Left(NamedTuple):
+    """The attributes that steps write, as a forward has left them; None: too large to compare."""
+
+    forward: int  # its number among the rank's
+    values: list[tuple[Variable, Fingerprint | None]]
+
 
 _CONTAINERS = (list, dict, set, deque)
 _FILLS = {"add", "append", "appendleft", "extend", "extendleft", "insert", "update"}
@@ -67,7 +76,7 @@ class StepWrites:
     """Attributes and buffers outside of the blocks, as each stage of a rank has written them.
 
     Attributes:
-        is_by_users: Whether the user's steps write any state.
+        is_by_users: Whether the user's training steps write any state.
         may_write_tensors: Whether any step writes a tensor in place that a backward may read.
     """
 
@@ -77,12 +86,14 @@ class StepWrites:
         self._modules = {id(c): c for c in module.modules() if id(c) not in inside}
         self._homes: dict[int, int] = {}  # stage of the rank's blocks, by id of their modules
         self._num_passes = dict.fromkeys(stages, 0)
+        self._num_forwards = 0
         self._own: dict[int, list[_Written]] = {}
         self._in_place: set[Attribute] = set()
         self._written: dict[_Key, Variable] = {}
-        self._by_users: dict[_Key, Variable] = {}
+        self._by_users: dict[_Key, Variable] = {}  # in training
         self._of_blocks: set[_Key] = set()  # written in a block
         self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
+        self._reached: dict[int, set[_Key]] = {stage: set() for stage in self._missing}
         self._made_once: dict[int, tuple[str, Any]] = {}
         self._spaces: dict[int, list[_SpaceOf]] = {}  # of other homes than a stage's
         self._weights: set[str] = set()  # names of parameters that are written in place
@@ -101,6 +112,7 @@ class StepWrites:
         self._weights.update(write.name for write in record.weight_writes)
         self._saved.update(record.saved_and_written)
         self._in_place.update(record.written_in_place)
+        trains = torch.is_grad_enabled()
         for stage in self._num_passes:
             for block in stages[stage].blocks:
                 modules = self._chain.blocks[block].modules()
@@ -110,11 +122,14 @@ class StepWrites:
             self._written[write.variable.key] = write.variable
             self._modules[id(write.variable.part)] = write.variable.part
             if write.is_users:
-                self._by_users[write.variable.key] = write.variable
+                if trains:
+                    self._by_users[write.variable.key] = write.variable
                 if write.point.is_in_block:
                     self._of_blocks.add(write.variable.key)
                 for index, missing in self._missing.items():
-                    if not stages[index].comes_to(write.point, record):
+                    if stages[index].comes_to(write.point, record):
+                        self._reached[index].add(write.variable.key)
+                    else:
                         message = self._message(write, index)
                         missing[write.variable.key] = write.variable, message
         self.is_by_users = bool(self._by_users)
@@ -163,7 +178,9 @@ class StepWrites:
             return _standing_for(missing.values()) if missing else NOTHING
         return together(
             _Turn(self, stage.index),
-            _standing_for(missing.values()) if missing else NOTHING,
+            _standing_for(missing.values(), self._homes_beside(stage.index))
+            if missing
+            else NOTHING,
             self._hiding(stage, ownership) if self._weights else NOTHING,
         )
 
@@ -174,15 +191,18 @@ class StepWrites:
 
     def left(self) -> Left:
         """Record the attributes that the user's steps write, at the end of a forward."""
-        return [(variable, fingerprint(variable.value)) for variable in self._by_users.values()]
+        self._num_forwards += 1
+        written = self._by_users.values()
+        return Left(self._num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written])
 
-    def in_backward(self, stage: int, left: Left) -> AbstractContextManager[Any]:
+    def in_backward(self, stage: int, left: Left | None) -> AbstractContextManager[Any]:
         """Let attributes that later forwards have written raise during a backward."""
-        if not left:
+        if left is None:
             return NOTHING
         missing = self._missing[stage]
+        may_differ = left.forward != self._num_forwards
         changed = [
-            v for v, was in left if v.key in missing or not is_unchanged(was, fingerprint(v.value))
+            v for v, was in left.values if v.key in missing or (may_differ and _has_changed(v, was))
         ]
         if not changed:
             return NOTHING
@@ -214,14 +234,26 @@ class StepWrites:
 
         return put_back
 
+    def is_block(self, function: Any) -> bool:
+        """Return whether a function is a block or a method of one."""
+        owner = getattr(function, "__self__", function)
+        return any(owner is block for block in self._chain.blocks)
+
     @contextmanager
-    def running_again(self) -> Iterator[None]:
-        """Undo the writes of a block that is recomputed in a backward."""
-        found = [(v, v.value) for v in self._by_users.values()]
+    def running_again(self, is_in_block: bool) -> Iterator[None]:
+        """Undo the writes of a function that is recomputed in a backward.
+
+        ``is_in_block``: only a block's code runs.
+        """
+        written = [v for k, v in self._by_users.items() if not is_in_block or k in self._of_blocks]
+        found = [(v, v.value) for v in written]
         for variable, value in found:
-            if isinstance(value, Elsewhere) and variable.key in self._of_blocks:
+            if isinstance(value, Elsewhere):
                 variable.put(value.own)
-        snapshot = Snapshot(v.attribute for v in self._by_users.values())
+        snapshot = Snapshot(v.attribute for v in written)
+        for variable, value in found:
+            if variable.key not in self._of_blocks:
+                variable.put(value)
         try:
             yield
         finally:
@@ -236,6 +268,15 @@ class StepWrites:
 
     def _home_of(self, child: nn.Module) -> int:
         return self._homes.get(id(child), self.last_stage)
+
+    def _has_copy(self, stage: int, child: nn.Module, name: str) -> bool:
+        """Return whether a stage has its own copy of an attribute that is written in place."""
+        key = id(child), name
+        is_missing = key in self._missing[stage] and key not in self._reached[stage]
+        return self._home_of(child) != stage and not is_missing
+
+    def _homes_beside(self, stage: int) -> Callable[[nn.Module], bool]:
+        return lambda child: self._home_of(child) != stage
 
     def _spaces_beside(self, stage: int) -> list[_SpaceOf]:
         """List the attributes, and the buffers that are written in place, of other homes."""
@@ -279,7 +320,7 @@ class _Turn:
             _put(place, name, value)
         for child, name in writes._in_place:
             for space in (child.__dict__, child.__dict__["_buffers"]):
-                if name in space and writes._home_of(child) != stage:
+                if name in space and writes._has_copy(stage, child, name):
                     space[name] = private_copy(space[name])
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
@@ -345,40 +386,54 @@ class _Lacking(Elsewhere):
     """Placeholder for an attribute that another stage writes.
 
     Adding elements to a container (``append``, ``update``, ``d[k] = v``, ``+=``) acts on the real
-    container; every other use raises.
+    container, or on a copy that is made then if ``copies``; every other use raises.
     """
 
-    __slots__ = ("_variable",)
+    __slots__ = ("_copies", "_variable")
 
-    def __init__(self, message: str, variable: Variable) -> None:
+    def __init__(self, message: str, variable: Variable, copies: bool) -> None:
         super().__init__(message, variable.value)
         self._variable = variable
+        self._copies = copies
+
+    def _container(self) -> Any:
+        if self._copies:
+            self.own, self._copies = private_copy(self.own), False
+        return self.own
 
     def __getattr__(self, name: str) -> Any:
         if name in _FILLS and isinstance(self.own, _CONTAINERS):
-            return getattr(self.own, name)
+            return getattr(self._container(), name)
         return super().__getattr__(name)
 
     def __setitem__(self, key: Any, value: Any) -> None:  # type: ignore[override]
-        self.own[key] = value
+        self._container()[key] = value
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
         if not isinstance(self.own, _CONTAINERS):
             self._use()
+        self.own = self._container()
         self.own += other
         return self
 
     def clear(self) -> None:
-        self.own.clear()
+        self._container().clear()
         self._variable.put(self.own)
 
 
+def _has_changed(variable: Variable, was: Fingerprint | None) -> bool:
+    now = None if was is None else short_fingerprint(variable.value, _MOST)
+    return was is None or now is None or not is_unchanged(was, now)
+
+
 @contextmanager
-def _standing_for(found: Iterable[tuple[Variable, str]]) -> Iterator[None]:
+def _standing_for(
+    found: Iterable[tuple[Variable, str]], copies: Callable[[nn.Module], bool] = lambda _: False
+) -> Iterator[None]:
     placed = []
     for variable, message in found:
         if variable.value is not GONE or hasattr(type(variable.part), variable.name):
-            placed.append((variable, _Lacking(message, variable)))
+            placed.append((variable, _Lacking(message, variable, copies(variable.part))))
             variable.put(placed[-1][1])
     try:
         yield

@@ -11,9 +11,10 @@ import dataclasses
 import sys
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ _CONTAINERS = (list, set, deque)
 _VALUES = (dict.values, OrderedDict.values)
 _WRITTEN = (Tensor, np.ndarray)
 _PLAIN = {int, float, bool, str, type(None), FunctionType, MethodType}
+_LEAVES = {*_PLAIN, Tensor, nn.Parameter, np.ndarray, complex, bytes}
 _CONSTANTS = (int, float, complex, str, torch.Size)
 
 
@@ -65,12 +67,16 @@ class Parts(tuple[Any, ...]):
     """The values in a container; equal if they are the same objects."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Parts) and [*map(id, self)] == [*map(id, other)]
+        return isinstance(other, Parts) and _are_same(self, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _are_same(parts: Collection[Any], others: Collection[Any]) -> bool:
+    return len(parts) == len(others) and all(map(is_, parts, others))
 
 
 def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> Fingerprint:
@@ -82,9 +88,22 @@ def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> 
         return [(value, 0)]
     found: Fingerprint = [(value, _state_of(value))]
     for container, parts in _walk(value, set(), depth, longest):
-        if len(parts) > longest:
-            found.append((container, len(parts)))
+        found.append((container, parts))
+        if isinstance(parts, int):
             continue
+        found += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
+    return found
+
+
+def short_fingerprint(value: Any, most: int) -> Fingerprint | None:
+    """Record a value as ``fingerprint`` does; None if it contains more than ``most`` values."""
+    if is_plain(value):
+        return [(value, 0)]
+    found: Fingerprint = [(value, _state_of(value))]
+    for container, parts in _walk(value, set(), _DEPTH, most):
+        most -= most + 1 if isinstance(parts, int) else len(parts)
+        if most < 0:
+            return None
         found.append((container, parts))
         found += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
     return found
@@ -142,16 +161,21 @@ def containers_in(value: Any, known: set[int] | None = None) -> Iterator[Any]:
 
 def _walk(
     value: Any, known: set[int], depth: int, longest: int = sys.maxsize
-) -> Iterator[tuple[Any, Parts]]:
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the containers in a value with their values; with their number if it is too large."""
     container = value if _is_container(value) else _space_of(value)
     if container is None or id(container) in known:
         return
     known.add(id(container))
+    if isinstance(container, Sized) and len(container) > longest:
+        yield container, len(container)
+        return
     parts = _parts_of(container)
     yield container, parts
-    if depth > 1 and len(parts) <= longest:
+    if depth > 1 and not _LEAVES.issuperset(map(type, parts)):
         for part in parts:
-            yield from _walk(part, known, depth - 1, longest)
+            if type(part) not in _LEAVES:
+                yield from _walk(part, known, depth - 1, longest)
 
 
 def _is_container(value: Any) -> bool:
@@ -189,8 +213,10 @@ def refill(container: Any, contents: Any) -> None:
 
 
 def _has_same_entries(container: Any, contents: Any) -> bool:
-    has_same_keys = not isinstance(container, dict) or [*container] == [*contents]
-    return has_same_keys and _parts_of(container) == _parts_of(contents)
+    if isinstance(container, dict):
+        has_same_keys = [*container] == [*contents]
+        return has_same_keys and _are_same(container.values(), contents.values())
+    return _are_same(container, contents)
 
 
 # Copies

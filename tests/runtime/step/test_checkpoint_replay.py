@@ -120,6 +120,31 @@ def test_what_a_block_counts_it_counts_once(schedule, num_ranks):
         assert [rank.module.blocks[index].calls for index in own] == [2 * 4] * len(own)
 
 
+class CountingHead(Regression):
+    """Checkpoints code behind its blocks that keeps what it computes."""
+
+    def __init__(self):
+        super().__init__([nn.Linear(4, 4) for _ in range(4)])
+        self.outs = []
+
+    def step(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return checkpoint(self.note, x, use_reentrant=False).pow(2).mean()
+
+    def note(self, x):
+        self.outs.append(len(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_a_head_appends_it_appends_once(schedule):
+    pipeline = InProcessPipeline(CountingHead().double(), build(schedule, 2, 4), call_step)
+    pipeline.run(torch.randn(8, 4).double(), 2)
+    assert pipeline.ranks[-1].module.outs == [2] * 4
+
+
 class Numbers:
     """Values that nobody finds, for they are in no attribute."""
 

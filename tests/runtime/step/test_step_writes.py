@@ -1,6 +1,7 @@
 """What steps write is what the plain module writes, and backwards find what their forwards saw."""
 
 import copy
+from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -113,6 +114,61 @@ def test_what_is_written_between_steps_counts_for_every_stage():
     expected = [call_step(plain, part).detach() for part in batch.split(2)]
     torch.testing.assert_close(pipeline.run(batch, 2), expected)
     assert pipeline.ranks[0].module.written() == plain.written()
+
+
+class Unread(list):
+    """A list that nothing may read through once it is long, as an epoch's list of losses."""
+
+    def __iter__(self):
+        assert len(self) <= 64
+        return super().__iter__()
+
+    def copy(self):
+        return Unread([*self])
+
+
+class Gathering(Regression):
+    """Keeps something of each microbatch behind its blocks until the epoch's end."""
+
+    def __init__(self, keep):
+        super().__init__(linear_blocks(4))
+        self.keep, self.index = keep, 0
+        self.outs, self.table, self.seen = Unread(), {"train": Unread()}, set()
+        self.last, self.long = deque(maxlen=5), [0] * 100
+
+    def step(self, x):
+        loss = super().step(x)
+        self.index += 1
+        self.keep(self, loss.detach())
+        return loss
+
+    def kept(self):
+        lists = list.copy(self.outs), list.copy(self.table["train"])
+        return [*lists, sorted(self.seen), list(self.last), self.long]
+
+
+KEEPS = {
+    "losses": lambda module, loss: module.outs.append(loss),
+    "nested": lambda module, loss: module.outs.append([loss]),
+    "in_dict": lambda module, loss: module.table["train"].append(loss),
+    "of_dicts": lambda module, loss: module.outs.append({"loss": loss}),
+    "sometimes": lambda module, loss: module.outs.extend([loss] * 9 * (module.index % 7 == 1)),
+    "later": lambda module, loss: module.outs.extend([loss] * (module.index > 8)),
+    "sorted": lambda module, loss: module.long.append(float(loss)) or module.long.sort(),
+    "replaced": lambda module, loss: module.long.__setitem__(module.index % 100, loss),
+    "set": lambda module, loss: module.seen.add(module.index),
+    "deque": lambda module, loss: module.last.append(loss),
+}
+
+
+@pytest.mark.parametrize(
+    ("keep", "pipeline"), pairs([*KEEPS], [("zb_v", 1), ("zb_h1", 2), ("zb_v", 2)])
+)
+def test_what_grows_until_the_epochs_end_is_exact_and_not_read_through(keep, pipeline):
+    module = Gathering(KEEPS[keep]).double()
+    pipeline, plain = train_beside(module, *pipeline, batches(20))
+    last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.partition) - 1)
+    torch.testing.assert_close(last.module.kept(), plain.kept())
 
 
 # Weights and buffers that are written where a backward reads them
