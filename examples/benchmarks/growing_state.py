@@ -38,6 +38,8 @@ _ROW = "{:<12}{:<22}{:>10}{:>10}{:>10}{:>8}{:>8}"
 class GrowingNet(L.LightningModule):
     """Four layers, and a place for each kind of state."""
 
+    bank: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
