@@ -128,7 +128,7 @@ OWNERS = [
     (torch.utils.checkpoint.CheckpointFunction._backward_cls, "_forward_cls"),
     (torch.cuda, "_sleep"),
     (dist.distributed_c10d, "_abort_process_group"),
-    (torch.ops.aten, "_local_scalar_dense _unique2"),
+    (torch.ops.aten, "_local_scalar_dense _to_copy _unique2"),
     (torch.amp.GradScaler("cpu"), "_scale _growth_tracker _unscale_grads_"),
     (torch.ops.aten.add.Tensor, "_schema _dispatch_cache"),
     (torch.library.Library, "_destroy"),

@@ -27,6 +27,7 @@ from lightning_pipeoffload.planning.report import (
     print_measurement,
     print_offload,
     print_prediction,
+    print_reads,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
@@ -92,6 +93,8 @@ class RunReport:
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = self._memory(plan)
         report["steps_taken_back"] = self._num_taken_back
+        reads = self._pipeline.records.device_reads.items()
+        report["device_reads"] = [{"part": part, "line": line} for line, part in reads]
         if self.chosen is not None:
             tried = self.chosen.plan.candidates if self.chosen.plan is not None else ()
             report["candidates"] = [candidate.figures() for candidate in tried]
@@ -125,7 +128,10 @@ class RunReport:
         if self._group.reports:
             if self.chosen is not None and self.chosen.plan is not None:
                 print_choice(self.chosen.plan, self.chosen.is_measured)
-            print_prediction(self.make())
+            report = self.make()
+            print_prediction(report)
+            if self._pipeline.device.type != "cpu":
+                print_reads(report["device_reads"])
             if num_accumulated > 1:
                 print_accumulation(num_accumulated, self._training.schedule.num_microbatches)
 

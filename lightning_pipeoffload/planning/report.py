@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_pipeoffload.planning.figures import PlannedStep, choice_table, lines_of_refused
@@ -189,6 +190,12 @@ def print_prediction(report: dict[str, Any]) -> None:
         parameters = f"{stage['num_parameters']:,}"
         table.add_row(str(index), str(stage["rank"]), blocks, parameters, memory)
     _tell("", table, level=logging.DEBUG)
+
+
+def print_reads(reads: Sequence[dict[str, str]]) -> None:
+    """Print the lines of a step that read values of the device."""
+    for read in reads:
+        _tell(escape(f"The host waits for the device {read['part']}: {read['line']}"))
 
 
 def _prediction(report: dict[str, Any], is_measured: bool) -> str:

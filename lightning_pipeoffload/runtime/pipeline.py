@@ -44,6 +44,11 @@ from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     install_draws,
     remove_draws,
 )
+from lightning_pipeoffload.runtime.step.answered_pass import (
+    install_answers,
+    remove_answers,
+    share_answers,
+)
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
@@ -244,6 +249,7 @@ class Pipeline:
                 own = without_shared(part, batch) if index < len(cut.parts) - 1 else part
                 run = CallOnCopies(step, own, len(self.stages))
             slices.append(Microbatch(part, num_samples, run, record, self.device, own_seed))
+        share_answers(slices)
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
         new = [record for record in records if not record.has_run]
@@ -342,6 +348,7 @@ class Pipeline:
             weight_grad_kernels.remove_kernels()
             remove_replay()
             remove_draws()
+            remove_answers()
 
     def _take_in(self, record: StepRecord) -> None:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""
@@ -349,6 +356,8 @@ class Pipeline:
             self._learn(record)
         self._writes.expect(record, self.partition)
         self._leave_to_b(record)
+        if record.reads.are_repeated(len(self.local_stages)):
+            install_answers()
         if record.hook_line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hook_line))
         if self.settings.recompute == "full" and torch.is_grad_enabled():

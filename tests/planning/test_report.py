@@ -8,6 +8,7 @@ from lightning_pipeoffload.planning.report import (
     print_measurement,
     print_offload,
     print_prediction,
+    print_reads,
     span_of,
 )
 from lightning_pipeoffload.schedule import Costs, build, simulate
@@ -51,6 +52,12 @@ REPORT = {
 def offloaded(**options):
     report = {"wanted": (4, 4), "offloaded": (3, 1), "queued": (0, 0), "reason": ""}
     return {**REPORT, "has_copies": True, "offload": {**report, **options}}
+
+
+def test_each_line_that_reads_the_device_is_printed(capsys):
+    print_reads([{"part": "before blocks.0", "line": "a.py:3: if x[mask].all():"}])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed == "The host waits for the device before blocks.0: a.py:3: if x[mask].all():"
 
 
 @pytest.mark.parametrize(

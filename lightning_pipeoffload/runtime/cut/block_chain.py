@@ -65,6 +65,12 @@ class BlockChain:
         """Return the name of a block in the user's module."""
         return self._names[index]
 
+    def part(self, segment: int, is_in_block: bool) -> str:
+        """Describe a part of the step, for messages."""
+        if segment == len(self):
+            return "behind the blocks"
+        return f"{'in' if is_in_block else 'before'} {self._names[segment]}"
+
     def output_origins(self, index: int) -> frozenset[str]:
         """Return the origins of a block's output where it is shape-only."""
         return self._origins[index]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
+from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
@@ -87,6 +88,7 @@ class StepRecord:
     """The properties of a step, traced on a microbatch of these shapes."""
 
     num_segments: InitVar[int]
+    device_type: InitVar[str] = "cpu"
 
     # Values that cross from block to block.
     outputs: list[BlockOutput] = field(default_factory=list)  # of each block
@@ -151,6 +153,9 @@ class StepRecord:
     recompute_obstacles: dict[int, str] = field(default_factory=dict)
     """What blocks do that the backward cannot compute again."""
 
+    # Values of the device that the host waits for.
+    reads: DeviceReads = field(init=False)
+
     # What depends on the batch's values between the blocks: booleans, and sizes.
     flags: BatchFlags = field(default_factory=BatchFlags)
     sized_in: int | None = None  # the last segment with such a size
@@ -162,7 +167,8 @@ class StepRecord:
     is_known: bool = False  # the pipeline has been cut for it
     has_run: bool = False  # a batch with such a microbatch was cut to run
 
-    def __post_init__(self, num_segments: int) -> None:
+    def __post_init__(self, num_segments: int, device_type: str) -> None:
+        self.reads = DeviceReads(device_type)
         self.forward_flops, self.weight_flops = [0] * num_segments, [0] * num_segments
         self.input_flops = [0] * num_segments
         self._carried: dict[int, list[Crossing]] = {}

@@ -235,6 +235,12 @@ class StepRecords:
         self._flags.clear()
         self._first_of_training = None
 
+    @property
+    def device_reads(self) -> dict[str, str]:
+        """The lines of all steps that read values of the device, each with its part of a step."""
+        records = reversed(self.known.values())
+        return {line: part for record in records for line, part in record.reads.lines.items()}
+
     def weight_flops(self, segments: Iterable[int]) -> int:
         """Return the operations of W of some segments for the first training microbatch."""
         first = self._first_of_training
@@ -274,7 +280,9 @@ class _Trial:
     def __call__(self) -> Any:
         copied = copy_batch(self._part)
         if self.record is not None:
-            self.record.flags, self.record = BatchFlags(_tensors_of(copied)), None
+            self.record.flags = BatchFlags(_tensors_of(copied))
+            self.record.reads.start(_tensors_of(copied))
+            self.record = None
         before = fingerprint_batch(copied)
         seed_all(self._seed)
         self._generators.seed(self._seed)

@@ -115,7 +115,7 @@ class StepTrace:
         self.observes = observes
         self._until = until
         self._writes = WriteWatch(module)
-        self.record = StepRecord(len(chain) + 1, writes=self._writes.writes)
+        self.record = StepRecord(len(chain) + 1, device.type, writes=self._writes.writes)
         self._values = ValueTrace(chain, self.record, log)
         self.work = SegmentWork(len(chain) + 1)
         self._stripped = StrippedModule(module, device, self._values, self.record)
@@ -354,6 +354,7 @@ class StepTrace:
         record, last = self.record, self._sizes.last
         record.work, record.by_chance = self.work.digests, self.work.by_chance
         record.flags.finish()
+        record.reads.finish()
         if not record.flags.is_repeatable:
             last = max(segment for segment in (last, self._sizes.last_flag) if segment is not None)
             record.flags = BatchFlags()
@@ -466,9 +467,14 @@ class _SizesByValues(TorchDispatchMode):
         trace.arguments.note_use(args, point.segment)
         if trace.observes:
             trace.work.add(point.segment, func, args, kwargs)
+        reads = trace.record.reads
         if point.is_in_block or point.segment == len(trace.chain):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            reads.note_operation(func, args, result, trace.chain.part(*point))
+            return result
         result = trace.record.flags.call(func, args, kwargs or {})
+        reads.note_operation(func, args, result, trace.chain.part(*point))
+        reads.note_between(func, args, kwargs or {}, result, point.segment)
         self._note_sizes(func, args, result, point.segment)
         return result
 

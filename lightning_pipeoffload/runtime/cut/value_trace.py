@@ -17,10 +17,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
 from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
+from lightning_pipeoffload.runtime.cut.device_reads import READERS
 from lightning_pipeoffload.runtime.cut.record import (
     Alias,
     LoggedValue,
@@ -102,6 +104,8 @@ class ValueTrace(CallCounter):
             self._note_backward(func, args, kwargs or {})
         elif func is Tensor.register_hook:
             self._record.hook_line = calling_line()
+        elif func in READERS:
+            self._note_read(*args)
         result = super().__torch_function__(func, types, args, kwargs)
         if self._log is not None and self._block is None:
             self._log_call(func, (args, kwargs), result)
@@ -126,11 +130,18 @@ class ValueTrace(CallCounter):
             )
             self._record.started.append(started)
 
+    def _note_read(self, tensor: Any, *_: Any) -> None:
+        reads, chain = self._record.reads, self._chain
+        reads.note(tensor, chain.part(self.segment, self._block is not None))
+        if self._block is None and self.segment < len(chain):
+            reads.note_reader(tensor)
+
     def _log_call(self, func: Callable[..., Any], arguments: Any, result: Any) -> None:
         name = getattr(func, "__name__", "")
         if self._log is not None and "empty" not in name:  # whose result is what was in memory
             given = [float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))]
-            made = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
+            with _disable_current_modes():  # which would take these reads for the step's
+                made = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
             self._log.append(LoggedValue(self.segment, name, given, made, calling_line()))
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.cut.device_reads import ReadPlace
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
@@ -28,6 +29,8 @@ class Microbatch:
         weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
             tensor where the host does not know it.
         differentiate: Starts the backward from the weighted loss.
+        answers: What the rank's stages have read of the device for it.
+        answers_of_batch: What is the same for all microbatches; None: that is not certain.
     """
 
     part: Any
@@ -39,6 +42,8 @@ class Microbatch:
     index: int = 0
     weight: float | Tensor = 1.0
     differentiate: Callable[[Tensor], None] = Tensor.backward
+    answers: dict[ReadPlace, list[Any]] | None = None
+    answers_of_batch: dict[ReadPlace, list[Any]] | None = None
 
 
 def placed(

@@ -19,6 +19,7 @@ from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
+from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -110,7 +111,7 @@ class StageRunner:
         known = self._context.known(microbatch.record)
         queue = WeightGradQueue(keeper=store, add_product=self._context.add_product)
         alive = _Alive(Received(known.specs_in), queue, store)
-        step = StagePass(
+        step = (AnsweredPass if known.is_answered else StagePass)(
             self._context, microbatch, receive, alive.received if keep else None, known
         )
         if self._context.writes.may_write_tensors:

@@ -82,12 +82,18 @@ class KnownStep:
             which the last stages of a deep model have many.
         draws_beside_torch: Whether it draws from numpy's or Python's global generator.
         seed_segment: Seeds the generators that the step draws from.
+        is_answered: Whether an earlier F of the rank may answer its reads of the device.
         meets_kernels: Whether it may call kernels without values.
         shapes_suffice: Of each block before the stage, whether its output's shapes are known.
     """
 
     def __init__(
-        self, record: StepRecord, stage: Stage, is_last: bool, draws_beside_torch: bool
+        self,
+        record: StepRecord,
+        stage: Stage,
+        is_last: bool,
+        draws_beside_torch: bool,
+        num_local: int,
     ) -> None:
         start, stop = stage.blocks.start, stage.blocks.stop
         self.record = record
@@ -99,6 +105,7 @@ class KnownStep:
         self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.draws_beside_torch = draws_beside_torch or record.draws_beside_torch
         self.seed_segment = segment_seeder(self.draws_beside_torch)
+        self.is_answered = record.reads.are_repeated(num_local)
         self.meets_kernels = record.meets_kernels()
         self.shapes_suffice = [record.shapes_suffice(block) for block in range(start)]
 
@@ -151,7 +158,10 @@ class StageContext:
     def known(self, record: StepRecord) -> KnownStep:
         """Return what ``record`` says about the stage."""
         if self._known is None or self._known.record is not record:
-            self._known = KnownStep(record, self.stage, self.is_last, self._draws_beside_torch)
+            num_local = len(self.ownership.local_stages)
+            self._known = KnownStep(
+                record, self.stage, self.is_last, self._draws_beside_torch, num_local
+            )
         return self._known
 
     def notice_draws(self, seed: int) -> None:

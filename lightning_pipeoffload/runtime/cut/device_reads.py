@@ -1,0 +1,141 @@
+"""Where a step reads values of the device, for which the host waits.
+
+A read between the blocks is repeated by each stage of a rank, for each runs the code before its own
+blocks. Where its operand is computed from the batch and from constants alone, all stages read the
+same value, so the first one's answers the later ones; without the batch it answers those of all
+microbatches too (:mod:`..step.answered_pass`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.step_rules import is_sized_by_values
+from lightning_pipeoffload.runtime.users_code.users_lines import line_of, running_frames
+
+aten = torch.ops.aten
+
+_TORCHS = Path(torch.__file__).parent
+_OURS = Path(__file__).parents[2]
+_COPIES = {aten._to_copy, aten.copy_}
+_WITHOUT_VALUES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+READERS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # no operation shows them on the CPU
+
+
+class ReadPlace(NamedTuple):
+    """A line that reads, in a segment of the step."""
+
+    segment: int
+    code: CodeType
+    line: int
+
+
+# What a value is computed from; that of a result is the largest of its operands'.
+_CONSTANTS, _BATCH, _OTHERS = range(3)
+
+
+class DeviceReads:
+    """The reads of one traced step.
+
+    Attributes:
+        lines: The lines that read, each with the part of the step where it did so first.
+        constant: The places between the blocks that read what is computed from constants alone.
+        common: These, and the places that read what is computed from the batch too.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.lines: dict[str, str] = {}
+        self.constant: frozenset[ReadPlace] = frozenset()
+        self.common: frozenset[ReadPlace] = frozenset()
+        self._device_type = device_type
+        self._places: dict[ReadPlace, int] = {}
+        self._values: dict[int, tuple[int, Tensor]] = {}  # by the id of the tensor
+        self._numbers = _CONSTANTS  # what Python's numbers are computed from by now
+
+    def start(self, leaves: Iterable[Tensor]) -> None:
+        """Begin with the tensors of the batch."""
+        self._values = {id(leaf): (_BATCH, leaf) for leaf in leaves}
+
+    def finish(self) -> None:
+        """Complete the record, and release the tensors."""
+        places = self._places.items()
+        self.constant = frozenset(place for place, of in places if of == _CONSTANTS)
+        self.common = frozenset(place for place, of in places if of != _OTHERS)
+        self._values = {}
+
+    def are_repeated(self, num_stages: int) -> bool:
+        """Return whether a rank with so many stages reads some value several times."""
+        return bool(self.constant) or (num_stages > 1 and bool(self.common))
+
+    def note(self, tensor: Any, part: str) -> None:
+        """Record the line that reads a tensor, in a part of the step."""
+        if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
+            frame = _reading_frame()
+            self.lines.setdefault(line_of(frame.f_code.co_filename, frame.f_lineno), part)
+
+    def note_operation(self, func: Any, args: tuple[Any, ...], result: Any, part: str) -> None:
+        """Record the line of an operation that reads."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return
+        if func.overloadpacket in _COPIES:
+            if result.device.type == "cpu" != self._device_type:
+                self.note(args[1] if func is aten.copy_.default else args[0], part)
+        elif _reads(func, args):
+            self.note(args[0], part)
+
+    def note_between(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, segment: int
+    ) -> None:
+        """Follow values through an operation between the blocks."""
+        found = self._source_of(func, tensors_in((args, kwargs)))
+        if _reads(func, args):
+            self._numbers = max(self._numbers, found)
+        if func is aten._local_scalar_dense.default:
+            frame = _reading_frame()
+            place = ReadPlace(segment, frame.f_code, frame.f_lineno)
+            self._places[place] = max(found, self._places.get(place, found))
+            return
+        for written in written_arguments(func, args, kwargs):
+            if id(written) in self._values and found > self._values[id(written)][0]:
+                self._numbers = _OTHERS  # its memory may be that of others
+        self._values.update((id(made), (found, made)) for made in tensors_in(result))
+
+    def note_reader(self, tensor: Any) -> None:
+        """Take into account that Python has got values of a tensor between the blocks."""
+        self._numbers = max(self._numbers, self._values.get(id(tensor), (_OTHERS,))[0])
+
+    def _source_of(self, func: Any, given: list[Tensor]) -> int:
+        if not isinstance(func, torch._ops.OpOverload):
+            return _OTHERS
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws or func.overloadpacket in _WITHOUT_VALUES:
+            return _OTHERS
+        if func is aten.lift_fresh.default:  # of what has been made of Python's numbers
+            return self._numbers
+        sources = (self._values.get(id(tensor), (_OTHERS,))[0] for tensor in given)
+        return max(self._numbers, *sources, _CONSTANTS)
+
+
+def _reads(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    scalars = aten._local_scalar_dense.default, aten.equal.default
+    return func in scalars or is_sized_by_values(func, args)
+
+
+def _reading_frame() -> FrameType:
+    """Return the innermost frame of code that is neither torch's nor this package's."""
+    frames = list(running_frames())
+    return next((f for f in frames if not _is_passed(f.f_code.co_filename)), frames[0])
+
+
+@cache
+def _is_passed(filename: str) -> bool:
+    return not {_TORCHS, _OURS}.isdisjoint(Path(filename).parents)
