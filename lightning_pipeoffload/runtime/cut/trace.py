@@ -214,7 +214,7 @@ class StepTrace:
         with ExitStack() as stack:
             stack.enter_context(forked_randomness())
             stack.enter_context(_same_grad_mode())
-            stack.enter_context(self._kernels.in_use(lambda: self.record.kernels.add(self.point)))
+            stack.enter_context(self._kernels.in_use(self._note_kernel))
             stack.enter_context(Generators(module).kept())
             written = stack.enter_context(unchanged(module))
             stack.enter_context(uncompiled())
@@ -267,6 +267,10 @@ class StepTrace:
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         return self.chain.plain_call(index)(*args, **kwargs)
+
+    def _note_kernel(self, name: str, arguments: Any) -> None:
+        self.record.kernels.add(self.point)
+        self.work.add_values(self.segment, name, arguments)
 
     def _compare_attributes(self, point: StepPoint) -> None:
         if self.observes:

@@ -74,7 +74,10 @@ _CALL = nn.Module._call_impl.__code__
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-def _do_nothing() -> None:
+_Note = Callable[[str, Any], None]
+
+
+def _do_nothing(name: str, arguments: Any) -> None:
     pass
 
 
@@ -90,7 +93,7 @@ class KernelsOnZeros:
         self._modules: dict[Any, Callable[..., Any]] = {}  # owners of a forward, and the forward
         self._results: dict[Hashable, tuple[_Result, Any]] = {}
         self._reported: set[Any] = set()
-        self._note: Callable[[], None] = _do_nothing
+        self._note: _Note = _do_nothing
 
     def copy(self) -> KernelsOnZeros:
         """Return others that start with the same Functions and modules."""
@@ -133,11 +136,11 @@ class KernelsOnZeros:
         return True
 
     @contextmanager
-    def in_use(self, note: Callable[[], None] = _do_nothing) -> Iterator[None]:
+    def in_use(self, note: _Note = _do_nothing) -> Iterator[None]:
         """Run them on zeros, where values are missing, within the context.
 
         Args:
-            note: Called at each of their calls, with values or without.
+            note: Called at each of their calls, with values or without, with a name and arguments.
         """
         if not self._functions and not self._modules:
             yield
@@ -168,7 +171,7 @@ class KernelsOnZeros:
         return partial(forward, owner) if isinstance(owner, nn.Module) else forward
 
     def _call(self, kernel: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._note()
+        self._note(kernel.name, (args, kwargs, kernel.tensors))
         operands = give_values((args, kwargs)), kernel.tensors
         run = partial(self._run, kernel)
         if _get_current_function_mode() is None:
@@ -270,6 +273,23 @@ class _Result:
     saved: list[_Made]
     products: list[tuple[Any, tuple[Any, ...], Any]]
 
+    @classmethod
+    def of(cls, output: Any, inputs: list[Tensor], saved: list[Tensor], products: Any) -> _Result:
+        """Describe what a run returned, and what it saved."""
+        numbers: dict[int, int] = {}
+        for leaf in (*inputs, *saved, *output_tensors(output)):
+            numbers.setdefault(memory_of(leaf), len(numbers))
+
+        def describe(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            size = leaf.untyped_storage().nbytes() // leaf.element_size()
+            whole = torch.empty(size, dtype=leaf.dtype, device="meta")
+            meta = whole.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+            return _Made(numbers[memory_of(leaf)], meta, leaf.requires_grad)
+
+        return cls(map_output(describe, output), [*map(describe, saved)], products)
+
     def like(self, inputs: list[Tensor]) -> Any:
         """Return shape-only results of a call with these inputs."""
         made = [leaf for leaf in output_leaves(self.tree) if isinstance(leaf, _Made)]
@@ -357,19 +377,7 @@ def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Res
             found = f"{type(error).__name__}: {error}"
             reason = f"{kernel.name} calls it, and fails on zeros too ({found})"
             raise AddressNeededError(origins, reason) from error
-    numbers: dict[int, int] = {}
-    for leaf in (*zeros.values(), *saved, *output_tensors(output)):
-        numbers.setdefault(memory_of(leaf), len(numbers))
-
-    def describe(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        size = leaf.untyped_storage().nbytes() // leaf.element_size()
-        whole = torch.empty(size, dtype=leaf.dtype, device="meta")
-        meta = whole.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-        return _Made(numbers[memory_of(leaf)], meta, leaf.requires_grad)
-
-    return _Result(map_output(describe, output), [*map(describe, saved)], products.found)
+        return _Result.of(output, [*zeros.values()], saved, products.found)
 
 
 def _zeros_like(leaf: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.schedule import build
@@ -111,6 +113,29 @@ def test_one_run_on_zeros_for_each_shape(caplog):
     assert counts == [1, 0, 1]
     (record,) = [record for record in caplog.records if "kernel" in record.message]
     assert record.message.startswith("Silu calls a kernel with the addresses of tensors")
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        memory(x.contiguous())
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_blocks_with_the_same_kernel_are_alike():
+    def of(factor):
+        return Gated(lambda x: Scaled.apply(x, factor))
+
+    chain = find_chain(module := Step(in_blocks, [of(1), of(1), of(2), of(1)]))
+    chain.intercept()
+    records = StepRecords(module, chain, torch.device("cpu"))
+    record = records.find("train", torch.randn(2, WIDTH), users_step(module.step))
+    first, second, other, last, _ = record.work
+    assert first == second == last != other
 
 
 def test_what_such_a_function_saves_is_counted():
