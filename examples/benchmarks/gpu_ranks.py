@@ -157,7 +157,7 @@ def held_multiprocessors(device: torch.device) -> Iterator[str]:
     size = 4096 if is_accelerated(device) else 64
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     alone = _seconds_of(lambda: left @ left)
-    for num_held in (0, 4, 8, 16):
+    for num_held in (0, 1, 2, 4, 8, 16):
         with _holding(num_held, device):
             slower = _seconds_of(lambda: left @ left) / alone
         yield f"{num_held} blocks of threads spin: products take {slower:.2f} of their time"

@@ -44,6 +44,7 @@ from lightning_pipeoffload.runtime.transport import (
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     UNMEASURED,
+    Costs,
     Schedule,
     add_final_actions,
     build,
@@ -413,7 +414,7 @@ class Variant:
         microbatches: Any = [
             SimpleNamespace(index=i, part=()) for i in range(plan.num_microbatches)
         ]
-        executor.limit_sends(self.scheduled())
+        executor.plan_messages(self.scheduled(), Costs.unit())
         for host.step, step_plan in plans.items():
             memory.measures_all = host.step == COLD
             executor.start(step_plan, microbatches, reduces)

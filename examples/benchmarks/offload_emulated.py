@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.rehearsal import AbsentNeighbours, delays_of
+from lightning_pipeoffload.runtime.rehearsal import AbsentNeighbours
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (
@@ -117,7 +117,7 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     slices = pipeline.cut_batch(batch, ROWS, lambda part, _: model.step(part), "train", 0)
     microbatches = placed(slices)
     pipeline.commit()
-    transport = AbsentNeighbours(delays_of(plan, 0, costs), CPU)
+    transport = AbsentNeighbours(plan, 0, costs, CPU)
     executor = Executor(0, pipeline.stages, transport, ActionTimer(CPU), memory)
     seconds = []
     for _ in range(num_steps + 1):

@@ -193,7 +193,7 @@ class PipelineRun:
                 replicas average them first.
         """
         self._has_sent = False
-        self._training.expect(self.pipeline.is_new)
+        self._training.expect(self.pipeline.is_new, self.pipeline.costs)
         self.plans.before_plan(accumulation.is_first)
         sizes, shares = self._begin(inputs, slices)
         weights = [share / accumulation.num_batches for share in shares]
@@ -232,7 +232,7 @@ class PipelineRun:
                 stays_whole = slices is None or not could_be_cut
                 self._runs_whole[key] = self._group.agree(stays_whole, unanimous=False)
         else:
-            self._training.expect(self.pipeline.is_new)
+            self._training.expect(self.pipeline.is_new, self.pipeline.costs)
             sizes, shares = self._begin(inputs, slices)
             plan = self._training.of_evaluation(len(slices))
             results = self.executor.run(plan, placed(slices))

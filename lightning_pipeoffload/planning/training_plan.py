@@ -137,11 +137,11 @@ class TrainingPlan:
     def _order(self) -> Schedule:
         return one_at_a_time(self.schedule) if self.is_cold else self.schedule
 
-    def expect(self, shapes_are_new: bool) -> None:
-        """Prepare for a batch, before it runs."""
+    def expect(self, shapes_are_new: bool, estimate: Costs) -> None:
+        """Prepare for a batch, before it runs; ``estimate`` stands for costs not yet measured."""
         self.is_cold = shapes_are_new and self._on_accelerator
         self._executor.memory.measures_all = self.is_cold
-        self._executor.limit_sends(self.schedule)
+        self._executor.plan_messages(self.schedule, self.costs or estimate)
         # A larger microbatch may break the limit: what each of these keeps is measured.
         is_measured = shapes_are_new and self._settings.is_limited(self._on_accelerator)
         for stage in self._executor.stages.values():

@@ -6,7 +6,8 @@ Each kind of action has one method, found in a table. One microbatch on a stage 
     messages  posted -> taken     sent ->   posted -> taken     sent ->
     memory              [==== the activation ========][== what waits =====]
 
-A receive is posted as soon as its edge is free; F and B wait for their messages, RECV does not.
+A receive is posted when its message may come soon by the plan and its edge is free, at the latest
+by its RECV; F and B wait for their messages, RECV does not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
-from lightning_pipeoffload.schedule import Action, Kind, Schedule, lower, tails
+from lightning_pipeoffload.schedule import (
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    expected_during,
+    lower,
+    tails,
+)
 from lightning_pipeoffload.schedule.actions import COPIES, FINAL, RECVS, SENDS
 from lightning_pipeoffload.schedule.messages import (
     OpenReceives,
@@ -98,8 +107,9 @@ class Executor:
         self._microbatches: dict[int, Microbatch] = {}
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
-        self._limiting: Schedule | None = None
+        self._schedule: Schedule | None = None
         self._most_pending: dict[int, int] = {}
+        self._costs = self._used_costs = Costs.unit()
 
     @property
     def results(self) -> list[Any]:
@@ -159,7 +169,7 @@ class Executor:
     ) -> None:
         """Begin a step whose actions :meth:`execute` runs one by one."""
         # By identity: every step passes the same object, and comparing all actions takes time.
-        if plan is not self._plan:
+        if plan is not self._plan or self._costs is not self._used_costs:
             self._use(plan)
         self._reduction = reduction
         self._keep = not plan.is_forward_only
@@ -169,12 +179,19 @@ class Executor:
             self.timer.start_step()
             self.memory.start_step(plan[self.rank], self.stages)
 
-    def limit_sends(self, schedule: Schedule) -> None:
-        """Let no edge hold more messages than a training step by this schedule needs."""
-        if schedule is not self._limiting:  # by identity, as in start()
-            self._limiting = schedule
+    def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
+        """Plan how many messages an edge holds, and when receives are posted, of later steps.
+
+        Args:
+            schedule: The schedule of a training step, or its lowered plan.
+            costs: Of its stages; times in any unit.
+        """
+        if schedule is not self._schedule:  # by identity, as in start()
+            self._schedule = schedule
             self._most_pending.clear()
-            self._most_pending.update(most_pending(lower(schedule), self.rank))
+            plan = schedule if schedule.has_transfers else lower(schedule)
+            self._most_pending.update(most_pending(plan, self.rank))
+        self._costs = costs
 
     def expect(self, actions: Sequence[Action]) -> None:
         """Expect the messages of the next actions; each edge delivers them in this order."""
@@ -197,14 +214,15 @@ class Executor:
                 stage.end_step()
 
     def _use(self, plan: Schedule) -> None:
-        self._plan = plan
+        self._plan, self._used_costs = plan, self._costs
         found = (tail.weights for tail in tails(plan[self.rank]))
         self._tails = {weights[0]: weights for weights in found if weights}
         self._ahead: list[Action] | None = None
         self._ends = {a: self._ends_of(a) for a in plan[self.rank] if a.kind in _EXCHANGING}
         sends = (action for action in plan[self.rank] if action.kind in SENDS)
         self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
-        self._receives = OpenReceives(plan, self.rank, self._post)
+        expected = expected_during(plan, self.rank, self._costs)
+        self._receives = OpenReceives(plan, self.rank, self._post, expected)
         release = self.transport.release
         self._sends = PendingSends(plan, self.rank, release, self._most_pending)
 
@@ -285,6 +303,7 @@ class Executor:
                 self.memory.record(action)
 
     def _forward(self, action: Action) -> None:
+        self._receives.begin(action)
         self.timer.start()  # nothing that an F needs is offloaded
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
@@ -312,6 +331,7 @@ class Executor:
         return lambda: received
 
     def _backward(self, action: Action) -> None:
+        self._receives.begin(action)
         self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         ends = self._ends[action]
@@ -323,6 +343,7 @@ class Executor:
 
     def _weight(self, action: Action) -> None:
         """Run a W; the first W of a REDUCE's or STEP's tail runs all of it, by parameter."""
+        self._receives.begin(action)
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)

@@ -1,7 +1,8 @@
 """One rank of a longer pipeline, which runs its own actions of a plan without the other ranks.
 
 Stages, offload and copies are real. A message of another rank arrives after the delay that the plan
-predicts, counted from the message of this rank that it depends on; so a delay of this rank's copies
+predicts, counted on the host from the message of this rank that it depends on, on a device from
+where its receive is posted, since a receive is a kernel there; so a delay of this rank's copies
 stays visible until the end of the step.
 """
 
@@ -9,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import torch
@@ -32,14 +32,14 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
     Schedule,
+    expected_during,
     lower,
     one_at_a_time,
     simulate,
 )
 from lightning_pipeoffload.schedule.actions import RECVS, SENDS
-from lightning_pipeoffload.schedule.messages import send_of
+from lightning_pipeoffload.schedule.messages import recv_before, send_of
 
-_NUM_STREAMS = 16  # of messages that are on their way at once
 _CYCLES = 20_000_000
 
 CutBatch = Callable[[int], Sequence[Microbatch]]
@@ -69,13 +69,14 @@ class Rehearsal:
             The median of the steps' seconds.
         """
         pipeline, device = self.pipeline, self.pipeline.device
-        delays = delays_of(plan, pipeline.rank, costs) if costs else {}
-        transport = AbsentNeighbours(delays, device)
+        transport = AbsentNeighbours(plan, pipeline.rank, costs, device)
         microbatches = placed(self._cut_batch(plan.num_microbatches))
         if not pipeline.committed:
             pipeline.commit()
         timer = ActionTimer(device)
         self.executor = Executor(pipeline.rank, pipeline.stages, transport, timer, self.memory)
+        if costs is not None:
+            self.executor.plan_messages(plan, costs)
         seconds = []
         for _ in range(num_steps + 1):
             self.executor.timer = ActionTimer(device)
@@ -93,12 +94,20 @@ class Rehearsal:
 
 
 class AbsentNeighbours(Transport):
-    """A transport that receives made-up values after the delays of a plan."""
+    """A transport that receives made-up values when a plan with these costs says.
 
-    def __init__(self, delays: Delays, device: torch.device) -> None:
+    Without costs they are there at once.
+    """
+
+    def __init__(
+        self, plan: Schedule, rank: int, costs: Costs | None, device: torch.device
+    ) -> None:
         self._device = device
-        is_host = device.type == "cpu"
-        self._arrivals = _HostArrivals(delays) if is_host else _DeviceArrivals(delays, device)
+        self._arrivals: _HostArrivals | _DeviceArrivals
+        if device.type == "cpu":
+            self._arrivals = _HostArrivals(delays_of(plan, rank, costs) if costs else {})
+        else:
+            self._arrivals = _DeviceArrivals(waits_of(plan, rank, costs) if costs else {}, device)
         self._specs: dict[Action, list[TensorSpec]] = {}
         self.start_step()
 
@@ -107,6 +116,7 @@ class AbsentNeighbours(Transport):
 
     def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
         self._specs[receive] = specs
+        self._arrivals.post(receive, peer)
 
     def wait(self, receive: Action) -> list[Tensor]:
         self._arrivals.wait(receive)
@@ -128,22 +138,23 @@ class _HostArrivals:
     def note(self, send: Action) -> None:
         self._since[send] = time.perf_counter()
 
+    def post(self, receive: Action, peer: int) -> None:
+        pass
+
     def wait(self, receive: Action) -> None:
         cause, delay = self._delays.get(receive, (None, 0.0))
         time.sleep(max(0.0, self._since[cause] + delay - time.perf_counter()))
 
 
 class _DeviceArrivals:
-    """Delays messages by a kernel on a separate stream.
+    """Delays messages by kernels that spin, one for each edge, as receives do.
 
     If the host waited for the device at each message instead, the device would become idle.
     """
 
-    def __init__(self, delays: Delays, device: torch.device) -> None:
-        self._caused: defaultdict[Action | None, list[tuple[Action, float]]] = defaultdict(list)
-        for receive, (cause, delay) in delays.items():
-            self._caused[cause].append((receive, delay))
-        self._streams = cycle([torch.Stream(device) for _ in range(_NUM_STREAMS)])
+    def __init__(self, waits: Mapping[Action, float], device: torch.device) -> None:
+        self._waits = waits
+        self._streams: defaultdict[int, torch.Stream] = defaultdict(lambda: torch.Stream(device))
         _sleep(_CYCLES)
         started = finished_at()
         _sleep(_CYCLES)
@@ -151,17 +162,19 @@ class _DeviceArrivals:
 
     def start(self) -> None:
         self._arrivals: dict[Action, torch.Event] = {}
-        self.note(None)
 
-    def note(self, send: Action | None) -> None:
-        """Start the delay of the messages that depend on ``send``; None: on the step's start."""
-        sent = torch.accelerator.current_stream().record_event()
-        for receive, delay in self._caused[send]:
-            stream = next(self._streams)
-            stream.wait_event(sent)
-            with stream:
-                _sleep(int(delay * self._cycles_per_second))
-            self._arrivals[receive] = stream.record_event()
+    def note(self, send: Action) -> None:
+        pass
+
+    def post(self, receive: Action, peer: int) -> None:
+        seconds = self._waits.get(receive, 0.0)
+        if seconds <= 0:
+            return
+        stream = self._streams[peer]
+        stream.wait_event(torch.accelerator.current_stream().record_event())
+        with stream:
+            _sleep(int(seconds * self._cycles_per_second))
+        self._arrivals[receive] = stream.record_event()
 
     def wait(self, receive: Action) -> None:
         arrival = self._arrivals.pop(receive, None)
@@ -190,6 +203,27 @@ def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
         since = ends[_computed(cause, ends)] if cause else 0.0
         delays[receive] = cause, ends[_computed(send_of(receive), ends)] - since
     return delays
+
+
+def waits_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, float]:
+    """Return how many seconds each receive of ``rank`` is open by the plan; 0 or less: not at all.
+
+    It is posted when the plan expects it, and when the message before it on its edge is taken.
+    """
+    timed = {e.action: e for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
+    ends = {action: event.end for action, event in timed.items()}
+    expected = expected_during(plan, rank, costs)
+    posted = {r: timed[action].start for action in expected for r in expected[action]}
+    taken: dict[int, float] = {}  # by edge
+    waits = {}
+    for action in plan[rank]:
+        receive = recv_before(plan, action)
+        if receive is not None:
+            source = plan.rank_of(send_of(receive).stage)
+            since = max(posted[receive], taken.get(source, 0.0))
+            waits[receive] = ends[_computed(send_of(receive), ends)] - since
+            taken[source] = timed[action].start
+    return waits
 
 
 def _cause(receive: Action, sends: Sequence[Action]) -> Action | None:

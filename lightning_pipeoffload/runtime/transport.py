@@ -42,8 +42,10 @@ _STAGES, _TENSORS = 1 << 9, 1 << 9
 
 # With fewer examples/benchmarks/hangs.py finds plans that hang.
 _FEWEST_QUEUES = 7
-# Channels of NCCL for one edge: an open receive takes a multiprocessor for each.
-_MOST_CHANNELS = 4
+# Channels of NCCL for one edge: an open receive or send takes a multiprocessor for each, beside
+# which products take much longer. At 20 GB/s, which one should carry over NVLink (untried), the
+# output of two layers of width 4096 is sent in a fifth of the time that it takes to compute them.
+_MOST_CHANNELS = 1
 SMALLEST_BUFFER = 512
 # Steps for which a ring keeps buffers that none of them uses.
 _STEPS_KEPT = 4

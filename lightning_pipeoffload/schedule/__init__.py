@@ -36,6 +36,7 @@ from .passes.transfer import (
     split_fused_backward,
 )
 from .schedule import Schedule, sums_alike
+from .simulation.arrivals import expected_during
 from .simulation.memory import (
     memory_changes,
     part_sizes,
@@ -78,6 +79,7 @@ __all__ = [
     "copy_ratios",
     "draw",
     "estimated_copy_ratio",
+    "expected_during",
     "forward_only",
     "free_share",
     "keep_microbatches",

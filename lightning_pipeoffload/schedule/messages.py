@@ -110,18 +110,28 @@ class OpenReceives:
 
     Args:
         post: Called with each receive when it is posted, and with the rank of its sender.
+        expected: For compute actions, the receives whose messages may come from then on; None: any
+            may at any time.
     """
 
-    def __init__(self, plan: Schedule, rank: int, post: Callable[[Action, int], None]) -> None:
+    def __init__(
+        self,
+        plan: Schedule,
+        rank: int,
+        post: Callable[[Action, int], None],
+        expected: Mapping[Action, Sequence[Action]] | None = None,
+    ) -> None:
         receives = [action for action in plan[rank] if action.kind in RECVS]
         self._sources = {receive: plan.rank_of(send_of(receive).stage) for receive in receives}
         self._sends_before = sends_before(plan, rank)
         self._post = post
+        self._during = expected
         self.start_step()
 
     def start_step(self) -> None:
         """Start a step: nothing is sent or received."""
         self._num_sent = 0
+        self._expected: set[Action] = set(self._sources if self._during is None else ())
         self._open: dict[int, Action] = {}
         self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._reached: set[Action] = set()
@@ -137,6 +147,12 @@ class OpenReceives:
         self._num_sent += 1
         for source in self._coming:
             self._post_next(source)
+
+    def begin(self, action: Action) -> None:
+        """Record that a compute action begins, during which messages may come."""
+        for receive in (self._during or {}).get(action, ()):
+            self._expected.add(receive)
+            self._post_next(self._sources[receive])
 
     def reach(self, receive: Action) -> None:
         """Record that the plan has reached a RECV, whose message may come from then on."""
@@ -165,7 +181,7 @@ class OpenReceives:
         if source in self._open or not coming:
             return
         receive = coming[0]
-        follows = self._sends_before[receive] <= self._num_sent
+        follows = self._sends_before[receive] <= self._num_sent and receive in self._expected
         if follows or is_due or receive in self._reached:
             self._open[source] = coming.popleft()
             self._post(receive, source)

@@ -170,10 +170,10 @@ class Options:
         self.config = SimpleNamespace(min_ctas=None, max_ctas=None)
 
 
-def test_nccl_gets_few_channels_and_a_high_priority(monkeypatch):
+def test_nccl_gets_one_channel_and_a_high_priority(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     found = nccl_options(timedelta(minutes=1))
     assert found.is_high_priority_stream
-    assert (found.config.min_ctas, found.config.max_ctas) == (1, 4)
+    assert (found.config.min_ctas, found.config.max_ctas) == (1, 1)
     assert found._timeout == timedelta(minutes=1)
     assert not hasattr(nccl_options(None), "_timeout")
