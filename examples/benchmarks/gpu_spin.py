@@ -126,7 +126,11 @@ class SpinStream:
         with self._stream:
             self._kernel((1, 1, 1), (512, 1, 1), arguments)
         done = self._stream.record_event()
-        return SimpleNamespace(wait=lambda: torch.accelerator.current_stream().wait_event(done))
+
+        def wait() -> None:
+            torch.accelerator.current_stream().wait_event(done)
+
+        return SimpleNamespace(wait=wait, is_completed=done.query)
 
 
 class SpinThread:
@@ -137,7 +141,8 @@ class SpinThread:
 
     def run(self, *arguments: Any) -> Any:
         """Let the thread do it; return what waits for it."""
-        return SimpleNamespace(wait=self._thread.submit(_pass_on, *arguments).result)
+        passed_on = self._thread.submit(_pass_on, *arguments)
+        return SimpleNamespace(wait=passed_on.result, is_completed=passed_on.done)
 
 
 def _pass_on(
