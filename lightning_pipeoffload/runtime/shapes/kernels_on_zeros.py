@@ -386,7 +386,8 @@ def _zeros_like(leaf: Tensor) -> Tensor:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     last = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
     memory = torch.zeros(max(last + 1, 0), dtype=leaf.dtype, device=leaf.device)
-    return memory.as_strided(leaf.shape, leaf.stride()).detach().requires_grad_(leaf.requires_grad)
+    made = memory.as_strided(leaf.shape, leaf.stride()).detach().requires_grad_(leaf.requires_grad)
+    return made if leaf.grad_fn is None else made.clone()  # a Function may write into it
 
 
 class _Products(TorchDispatchMode):

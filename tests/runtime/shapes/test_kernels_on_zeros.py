@@ -37,7 +37,8 @@ class Gated(nn.Module):
         self.activation = activation
 
     def forward(self, x):
-        return x + self.down(self.activation(self.up(x)))
+        self.seen = self.activation(self.up(x))
+        return x + self.down(self.seen)
 
 
 def in_blocks(m, x):
@@ -67,7 +68,36 @@ def backward_alone(m, x):
     return loss_of(m, through(m.blocks, Cubed.apply(x)))
 
 
-STEPS = [in_blocks, before_the_blocks, around_the_blocks, in_the_final_norm, in_the_loss]
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        memory(x)[:] *= 2
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def in_place(m, x):
+    return loss_of(m, through(m.blocks, Doubled.apply(m.embed(x))))
+
+
+def of_an_opened_block(m, x):
+    x = through(m.blocks, x)
+    return loss_of(m, x) + sum(block.seen.pow(2).mean() for block in m.blocks)
+
+
+STEPS = [
+    in_place,
+    of_an_opened_block,
+    in_blocks,
+    before_the_blocks,
+    around_the_blocks,
+    in_the_final_norm,
+    in_the_loss,
+]
 
 
 def train(step, blocks, schedule="zb_h1"):
@@ -138,11 +168,13 @@ def test_blocks_with_the_same_kernel_are_alike():
     assert second == last != other
 
 
-def test_what_such_a_function_saves_is_counted():
+@pytest.mark.parametrize("recompute", ["none", "cheap", "full"])
+def test_what_such_a_function_saves_is_counted(recompute):
     kept = []
-    for activation in (silu, functional.silu):
+    for activation in (silu, lambda x: functional.silu(x)):
         module = Step(in_blocks, [Gated(activation) for _ in range(4)])
-        pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step)
+        plan = build("zb_h1", 2, 4)
+        pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
         rank = pipeline.ranks[0]
         part, *_ = rank.cut_batch(
             torch.randn(4, WIDTH), 1, users_step(rank.module.step), "train", 0
