@@ -56,7 +56,6 @@ IMPORTED = {
     ),
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.autograd.graph": "_engine_run_backward",
-    "torch.autograd.function": "_SingleLevelFunction",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": (

@@ -13,20 +13,19 @@ Calls in a counted part of a step count as one call of a torch function, on ever
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function
-from torch.autograd.function import (  # private: `f = Silu.apply`, made before, calls its apply too
-    _SingleLevelFunction as FunctionBase,
-)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (  # private: whether there is one that counts calls
     _get_current_function_mode,
@@ -68,8 +67,6 @@ _FOUND = (
     "is run on zeros on %s, once for each shape, and the shapes of its results are used (an "
     "operator of torch.library with a function of shapes needs no such run)"
 )
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_APPLY_BACKWARD = BackwardCFunction.apply.__code__
 _CALL = nn.Module._call_impl.__code__
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -111,19 +108,14 @@ class KernelsOnZeros:
         if not _asks_for_address(error):
             return False
         for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-            variables = frame.f_locals
-            if frame.f_code is _APPLY:
-                return self._add_function(variables["cls"])
-            if frame.f_code is _APPLY_BACKWARD:
-                return self._add_function(variables["self"]._forward_cls)
+            function = _function_of(frame)
+            # One that is there already was called by its apply as it was before, so its module is.
+            if function is not None and function not in self._functions:
+                self._functions.add(function)
+                return True
             if frame.f_code is _CALL:
-                return self._add_module(variables["self"], blocks)
+                return self._add_module(frame.f_locals["self"], blocks)
         return False
-
-    def _add_function(self, function: Any) -> bool:
-        is_new = function not in self._functions
-        self._functions.add(function)
-        return is_new
 
     def _add_module(self, module: nn.Module, blocks: Iterable[nn.Module]) -> bool:
         inside = {*module.modules()} - {module}
@@ -148,18 +140,15 @@ class KernelsOnZeros:
         with ExitStack() as stack:
             stack.callback(setattr, self, "_note", self._note)
             self._note = note
-            _replace(stack, FunctionBase, "apply", classmethod(self._apply_instead))
+            for function in self._functions:
+                _replace(stack, function, "apply", classmethod(self._apply_instead(function)))
             for owner, plain in self._modules.items():
                 _replace(stack, owner, "forward", self._forward_instead(owner, plain))
             yield
 
-    @property
-    def _apply_instead(self) -> Callable[..., Any]:
+    def _apply_instead(self, function: Any) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            run = super(FunctionBase, cls).apply  # type: ignore[misc]
-            if cls not in self._functions:
-                return run(*args, **kwargs)
-            return self._call(_Kernel(cls, run), args, kwargs)
+            return self._call(_Kernel(cls, super(function, cls).apply), args, kwargs)
 
         return apply
 
@@ -192,6 +181,29 @@ class KernelsOnZeros:
         return self._results[key][0].like(inputs)
 
 
+def _function_of(frame: FrameType) -> Any:
+    """Return the autograd Function whose forward or backward a frame runs, or a part of it."""
+    code, variables = frame.f_code, frame.f_locals
+    names = code.co_varnames[: max(code.co_argcount, 1)]  # or that of *args
+    first = variables.get(names[0]) if names else None
+    if isinstance(first, tuple):
+        first = next(iter(first), None)
+    if isinstance(first, BackwardCFunction):
+        return first._forward_cls  # type: ignore[attr-defined]
+    functions = _subclasses_of(Function)  # with a setup_context, forward gets no context
+    return next((f for f in functions if _code_of(f.forward) is code), None)
+
+
+def _subclasses_of(kind: Any) -> Iterator[Any]:
+    for found in kind.__subclasses__():
+        yield found
+        yield from _subclasses_of(found)
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
 def _replace(stack: ExitStack, owner: Any, name: str, method: Any) -> None:
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
@@ -202,8 +214,9 @@ def _replace(stack: ExitStack, owner: Any, name: str, method: Any) -> None:
 
 def _asks_for_address(error: BaseException) -> bool:
     # torch's own errors, where C++ asks for it or Python asks a storage.
-    is_torchs = isinstance(error, RuntimeError) and "data pointer" in str(error)
-    return is_torchs or isinstance(error, AddressNeededError)
+    if isinstance(error, AddressNeededError):
+        return not error.reason  # else it fails on zeros too
+    return isinstance(error, RuntimeError) and "data pointer" in str(error)
 
 
 class _Kernel:

@@ -111,6 +111,27 @@ def test_a_function_with_a_kernel_trains_exactly(step, schedule):
     train(step, [Gated() for _ in range(8)], schedule)
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        memory(x.contiguous())
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * x
+
+
+@pytest.mark.parametrize("activation", [Silu.apply, Squared.apply, lambda x: Squared.apply(x)])
+def test_forms_of_functions_train_exactly(activation):
+    train(in_blocks, [Gated(activation) for _ in range(4)])
+
+
 def around_a_module(m, x):
     first = m.blocks[0](m.embed(x))
     gated = m.head[0](first)
