@@ -148,7 +148,7 @@ class KernelsOnZeros:
 
     def _apply_instead(self, function: Any) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._call(_Kernel(cls, super(function, cls).apply), args, kwargs)
+            return self._call(_Kernel(cls, super(function, cls).apply), args, kwargs)  # type: ignore[misc]
 
         return apply
 
