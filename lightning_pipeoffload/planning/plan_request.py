@@ -8,6 +8,7 @@ memory as possible. After them the plan is made again with measured costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -73,6 +74,7 @@ def request_for(
         steps_early=lambda option: steps_early,
         host_shortage=limits.shortage,
         must_fit=settings.limit_bytes is not None,
+        omits_above=inf,
         recipes={**FAMILIES, **settings.own_recipe},
     )
 

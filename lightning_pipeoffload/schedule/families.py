@@ -42,6 +42,8 @@ class Recipe:
         placement: Returns the rank of every stage, for a number of ranks and of stages per rank.
         takes_seconds: Whether the builder searches for longer than all others together.
         given: Options that the name implies.
+        order: The name of the same order without copies, for a schedule that copies of its own
+            accord; "": it does not.
     """
 
     builder: Callable[..., Schedule]
@@ -50,6 +52,7 @@ class Recipe:
     placement: Callable[[int, int], tuple[int, ...]] = loop_placement
     takes_seconds: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
+    order: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -217,6 +220,6 @@ FAMILIES = {
     "gis_h": Recipe(repeated, 2, None, given={"group": "half"}),
     "grouped": Recipe(grouped, 2, None),
     "uniform": Recipe(repeated, 2, None, given={"group": "one"}),
-    "po_h": Recipe(offloaded, 2, None, given={"amount": "half"}),
-    "po_f": Recipe(offloaded, 2, None, given={"amount": "full"}),
+    "po_h": Recipe(offloaded, 2, None, given={"amount": "half"}, order="uniform"),
+    "po_f": Recipe(offloaded, 2, None, given={"amount": "full"}, order="uniform"),
 }

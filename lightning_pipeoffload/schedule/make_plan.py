@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from .actions import MemoryLimitError, ScheduleError
-from .candidates import Candidate, Option, best_of
+from .candidates import Candidate, Option, best_of, period_to_compare
 from .costs import Costs
 from .families import FAMILIES, Recipe, build_by
 from .passes.last_weights import postpone_weights
@@ -60,7 +60,7 @@ class PlanRequest:
         searches_always: Whether to run builders that search for seconds even if their lower bound
             is not below the best period.
         omits_above: Skip options that must take longer than this period, or than the best plan so
-            far; None: plan all options, for a table.
+            far; these are never chosen. None: plan all options, for a table.
         recipes: The recipe of each schedule, by its name.
         builder_options: Other options of the builders.
     """
@@ -128,11 +128,9 @@ def make_plan(request: PlanRequest) -> Plan:
     is_searched = request.searches_always or len(request.options) == 1
     quick = [option for option in request.options if option not in slow or is_searched]
     if request.omits_above is not None:
-        quick.sort(key=trials.bound)
-    for option in quick:
-        if not trials.omits(trials.bound, option):
-            trials.try_order(option)
-    trials.try_copies([option for option in quick if not trials.omits(trials.bound, option)])
+        quick.sort(key=lambda o: (bool(request.recipes[o.schedule].order), trials.bound(o)))
+    tried = [option for option in quick if trials.try_unless_slower(option)]
+    trials.try_copies([option for option in tried if not trials.omits(trials.bound, option)])
     for option in slow:
         if option not in quick and trials.may_gain(option):
             trials.try_order(option)
@@ -207,6 +205,8 @@ class _Trials:
 
     def _free(self, option: Option) -> tuple[float, Option, Schedule] | None:
         """Return an option's plan without a limit; None if copies cannot help."""
+        if self._request.recipes[option.schedule].order:  # it has its own
+            return None
         try:
             schedule = self._build(option, None)
         except ScheduleError:
@@ -328,6 +328,26 @@ class _Trials:
         best = best_of(self.found)
         above = self._request.omits_above if best is None else best.score
         return bound(option) > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
+
+    def try_unless_slower(self, option: Option) -> bool:
+        """Plan an option's order unless bounds show that it is slower; return if it was."""
+        if self.omits(self.bound, option) or self.omits(self._bound_with_copies, option):
+            self._refuse(option, "none", ScheduleError("nothing of it is faster than the best"))
+            return False
+        self.try_order(option)
+        return True
+
+    def _bound_with_copies(self, option: Option) -> float:
+        """Return a lower bound on the score of an option that copies of its own accord; else 0."""
+        order = self._request.recipes[option.schedule].order
+        if not order:
+            return 0.0
+        free = replace(option, schedule=order)
+        try:
+            period = self._figures(free, self._build(free, None))[0]
+        except ScheduleError:
+            return 0.0
+        return period_to_compare(period, copies=True)
 
     def bound(self, option: Option) -> float:
         """Return a lower bound on the period of an option; 0 if its stages are unknown."""

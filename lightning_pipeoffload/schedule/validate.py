@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from .actions import (
@@ -134,14 +135,15 @@ def _check_lives(schedule: Schedule) -> None:
         if place.action.kind is Kind.F or KINDS[place.action.kind].follows:
             lives[place.action.stage, place.action.microbatch].append(place)
     for places in lives.values():
-        kinds = [place.action.kind for place in places]
+        kinds = tuple(place.action.kind for place in places)
         fault = _first_fault_of_life(kinds)
         if fault is not None:
             rule = f"{KINDS[kinds[fault]].rule} (this stage has {_names(kinds)})"
             raise _broken(schedule, places[fault], rule)
 
 
-def _first_fault_of_life(kinds: Sequence[Kind]) -> int | None:
+@lru_cache(maxsize=1024)  # most stages and microbatches have the same life
+def _first_fault_of_life(kinds: tuple[Kind, ...]) -> int | None:
     """Return the first action with a wrong predecessor, a missing part, or a useless copy."""
     device = host = NOTHING
     previous = None

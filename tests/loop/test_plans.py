@@ -144,7 +144,7 @@ def test_the_report_says_what_was_tried(wide):
 def test_no_block_is_computed_again_that_uses_what_the_step_writes(ranks, tmp_path):
     options = {"memory_limit": "1GiB"}
     report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "counts", options)[0]["report"]
-    assert {c["recompute"] for c in report["candidates"] if c["fits"]} == {"none", "cheap"}
+    assert not any(c["fits"] for c in report["candidates"] if c["recompute"] == "full")
     reasons = {c["reason"] for c in report["candidates"] if c["recompute"] == "full"}
     (reason,) = reasons
     assert reason.startswith("recompute=full: the step writes self.blocks.1.calls (")

@@ -1,5 +1,7 @@
 """``schedule="auto"`` takes what the best hand would: the fastest plan of all that fit."""
 
+from math import inf
+
 import pytest
 
 from lightning_pipeoffload.schedule import (
@@ -18,7 +20,7 @@ from lightning_pipeoffload.schedule.candidates import Option, best_of, options
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from tests.support.pairs import first
+from tests.support.pairs import first, slow
 
 SIZES = (2, 6)
 
@@ -179,3 +181,28 @@ def test_a_solver_starts_no_slower_than_the_best_of_all_cuts(limit, has_barrier)
     given = choice.schedule.placement, choice.costs, limit, has_barrier
     problem = PlanProblem(SIZES[1], *given)
     assert problem.seconds(best_of_families(problem)) <= choice.best.period * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("longer", "limit"), [(1.5, None), *map(slow, [(1.0, None), (1.5, 51.0), (1.0, 27.2)])]
+)
+def test_what_bounds_leave_out_is_never_the_best(longer, limit):
+    def costs_of(option):
+        chunks, num_stages = option.num_chunks, 4 * option.num_chunks
+        again = {"none": 1.0, "cheap": 1.1, "full": 1.3}[option.recompute]
+        seconds = [(longer if s == num_stages // 2 else 1.0) / chunks for s in range(num_stages)]
+        forward, backward, weight = ([n * each for each in seconds] for n in (30, 29 * again, 20))
+        kept = {"none": 17.0, "cheap": 12.0, "full": 3.0}[option.recompute] / chunks
+        sizes = {"activation": kept, "weight_residue": kept * 0.9}
+        return Costs(
+            forward, backward, weight, 1.0, **sizes, offload=20 / chunks, reload=20 / chunks
+        )
+
+    wanted = options([4, 8], recompute=("none", "cheap", "full"))
+    table, fewer = (
+        make_plan(PlanRequest(4, wanted, costs_of, limit, omits_above=above))
+        for above in (None, inf)
+    )
+    assert (fewer.best, fewer.schedule) == (table.best, table.schedule)
+    assert {c.option for c in fewer.candidates} == {*wanted}
+    assert sum(c.fits for c in fewer.candidates) < sum(c.fits for c in table.candidates)
