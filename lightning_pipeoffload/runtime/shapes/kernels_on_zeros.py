@@ -67,6 +67,7 @@ _FOUND = (
     "is run on zeros on %s, once for each shape, and the shapes of its results are used (an "
     "operator of torch.library with a function of shapes needs no such run)"
 )
+_HELD = "{0} is called by a reference to its apply that was taken before; call {0}.apply itself"
 _CALL = nn.Module._call_impl.__code__
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -103,16 +104,19 @@ class KernelsOnZeros:
         """Add the innermost Function or module in which an error has asked for an address.
 
         Returns:
-            Whether it is a new one. A module that holds some of ``blocks`` is never added.
+            Whether it is a new one. A module that holds some of ``blocks`` is never added. A
+            Function that is there already was called by its apply as it was before; its module is
+            added instead.
         """
         if not _asks_for_address(error):
             return False
         for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
             function = _function_of(frame)
-            # One that is there already was called by its apply as it was before, so its module is.
             if function is not None and function not in self._functions:
                 self._functions.add(function)
                 return True
+            if function is not None and isinstance(error, AddressNeededError):
+                error.reason = _HELD.format(function.__qualname__)
             if frame.f_code is _CALL:
                 return self._add_module(frame.f_locals["self"], blocks)
         return False
