@@ -7,7 +7,7 @@ pipeline, and the *root*, the process of a pipeline that holds the last stage an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -152,9 +152,14 @@ class RankMesh:
         """Make a process group of all processes."""
         return self._make_groups([[rank for row in self._table for rank in row]], options)
 
-    def edge_group(self, edge: tuple[int, int], **options: Any) -> Any:
-        """Create the group of ``edge`` in each replica, on the device; return this replica's."""
-        return self._device_group("edge", self._rows(edge), options)
+    def edge_group(
+        self, edge: tuple[int, int], make_options: Callable[[], Any] | None = None
+    ) -> Any:
+        """Create the group of ``edge`` in each replica, on the device; return this replica's.
+
+        ``make_options`` makes the backend's options of each, which torch writes the group into.
+        """
+        return self._device_group("edge", self._rows(edge), make_options, connects=False)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:
         """Return a group over the device's backend of ``ranks`` of this replica; None: of all.
@@ -186,18 +191,29 @@ class RankMesh:
         return [*zip(*self._table, strict=True)]
 
     def _device_group(
-        self, use: str, groups: Iterable[Sequence[int]], options: dict[str, Any] | None = None
+        self,
+        use: str,
+        groups: Iterable[Sequence[int]],
+        make_options: Callable[[], Any] | None = None,
+        connects: bool = True,
     ) -> Any:
         key = use, tuple(map(tuple, groups))
         if key not in self._device_groups:
-            group = self._device_groups[key] = self._make_groups(key[1], options or {})
-            if group is not None and options is None:  # the transport connects its edges itself
+            group = self._device_groups[key] = self._make_groups(key[1], {}, make_options)
+            if group is not None and connects:  # the transport connects its edges itself
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return self._device_groups[key]
 
-    def _make_groups(self, groups: Iterable[Sequence[int]], options: dict[str, Any]) -> Any:
+    def _make_groups(
+        self,
+        groups: Iterable[Sequence[int]],
+        options: dict[str, Any],
+        make_options: Callable[[], Any] | None = None,
+    ) -> Any:
         found = None
         for members in groups:
+            if make_options is not None:
+                options = {**options, "pg_options": make_options()}
             group = dist.new_group(sorted(members), **{"timeout": self.timeout, **options})
             if self.global_rank in members:
                 found = group

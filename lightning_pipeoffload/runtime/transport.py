@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -115,6 +115,11 @@ class Transport:
     def buffer_bytes(self) -> int:
         """The bytes of buffers that messages go through."""
         return 0
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether a message is a kernel on the device, for which a wait for the device waits."""
+        return False
 
 
 class InProcessTransport(Transport):
@@ -349,8 +354,8 @@ class ProcessGroupTransport(Transport):
         self._edges = edges
         self._device = device
         self._backend = _backend_for(device)
-        if self._backend == "nccl":
-            check_queues()
+        if self._backend == "nccl" and edges:
+            check_environment()
         self.connect()
 
     def connect(self) -> None:
@@ -393,9 +398,10 @@ class ProcessGroupTransport(Transport):
     def _make_groups(self) -> dict[tuple[int, int], Any]:
         if self._backend == "gloo":
             return dict.fromkeys(self._edges, self._mesh.make_group(backend="gloo"))
-        options = nccl_options(self._mesh.timeout) if self._backend == "nccl" else None
+        is_nccl = self._backend == "nccl"
+        make_options = partial(nccl_options, self._mesh.timeout) if is_nccl else None
         return {
-            edge: self._mesh.edge_group(edge, pg_options=options)
+            edge: self._mesh.edge_group(edge, make_options)
             for edge in sorted(self._edges)  # every rank makes them in this order
         }
 
@@ -426,6 +432,10 @@ class ProcessGroupTransport(Transport):
     def buffer_bytes(self) -> int:
         return 0 if self._ring is None else self._ring.num_bytes
 
+    @property
+    def has_kernels(self) -> bool:
+        return self._backend == "nccl" and bool(self._edges)
+
 
 def nccl_options(timeout: timedelta | None) -> Any:
     """Return the options of a NCCL group for one edge: few channels, and a high priority."""
@@ -437,13 +447,19 @@ def nccl_options(timeout: timedelta | None) -> Any:
     return options
 
 
-def check_queues() -> None:
-    """Refuse a device with so few hardware queues that messages block their own receivers."""
+def check_environment() -> None:
+    """Refuse what makes a host or a hardware queue wait for a message that is sent only later."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if int(given) < _FEWEST_QUEUES:
         raise ValueError(
             f"CUDA_DEVICE_MAX_CONNECTIONS ({given}) must be at least {_FEWEST_QUEUES}, or messages "
             f"that share a hardware queue may wait for each other for ever; unset it, or use 32"
+        )
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
+    if blocking not in ("", "0"):
+        raise ValueError(
+            f"CUDA_LAUNCH_BLOCKING ({blocking}) lets hosts wait for each kernel, a receive too, "
+            f"whose message may be sent only later; unset it, or use one device"
         )
 
 

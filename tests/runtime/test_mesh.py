@@ -1,6 +1,7 @@
 """Who is who: pipeline ranks, global ranks and the root, by the placement of the stages."""
 
 import pytest
+import torch.distributed as dist
 
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.schedule import build
@@ -48,3 +49,12 @@ def test_it_is_torchs_mesh_of_replicas_times_ranks():
     assert mesh.mesh_dim_names == ("data", "pipeline")
     assert mesh.mesh.tolist() == [[2, 1, 0]]
     assert [*mesh.get_coordinate()] == [0, 0]
+
+
+def test_each_edge_has_options_of_its_own(monkeypatch):
+    given = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: given.append(options))
+    mesh = RankMesh(build("1f1b", 2, 2), 0, num_replicas=2)
+    for edge in [(0, 1), (1, 0)]:
+        mesh.edge_group(edge, object)
+    assert len({id(options["pg_options"]) for options in given}) == len(given) == 4

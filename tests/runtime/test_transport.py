@@ -297,11 +297,20 @@ def test_only_errors_of_the_connection_blame_a_peer():
         assert found.value is own
 
 
-def test_too_few_hardware_queues_are_refused(monkeypatch):
-    transport_module.check_queues()
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "6")
-    with pytest.raises(ValueError, match=r"\(6\) must be at least 7, .*; unset it, or use 32"):
-        transport_module.check_queues()
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "6", r"\(6\) must be at least 7, .*; unset it, or use 32"),
+        ("CUDA_LAUNCH_BLOCKING", "1", r"\(1\) lets hosts wait for .*; unset it, or use one device"),
+    ],
+)
+def test_settings_under_which_messages_wait_for_each_other_are_refused(
+    monkeypatch, name, value, message
+):
+    transport_module.check_environment()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{name} {message}$"):
+        transport_module.check_environment()
 
 
 def test_waiting_in_process_for_what_was_not_sent_is_an_error():
