@@ -13,6 +13,7 @@ from examples.benchmarks.hangs import (
     first_of_each_stage,
     nowhere,
     outcomes,
+    row_of_draws,
     variants,
 )
 from examples.benchmarks.message_buffers import held, planned
@@ -89,6 +90,11 @@ def test_buffers_of_messages_are_those_that_are_planned_in_evaluations_too(name,
     _, train, evaluation, again = held(variant)
     assert max(train, evaluation) <= planned(variant)
     assert again <= evaluation
+
+
+def test_where_memory_is_short_ranks_hang_less_if_receives_are_late_and_never_if_it_is_taken():
+    early, due, taken = row_of_draws("zb_h1", 2, 60)
+    assert early > due > taken == 0
 
 
 @pytest.mark.parametrize(("name", "waits"), [("gis", first_of_each_stage), ("zb_v", every_action)])

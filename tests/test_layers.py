@@ -14,6 +14,7 @@ LAYERS = (
     "schedule",
     "pictures",
     "runtime/accelerator",
+    "runtime/cuda_settings",
     "runtime/randomness",
     "runtime/leaves",
     "runtime/direct_function",

@@ -104,7 +104,7 @@ OWNERS = [
         "_disabled_torch_function_impl _InferenceMode _set_throw_on_mutable_data_ptr "
         "_AutoDispatchBelowADInplaceOrView _ExcludeDispatchKeyGuard _IncludeDispatchKeyGuard "
         "_are_functorch_transforms_active _will_engine_execute_node DisableTorchFunction "
-        "_autograd _nn",
+        "_autograd _nn _accelerator_setAllocatorSettings",
     ),
     (
         torch._C._autograd,

@@ -11,21 +11,25 @@ compiling, and allocations.
 The first step runs one microbatch at a time, as on a device; the plan follows, then evaluations::
 
     python -m examples.benchmarks.hangs [--ranks 2 4] [--schedules zb_v]
+    python -m examples.benchmarks.hangs --draws 60  # where memory is short in the middle of a plan
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import executor
 from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
@@ -42,12 +46,14 @@ from lightning_pipeoffload.runtime.transport import (
     ProcessGroupTransport,
 )
 from lightning_pipeoffload.schedule import (
+    COMPUTE,
     SCHEDULES,
     UNMEASURED,
     Costs,
     Schedule,
     add_final_actions,
     build,
+    expected_during,
     forward_only,
     lower,
     offload_activations,
@@ -103,11 +109,13 @@ class Host:
         step: The step that it is in.
         num_allocations: Allocations on the host in the middle of a plan.
         buffers: How many buffers of messages there are after each step.
+        has_memory: Whether it has taken the memory of its plan, and so waits for none in it.
         sends_end: What a host hears that asks whether a message is sent: it may be far ahead of its
             device, or never.
     """
 
     sends_end: bool = False
+    has_memory: bool = False
     items: list[Item] = field(default_factory=list)
     buffers: list[int] = field(default_factory=list)
     streams: dict[str, int] = field(default_factory=lambda: {"compute": 0})
@@ -136,7 +144,8 @@ class Host:
     def compute(self, kind: str, stage: int, microbatch: int) -> None:
         """Enqueue an F, B or W."""
         label = f"{stage}{kind}{microbatch}"
-        self.wait_for_device(label, Computing(self.step, kind, stage, microbatch))
+        if not (self.has_memory and self.step in (PLAN, AGAIN)):
+            self.wait_for_device(label, Computing(self.step, kind, stage, microbatch))
         self.run("compute", label)
 
     def start_together(self, stream: str, label: str, meets: Any, num_meeting: int) -> int:
@@ -358,6 +367,7 @@ class Variant:
         as_planned: Whether the first step is the plan's, without a step that measures before it.
         num_microbatches: Of a batch; 0: two for each rank.
         sends_end: What hosts hear that ask whether a message is sent.
+        takes_memory: Whether hosts wait for no memory in the middle of a plan.
     """
 
     schedule: str
@@ -368,6 +378,7 @@ class Variant:
     as_planned: bool = False
     num_microbatches: int = 0
     sends_end: bool = False
+    takes_memory: bool = False
 
     def scheduled(self) -> Schedule:
         """Return the schedule of a training step."""
@@ -408,21 +419,24 @@ class Variant:
         memory, transport = ActivationMemory(settings), ModelTransport(host, mesh)
         num_stages, own = plan.num_stages, plan.stages_of(mesh.rank)
         stages: Any = {stage: ModelStage(host, stage, num_stages) for stage in own}
-        executor = Executor(mesh.rank, stages, transport, ActionTimer(CPU), memory)
+        runs = Executor(mesh.rank, stages, transport, ActionTimer(CPU), memory)
         reduction = ModelReduction(host, mesh.rank, self.num_replicas)
         reduces: Any = reduction if self.num_replicas > 1 else None
         microbatches: Any = [
             SimpleNamespace(index=i, part=()) for i in range(plan.num_microbatches)
         ]
-        executor.plan_messages(self.scheduled(), Costs.unit())
+        runs.plan_messages(self.scheduled(), Costs.unit())
         for host.step, step_plan in plans.items():
             memory.measures_all = host.step == COLD
-            executor.start(step_plan, microbatches, reduces)
-            executor.expect(step_plan[mesh.rank])
+            if host.step == PLAN and not self.as_planned:
+                host.wait_for_device("the memory of plans, which is taken")
+                host.has_memory = self.takes_memory
+            runs.start(step_plan, microbatches, reduces)
+            runs.expect(step_plan[mesh.rank])
             host.is_in_plan = True  # from the first action on, before which memory is reserved
             for action in step_plan[mesh.rank]:
-                executor.execute(action)
-            executor.end()
+                runs.execute(action)
+            runs.end()
             host.is_in_plan = False
             host.buffers.append(transport.buffer_bytes // SMALLEST_BUFFER)
             if not step_plan.is_forward_only:
@@ -555,6 +569,42 @@ def outcomes(variant: Variant, waits: Sequence[Waits], queues: Sequence[int]) ->
         yield next((f"{stuck} with {n} queues" for n, stuck in found if stuck), "")
 
 
+def two_neighbours(plan: Schedule, rng: random.Random) -> Waits:
+    """Return that two neighbours wait, each in three actions of two steps by the plan."""
+    rank = rng.randrange(plan.num_ranks - 1)
+    chosen = set()
+    for each in 3 * (rank, rank + 1):
+        action = rng.choice([action for action in plan[each] if action.kind in COMPUTE])
+        kind = action.kind.value[0]  # BW is a B here
+        step = rng.choice((PLAN, AGAIN))
+        chosen.add(Computing(step, kind, action.stage, action.microbatch))
+    return chosen.__contains__
+
+
+def num_hanging(variant: Variant, num_draws: int, posted_early: bool = False) -> int:
+    """Return in how many draws a variant hangs where memory is short on two neighbours.
+
+    Args:
+        posted_early: Whether receives are posted as soon as their messages may come.
+    """
+    expected = (lambda *_: None) if posted_early else expected_during
+    with mock.patch.object(executor, "expected_during", expected):
+        hosts = variant.enqueue()
+    plan, rng = variant.plans()[PLAN], random.Random(variant.num_ranks)
+    draws = (two_neighbours(plan, rng) for _ in range(num_draws))
+    return sum(bool(Devices(hosts, QUEUES[-1], waits).run()) for waits in draws)
+
+
+def row_of_draws(schedule: str, num_ranks: int, num_draws: int) -> list[int]:
+    """Return hangs with receives posted early, when they are due, and with memory taken."""
+    variant = Variant(schedule, num_ranks)
+    return [
+        num_hanging(variant, num_draws, posted_early=True),
+        num_hanging(variant, num_draws),
+        num_hanging(replace(variant, takes_memory=True), num_draws),
+    ]
+
+
 def variants(schedule: str, num_ranks: int) -> list[Variant]:
     """Return a schedule with and without offload, replicas and tied weights."""
     choices = product((False, True), (1, 2), (False, True))
@@ -573,11 +623,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES])
+    parser.add_argument("--draws", type=int, default=0)
     arguments = parser.parse_args()
+    cases = product(arguments.schedules, arguments.ranks)
+    if arguments.draws:
+        print("| schedule | ranks | posted early | when due | memory taken |")
+        print("|---" * 5 + "|")
+        for case in cases:
+            counts = [*case, *row_of_draws(*case, arguments.draws)]
+            print("|", " | ".join(map(str, counts)), "|", flush=True)
+        return
     names = [wait.__name__.replace("_", " ") for wait in (*RUNS, *BY_PLAN)]
     print("| schedule | ranks |", " | ".join(names), "|")
     print("|---" * (2 + len(names)) + "|")
-    for schedule, num_ranks in product(arguments.schedules, arguments.ranks):
+    for schedule, num_ranks in cases:
         cells = row(schedule, num_ranks)
         print(f"| {schedule} | {num_ranks} |", " | ".join(cells), "|", flush=True)
 

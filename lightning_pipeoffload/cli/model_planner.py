@@ -18,7 +18,7 @@ from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_prec
 from lightning_pipeoffload.cli.given_plan import has_barrier, needs_all_gradients
 from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.planning.figures import PlannedStep
-from lightning_pipeoffload.planning.limits import parse_bytes
+from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes
 from lightning_pipeoffload.planning.memory_needs import HostedOptimizer, MemoryNeeds, RankNeeds
 from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -121,10 +121,10 @@ class ModelPlanner:
 
     @cached_property
     def memory(self) -> float | None:
-        """Bytes of a device; None: not known."""
+        """Bytes of a device that plans may use; None: not known."""
         if self._config.device_memory is not None:
             return parse_bytes(self._config.device_memory, "device_memory")
-        return None if self.device is None else self.device.memory
+        return None if self.device is None else SHARE_PLANNED * self.device.memory
 
     @property
     def flops(self) -> float:

@@ -98,6 +98,7 @@ class RunPlans:
         self._largest: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
+        self._has_taken_memory = False
         self._is_solved = settings.is_solved
         self._limits = MachineLimits()
 
@@ -178,6 +179,9 @@ class RunPlans:
         Args:
             is_first: Whether gradients start to add up anew.
         """
+        if not self._has_taken_memory and self._measurements.has_run:
+            self._has_taken_memory = True
+            self._measurements.take_memory(self.settings.limit_bytes)
         if not self._has_measured_steps and self._measurements.suffice:
             self._plan_by_measurement()
         elif is_first:

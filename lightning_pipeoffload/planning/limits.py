@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +13,10 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_by
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
 from lightning_pipeoffload.schedule.text import bytes_text
 
-# The rest is for fragmentation, and for memory that no plan counts.
-_SHARE_PLANNED = 0.9
+log = logging.getLogger(__name__)
+
+SHARE_PLANNED = 0.9
+"""Of a device's memory; the rest is for fragments, and for what no plan counts: CUDA and NCCL."""
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)}
@@ -46,10 +49,43 @@ def device_limit(device: torch.device, bytes_beside: int) -> int | None:
     """
     if device.type == "cpu":
         return None
+    return max(0, _plannable_bytes(device) - bytes_beside)
+
+
+def _plannable_bytes(device: torch.device) -> int:
     free, _ = torch.accelerator.get_memory_info(device)
     # The driver, NCCL and other processes have memory that torch does not count.
-    ours = free + torch.accelerator.memory_reserved(device)
-    return max(0, int(_SHARE_PLANNED * ours) - bytes_beside)
+    return int(SHARE_PLANNED * (free + torch.accelerator.memory_reserved(device)))
+
+
+def take_memory(device: torch.device, most: int | None) -> int:
+    """Let torch's allocator take what plans may use of a device, all at once; nothing on CPU.
+
+    Later it would take it piece by piece, and where a piece is refused it frees others and waits
+    for the device, open receives of messages included: two ranks that do may wait for ever.
+
+    Args:
+        device: The device of this rank.
+        most: Bytes that it has in all then; None: as many as plans use.
+
+    Returns:
+        The bytes that were taken.
+    """
+    if device.type == "cpu":
+        return 0
+    plannable = _plannable_bytes(device)
+    missing = min(plannable, plannable if most is None else most)
+    missing -= torch.accelerator.memory_reserved(device)
+    if missing <= 0:
+        return 0
+    try:
+        torch.empty(missing, dtype=torch.uint8, device=device)  # the allocator keeps it
+    except torch.OutOfMemoryError as error:
+        log.warning(
+            "%s does not give %s: %s", device, bytes_text(missing), str(error).split("\n")[0]
+        )
+        return 0
+    return missing
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
-from lightning_pipeoffload.planning.limits import MachineLimits, device_limit
+from lightning_pipeoffload.planning.limits import MachineLimits, device_limit, take_memory
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.executor import Executor
@@ -51,6 +51,11 @@ class Measurements:
         self._latencies: dict[int, float] = {}
         self._at_end: dict[str, list[Any]] | None = None
         self.costs_at_end: Costs | None = None
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a step has run, so that parameters, gradients and optimizer states are there."""
+        return self._executor.timer.num_steps > 0
 
     @property
     def suffice(self) -> bool:
@@ -107,6 +112,21 @@ class Measurements:
         # All ranks have the same limit: that of the smallest device.
         least = min(left for left, _ in ranks)
         return MachineLimits(min(self._group.replicas.gather(least)), budgets)
+
+    def take_memory(self, limit: int | None) -> None:
+        """Take the memory of plans before more than a microbatch is in flight.
+
+        Only where messages are kernels, for which a later wait for the device would wait.
+
+        Args:
+            limit: Bytes for activations and what waits for W; None: what plans use of the device.
+        """
+        memory = self._executor.memory
+        if not self._executor.transport.has_kernels:
+            return
+        most = None if limit is None else memory.peak_beside_activations + limit
+        if take_memory(self._pipeline.device, most):
+            memory.forget_peaks()
 
     def start_anew(self, num_copy_lanes: int) -> None:
         """Measure another plan from now on, with ``num_copy_lanes`` copy lanes."""

@@ -30,6 +30,7 @@ from lightning_pipeoffload.processes.joint_processes import JointProcesses, set_
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.processes.run_store import Meeting, connect_store
+from lightning_pipeoffload.runtime.cuda_settings import prepare_cuda
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
@@ -121,6 +122,7 @@ class PipelineProcesses(JointProcesses):
 
     @override
     def setup_environment(self) -> None:
+        prepare_cuda(self.root_device)
         super().setup_environment()
         self._set_world_ranks()
         self._watch()

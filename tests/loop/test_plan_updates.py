@@ -13,6 +13,8 @@ import lightning as L
 import pytest
 
 from lightning_pipeoffload.loop import run_plans
+from lightning_pipeoffload.planning import measurements
+from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
 from lightning_pipeoffload.schedule import Costs, accept, build, offload_activations
 from lightning_pipeoffload.schedule.solver import plan_solver
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
@@ -218,3 +220,19 @@ def test_a_solver_that_fails_is_logged_and_does_no_harm(tmp_path, monkeypatch, c
     assert solver.best is None
     solver.close()
     assert "the solver has failed with status 3; training goes on" in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, None), ("1MiB", 1 << 20)])
+def test_the_memory_of_plans_is_taken_once_after_the_first_step(monkeypatch, limit, most):
+    taken = []
+    monkeypatch.setattr(ProcessGroupTransport, "has_kernels", True)
+
+    def take(device, most):
+        taken.append((trainer.global_step, device.type, most))
+        return 0
+
+    monkeypatch.setattr(measurements, "take_memory", take)
+    pipeline = {"memory_limit": limit, "offload": "none" if limit is None else "auto"}
+    trainer = fits.trainer(1, pipeline, max_epochs=1, limit_val_batches=1)
+    trainer.fit(fits.Net(), fits.loader(), fits.loader())
+    assert taken == [(1, "cpu", most)]

@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_pipeoffload.planning.limits import MachineLimits, device_limit, parse_bytes
+from lightning_pipeoffload.planning.limits import (
+    MachineLimits,
+    device_limit,
+    parse_bytes,
+    take_memory,
+)
 from lightning_pipeoffload.planning.plan_request import first_plan, plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
@@ -176,6 +181,16 @@ def test_an_amount_is_read(value, expected):
 def test_what_is_no_amount_is_refused(value):
     with pytest.raises(ValueError, match="is no amount of memory; use bytes"):
         parse_bytes(value)
+
+
+@pytest.mark.parametrize(("most", "taken"), [(None, 500), (700, 300), (100, 0)])
+def test_a_device_takes_what_plans_may_use(monkeypatch, most, taken):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600, 1024))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 400)
+    made = []
+    monkeypatch.setattr(torch, "empty", lambda size, **options: made.append(size))
+    assert take_memory(torch.device("cuda"), most) == taken == sum(made)
+    assert take_memory(torch.device("cpu"), most) == 0
 
 
 def test_a_device_has_left_what_others_than_activations_do_not_take(monkeypatch):
