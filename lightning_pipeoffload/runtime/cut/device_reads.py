@@ -28,7 +28,12 @@ _TORCHS = Path(torch.__file__).parent
 _OURS = Path(__file__).parents[2]
 _COPIES = {aten._to_copy, aten.copy_}
 _WITHOUT_VALUES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-READERS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # no operation shows them on the CPU
+READERS = {
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.cpu,
+}  # no operation shows them on the CPU
 
 
 class ReadPlace(NamedTuple):
@@ -65,9 +70,13 @@ class DeviceReads:
         """Begin with the tensors of the batch."""
         self._values = {id(leaf): (_BATCH, leaf) for leaf in leaves}
 
-    def finish(self) -> None:
-        """Complete the record, and release the tensors."""
-        places = self._places.items()
+    def finish(self, last_segment: int) -> None:
+        """Complete the record, and release the tensors.
+
+        Args:
+            last_segment: The first in which a block has read values: these were made up.
+        """
+        places = [(p, of) for p, of in self._places.items() if p.segment <= last_segment]
         self.constant = frozenset(place for place, of in places if of == _CONSTANTS)
         self.common = frozenset(place for place, of in places if of != _OTHERS)
         self._values = {}

@@ -358,7 +358,7 @@ class StepTrace:
         record, last = self.record, self._sizes.last
         record.work, record.by_chance = self.work.digests, self.work.by_chance
         record.flags.finish()
-        record.reads.finish()
+        record.reads.finish(min(record.imagined, default=len(self.chain)))
         if not record.flags.is_repeatable:
             last = max(segment for segment in (last, self._sizes.last_flag) if segment is not None)
             record.flags = BatchFlags()

@@ -33,7 +33,7 @@ _READERS = ("__bool__", "__float__", "__int__", "__index__", "item")
 
 
 class AnsweredPass(StagePass):
-    """One F of a stage whose rank has several."""
+    """One F whose step reads what an earlier F of the rank may have read."""
 
     @override
     def run(self) -> Any:
@@ -56,7 +56,7 @@ class AnsweredPass(StagePass):
         return output
 
     def read(self, tensor: Tensor, plain: Callable[[Tensor], Any]) -> Any:
-        """Return what ``plain`` reads, from an earlier stage's F if it has read it."""
+        """Return what ``plain`` reads, or what it has read in an earlier F."""
         if self._segment is None or get_ident() != self._thread:
             return plain(tensor)
         frame = sys._getframe(2)

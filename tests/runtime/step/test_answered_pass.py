@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,6 +127,16 @@ def of_a_constant_by_a_buffer(m, x):
     return loss_of(m, through(m.blocks, x * float(torch.full((2,), m.scale.item()).sum())))
 
 
+def of_a_constant_by_the_batch(m, x):
+    scale = 1.0 if x.mean().item() > 0 else 2.0
+    return loss_of(m, through(m.blocks, x * float(torch.full((2,), scale).sum())))
+
+
+def of_a_constant_by_numpy(m, x):
+    scale = 1.0 if np.asarray(x).mean() > 0 else 2.0
+    return loss_of(m, through(m.blocks, x * float(torch.full((2,), scale).sum())))
+
+
 def at_random(m, x):
     return loss_of(m, through(m.blocks, x * float(torch.rand(()))))
 
@@ -163,6 +174,8 @@ class Counting(Step):
         (of_a_constant_in_a_step_that_counts, 16),
         (of_a_buffer, 32),
         (of_a_constant_by_a_buffer, 64),
+        (of_a_constant_by_the_batch, 32),
+        (of_a_constant_by_numpy, 16),
         (at_random, 32),
         (of_what_a_buffer_was_written_into, 32),
         (behind_a_block, 2),
