@@ -21,7 +21,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
-from lightning_pipeoffload.runtime.cut.trace import ImaginedError, StepTrace
+from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import propose_traced
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
@@ -39,7 +39,7 @@ from lightning_pipeoffload.runtime.users_code.attributes import (
     record_globals,
     refuse_written_globals,
 )
-from lightning_pipeoffload.runtime.users_code.snapshot import is_unchanged
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import (
     TRACE,
@@ -81,6 +81,7 @@ class StepRecords:
         self._num_stages = 1
         self._before_trace = before_trace
         self._compared: set[Any] = set()
+        self._written_long: set[Attribute] = set()
         self.generators = Generators(module)
         self._sized_in: dict[Any, int] = {}
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
@@ -188,14 +189,17 @@ class StepRecords:
     def _record(
         self, call: _Trial, log: _Log | None, imagined: Imagined, behind: Imagined
     ) -> StepRecord:
-        trace = StepTrace(*self._traced, log, imagined, behind=behind)
+        trace = StepTrace(*self._traced, log, imagined, behind=behind, compared=self._written_long)
         call.record = trace.record
         try:
             return trace.trace(call)
+        except LongWriteError as found:
+            self._written_long |= found.written
         except KernelFoundError:
-            if log is not None:
-                log.clear()
-            return self._record(call, log, imagined, behind)
+            pass
+        if log is not None:
+            log.clear()
+        return self._record(call, log, imagined, behind)
 
     def _compare_runs(self, record: StepRecord, log: _Log, repeat: Callable[[], _Log]) -> None:
         beside = record_globals(self._module)

@@ -13,7 +13,7 @@ embedding, and the last one is the head and the loss. With three blocks on two s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     is_sized_by_values,
 )
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, StepPoint, WriteWatch
-from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import (
@@ -95,6 +95,7 @@ class StepTrace:
         observes: Whether to record all of the step; else only its values and sizes.
         until: The block at which to leave the step; None: run to the end.
         behind: How to make up the values that are read behind the blocks.
+        compared: Attributes that are compared at each block, though they are long.
     """
 
     def __init__(
@@ -108,13 +109,14 @@ class StepTrace:
         observes: bool = True,
         until: int | None = None,
         behind: Imagined = NO_ALARM,
+        compared: Set[Attribute] = frozenset(),
     ) -> None:
         self._module = module
         self.chain = chain
         self._imagined, self._behind = imagined, behind
         self.observes = observes
         self._until = until
-        self._writes = WriteWatch(module)
+        self._writes = WriteWatch(module, compared)
         self.record = StepRecord(len(chain) + 1, device.type, writes=self._writes.writes)
         self._values = ValueTrace(chain, self.record, log)
         self.work = SegmentWork(len(chain) + 1)
@@ -157,6 +159,7 @@ class StepTrace:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
             ImaginedError: The step failed after a value was made up.
             KernelFoundError: The step is to be traced again.
+            LongWriteError: The step is to be traced again, which compares what it has written.
         """
         try:
             with self.running():
@@ -179,6 +182,9 @@ class StepTrace:
             if isinstance(error, ImaginedError) or not self.record.imagined:
                 raise
             raise ImaginedError(error, self.record, self._is_in_block) from error
+        written = self.record.written_in_place & self._writes.long
+        if written:
+            raise LongWriteError(written)
         return self.record
 
     def _end_early(self, error: BaseException) -> None:
@@ -400,6 +406,13 @@ class StepTrace:
         before = torchs.register_module_forward_pre_hook(enter)
         with before, torchs.register_module_forward_hook(leave):
             yield
+
+
+class LongWriteError(Exception):
+    """A step has changed long containers in place; where is not recorded."""
+
+    def __init__(self, written: set[Attribute]) -> None:
+        self.written = written
 
 
 class ImaginedError(Exception):

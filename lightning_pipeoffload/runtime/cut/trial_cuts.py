@@ -17,7 +17,7 @@ from torch.nn.modules import module as torchs
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.other_blocks import as_argument, candidates
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
+from lightning_pipeoffload.runtime.cut.trace import LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
@@ -66,7 +66,8 @@ def _trace(
     kernels: KernelsOnZeros,
     call: Callable[[], Any],
 ) -> None:
-    with suppress(KernelFoundError):
+    # What a step writes into long containers does not matter here.
+    with suppress(KernelFoundError), suppress(LongWriteError):
         StepTrace(module, chain, device, kernels).trace(call)
         return
     _trace(module, chain, device, kernels, call)

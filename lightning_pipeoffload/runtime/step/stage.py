@@ -48,6 +48,7 @@ class _Alive:
     seen: TensorValues | None = None
     sent: tuple[GradientEdge, ...] = ()
     left: Left | None = None
+    awaits_weight: bool = False  # B has run
 
 
 class StageRunner:
@@ -63,6 +64,7 @@ class StageRunner:
         self.memory = SavedMemory()
         self._alive: dict[int, _Alive] = {}
         self._last = -1
+        self._present: tuple[Any, TensorValues] | None = None
         self._most_alive = 0
 
     def owned_tensors(self) -> Iterable[Tensor]:
@@ -115,7 +117,9 @@ class StageRunner:
             self._context, microbatch, receive, alive.received if keep else None, known
         )
         if self._context.writes.may_write_tensors:
+            queue.operands = set()
             self._keep_seen()
+        self._context.writes.num_forwards += 1
         if not keep:
             with self._context.around():
                 output = step.run()
@@ -172,13 +176,21 @@ class StageRunner:
         alive.queue.immediate = fused
         with self._around_backward(alive, microbatch), alive.queue:
             self._differentiate(alive, microbatch, gradients)
+        alive.awaits_weight = True
+        if alive.seen and not alive.queue.may_read(alive.seen.tensors):
+            alive.seen = None
         to_send = gradients_to_send(alive.received, self._sender)
         alive.received.gradients, alive.sent, alive.loss = (), (), None
         if alive.store is not None or self.memory.deferred_flops is None:
             self.memory.measure_backward(alive.queue, alive.store)
         if fused:
-            del self._alive[microbatch.index]
+            self._drop(microbatch)
         return to_send
+
+    def _drop(self, microbatch: Microbatch) -> None:
+        del self._alive[microbatch.index]
+        if not self._alive:
+            self._present = None
 
     def _differentiate(
         self, alive: _Alive, microbatch: Microbatch, gradients: list[Tensor]
@@ -201,9 +213,10 @@ class StageRunner:
 
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""
-        alive = self._alive.pop(microbatch.index)
+        alive = self._alive[microbatch.index]
         with self._around_backward(alive, microbatch):
             alive.queue.run()
+        self._drop(microbatch)
 
     def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
         """Run the last W's of a step parameter by parameter: each gradient is final at once."""
@@ -217,7 +230,7 @@ class StageRunner:
                 told.finish(parameter)
             return
         for microbatch in microbatches:
-            del self._alive[microbatch.index]
+            self._drop(microbatch)
         gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
         told.expect(self._context.stage.index, gradients.parameters)
         with backward_on(microbatches[0].device), self._gradients, self._checking_hooks():
@@ -234,7 +247,7 @@ class StageRunner:
         return together(
             outside,
             self._gradients,
-            alive.seen.again() if alive.seen else NOTHING,
+            alive.seen.again(self._present_of(alive.seen.tensors)) if alive.seen else NOTHING,
             self._context.writes.in_backward(self._context.stage.index, alive.left),
             self._checking_hooks(),
         )
@@ -262,8 +275,18 @@ class StageRunner:
         tensors = self._context.written_tensors()
         if tensors:
             torch.clear_autocast_cache()
-        if tensors and self._last in self._alive:
-            self._alive[self._last].seen = TensorValues(tensors)
+        last = self._alive.get(self._last)
+        if not tensors or last is None:
+            return
+        if not last.awaits_weight or last.queue.may_read(tensors):
+            last.seen = self._present_of(tensors)
+
+    def _present_of(self, tensors: list[Tensor]) -> TensorValues:
+        """Return the present values of tensors; copied once for all B and W between two F's."""
+        key = self._context.writes.num_forwards, [*map(id, tensors)]
+        if self._present is None or self._present[0] != key:
+            self._present = key, TensorValues(tensors)
+        return self._present[1]
 
     def _around_forward(
         self, alive: _Alive, step: StagePass, microbatch: Microbatch

@@ -78,6 +78,7 @@ class StepWrites:
     Attributes:
         is_by_users: Whether the user's training steps write any state.
         may_write_tensors: Whether any step writes a tensor in place that a backward may read.
+        num_forwards: The forwards that the rank's stages have begun.
     """
 
     def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
@@ -86,7 +87,6 @@ class StepWrites:
         self._modules = {id(c): c for c in module.modules() if id(c) not in inside}
         self._homes: dict[int, int] = {}  # stage of the rank's blocks, by id of their modules
         self._num_passes = dict.fromkeys(stages, 0)
-        self._num_forwards = 0
         self._own: dict[int, list[_Written]] = {}
         self._in_place: set[Attribute] = set()
         self._written: dict[_Key, Variable] = {}
@@ -100,6 +100,7 @@ class StepWrites:
         self._saved: set[Attribute] = set()  # written in place, and saved for backwards
         self.is_by_users = False
         self.may_write_tensors = False
+        self.num_forwards = 0
 
     @property
     def last_stage(self) -> int:
@@ -191,16 +192,15 @@ class StepWrites:
 
     def left(self) -> Left:
         """Record the attributes that the user's steps write, at the end of a forward."""
-        self._num_forwards += 1
         written = self._by_users.values()
-        return Left(self._num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written])
+        return Left(self.num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written])
 
     def in_backward(self, stage: int, left: Left | None) -> AbstractContextManager[Any]:
         """Let attributes that later forwards have written raise during a backward."""
         if left is None:
             return NOTHING
         missing = self._missing[stage]
-        may_differ = left.forward != self._num_forwards
+        may_differ = left.forward != self.num_forwards
         changed = [
             v for v, was in left.values if v.key in missing or (may_differ and _has_changed(v, was))
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,6 +24,7 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
     Fingerprint,
     fingerprint,
     is_unchanged,
+    short_fingerprint,
 )
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
@@ -32,6 +33,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
     is_users,
 )
 
+_MOST_VALUES = 1024  # of an attribute that is compared at each point of a trace
 REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
 
@@ -103,10 +105,17 @@ class Write(NamedTuple):
 
 
 class WriteWatch:
-    """Records the attributes that one run of a step writes, in order, in ``writes``."""
+    """Records the attributes that one run of a step writes, in order, in ``writes``.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: The module whose step runs.
+        compared: Attributes that are compared at each point though they are long.
+    """
+
+    def __init__(self, module: nn.Module, compared: Set[Attribute] = frozenset()) -> None:
         self._module = module
+        self._compared = compared
+        self.long: set[Attribute] = set()  # whose changes in place are not recorded
         self._paths = {id(part): path for path, part in module.named_modules()}
         self._point = StepPoint(0, is_in_block=False)
         self._seen: dict[tuple[int, str], tuple[Variable, Fingerprint]] = {}
@@ -117,7 +126,11 @@ class WriteWatch:
     def watching(self) -> Iterator[None]:
         """Record the writes inside."""
         for variable in variables(self._module):
-            self._see(variable)
+            if self._is_long(variable):
+                self.long.add(variable.attribute)
+                self._seen[variable.key] = variable, [(variable.value, 0)]
+            else:
+                self._see(variable)
         plain = nn.Module.__setattr__
 
         def note(part: nn.Module, name: str, value: Any) -> None:
@@ -134,6 +147,14 @@ class WriteWatch:
             yield
         finally:
             nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+
+    def _is_long(self, variable: Variable) -> bool:
+        value = variable.value
+        return (
+            _can_change(value)
+            and variable.attribute not in self._compared
+            and short_fingerprint(value, _MOST_VALUES) is None
+        )
 
     def _see(self, variable: Variable) -> None:
         value, key = variable.value, variable.key

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import sys
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ _LARGEST = 1 << 24  # bytes of an array; a larger one is data
 # Optimizers are narrowed to the rank's parameters in the middle of a step.
 _NOT_COLLECTIONS = (nn.Module, Tensor, Optimizer, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (list, set, deque)
+_PLAIN_CONTAINERS = {list, dict, tuple, set, deque}
 _VALUES = (dict.values, OrderedDict.values)
 _WRITTEN = (Tensor, np.ndarray)
 _PLAIN = {int, float, bool, str, type(None), FunctionType, MethodType}
@@ -142,6 +145,8 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _parts_of(container: Any) -> Parts:
+    if type(container) in _PLAIN_CONTAINERS:
+        return Parts(container.values() if type(container) is dict else container)
     if isinstance(container, dict):
         return Parts(container.values())
     return Parts(_fields(container).values() if _has_fields_only(container) else container)
@@ -163,23 +168,28 @@ def _walk(
     value: Any, known: set[int], depth: int, longest: int = sys.maxsize
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the containers in a value with their values; with their number if it is too large."""
-    container = value if _is_container(value) else _space_of(value)
-    if container is None or id(container) in known:
-        return
-    known.add(id(container))
-    if isinstance(container, Sized) and len(container) > longest:
-        yield container, len(container)
-        return
-    parts = _parts_of(container)
-    yield container, parts
-    if depth > 1 and not _LEAVES.issuperset(map(type, parts)):
-        for part in parts:
-            if type(part) not in _LEAVES:
-                yield from _walk(part, known, depth - 1, longest)
+    level = [value]
+    for _ in range(depth):
+        below: list[Any] = []
+        for each in level:
+            container = each if _is_container(each) else _space_of(each)
+            if container is None or id(container) in known:
+                continue
+            known.add(id(container))
+            if longest < sys.maxsize and isinstance(container, Sized) and len(container) > longest:
+                yield container, len(container)
+                continue
+            parts = _parts_of(container)
+            yield container, parts
+            if not _LEAVES.issuperset(map(type, parts)):
+                below += [part for part in parts if type(part) not in _LEAVES]
+        level = below
 
 
 def _is_container(value: Any) -> bool:
     """Return whether a value contains others; excludes dicts that compute their values."""
+    if type(value) in _PLAIN_CONTAINERS:
+        return True
     if isinstance(value, dict):  # transformers' outputs are dicts that refuse updates
         return type(value).values in _VALUES and not dataclasses.is_dataclass(value)
     return isinstance(value, (*_CONTAINERS, tuple)) and not isinstance(value, torch.Size)
@@ -282,10 +292,15 @@ class TensorValues:
         # Assigning .data counts no write, but replaces the storage.
         self._seen = [(t, t.data, t.detach().clone(), _version_of(t)) for t in tensors]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors whose values these are."""
+        return [tensor for tensor, *_ in self._seen]
+
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore these values within the context, and the present ones afterwards."""
-        now = TensorValues(tensor for tensor, *_ in self._seen)
+    def again(self, now: TensorValues | None = None) -> Iterator[None]:
+        """Restore these values within the context, and the present ones, ``now``, afterwards."""
+        now = now or TensorValues(self.tensors)
         self.put_back()
         try:
             yield
@@ -368,9 +383,12 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
         The attributes that were changed in place; complete only after the context.
     """
     names = [(part, [*vars(part)]) for part in module.modules()]
-    snapshot = Snapshot(Attribute(part, name) for part, known in names for name in known)
-    insides = [(part, name, _inside(value)) for part, name, value in snapshot.values]
-    objects = {key: value for *_, inside in insides for key, value in inside.items()}
+    values = [(part, name, vars(part)[name]) for part, known in names for name in known]
+    # One walk for each attribute, and no line of Python for each number in it: it may be large.
+    with _no_collection():
+        insides = [(*place, [*_walk(place[2], set(), _DEPTH)]) for place in values]
+        contents = _contents(walked for *_, walked in insides)
+    objects = {id(v): v for *_, value, walked in insides for v in _written_in(value, walked)}
     tensors = TensorValues(value for value in objects.values() if type(value) is Tensor)
     arrays = [
         (value, value.copy())
@@ -381,27 +399,72 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
     try:
         yield written
     finally:
-        changed = {id(c) for c, was in snapshot.contents if _parts_of(c) != _parts_of(was)}
-        changed.update(map(id, tensors.put_back_written()))
+        refilled = [c for c, parts, _ in contents if not _are_same(_now_in(c), parts)]
+        changed = {*map(id, refilled), *map(id, tensors.put_back_written())}
         for array, copied in arrays:
             if array.tobytes() != copied.tobytes():
                 changed.add(id(array))
                 array[...] = copied
-        written.update(
-            Attribute(part, name) for part, name, inside in insides if changed & inside.keys()
-        )
-        snapshot.put_back()
+        if changed:
+            written.update(
+                Attribute(part, name)
+                for part, name, value, walked in insides
+                if changed.intersection(map(id, _objects_in(value, walked)))
+            )
+        for container, _, copied in contents:
+            if not _has_same_entries(container, copied):  # it may refuse to be written
+                refill(container, copied)
+        for part, name, value in values:
+            vars(part)[name] = value
         for part, known in names:
             for name in vars(part).keys() - known:
                 del vars(part)[name]
 
 
-def _inside(value: Any) -> dict[int, Any]:
-    found = {id(value): value}
-    for container, parts in _walk(value, set(), _DEPTH):
-        found[id(container)] = container
-        found.update((id(part), part) for part in parts)
+_Walked = list[tuple[Any, Parts]]  # a container, and what it held
+
+
+def _contents(walks: Iterable[_Walked]) -> list[tuple[Any, Parts, Any]]:
+    """List each container that can be changed, what it held, and a copy of it."""
+    known: set[int] = set()
+    found = []
+    for container, parts in chain.from_iterable(walks):
+        if isinstance(container, (dict, *_CONTAINERS)) and id(container) not in known:
+            known.add(id(container))
+            copied = container.copy() if isinstance(container, dict) else parts
+            found.append((container, parts, copied))
     return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Make many containers without a search for unused ones in between."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _now_in(container: Any) -> Any:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _written_in(value: Any, walked: _Walked) -> Iterator[Any]:
+    """Yield the tensors and arrays of an attribute."""
+    if isinstance(value, _WRITTEN):
+        yield value
+    for _, parts in walked:
+        if not _PLAIN.issuperset(map(type, parts)):
+            yield from (part for part in parts if isinstance(part, _WRITTEN))
+
+
+def _objects_in(value: Any, walked: _Walked) -> Iterator[Any]:
+    yield value
+    yield from (container for container, _ in walked)
+    yield from _written_in(value, walked)
 
 
 @contextmanager

@@ -230,10 +230,12 @@ def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tenso
     add_product = queue.add_product
     if fetch is None and queue.keeper is None:
         compute: Callable[[], None] = partial(call.accumulate, x, grad, add_product)
+        operand: Tensor | None = x
     else:
+        operand = None  # it may be computed again
         fetch_x, fetch_grad = fetch or queue.keep(x), queue.keep(grad)
 
         def compute() -> None:
             call.accumulate(fetch_x(), fetch_grad(), add_product)
 
-    queue.put(compute, call.trained_weights, call.flops(x, grad))
+    queue.put(compute, call.trained_weights, call.flops(x, grad), operand)

@@ -19,13 +19,15 @@ in B. For one layer, ``y = x @ weight.T``::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
 
 AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -55,6 +57,7 @@ class WeightGradQueue:
 
     Attributes:
         flops: Floating-point operations of all gradients that were put here.
+        operands: The memory that their computation reads, if that is known.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class WeightGradQueue:
         self.keeper = keeper
         self.add_product = add_product or add_product_to_grad
         self.flops = 0
+        self.operands: set[int] | None = None
         self._entries: list[WeightGrad] = []
 
     def __enter__(self) -> None:
@@ -75,9 +79,22 @@ class WeightGradQueue:
     def __exit__(self, *error: object) -> None:
         _QUEUES.pop()
 
-    def put(self, compute: Callable[[], None], weights: tuple[Tensor, ...], flops: int = 0) -> None:
-        """Add a function that computes the gradients of ``weights`` and adds them to ``.grad``."""
+    def put(
+        self,
+        compute: Callable[[], None],
+        weights: tuple[Tensor, ...],
+        flops: int = 0,
+        operand: Tensor | None = None,
+    ) -> None:
+        """Add a function that computes the gradients of ``weights`` and adds them to ``.grad``.
+
+        ``operand`` is what it reads beside output gradients; None: anything.
+        """
         self.flops += flops
+        if operand is None:
+            self.operands = None
+        elif self.operands is not None:
+            self.operands.add(memory_of(operand))
         if self.immediate:
             compute()
         else:
@@ -100,6 +117,12 @@ class WeightGradQueue:
     def waiting(self) -> list[WeightGrad]:
         """The gradients that wait, in the order of the backward."""
         return self._entries
+
+    def may_read(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether the gradients that wait, or hooks on them, may read one of ``tensors``."""
+        if self.operands is None or any(has_hooks(w) for each in self._entries for w in each[1]):
+            return True
+        return any(isinstance(t, Parameter) or memory_of(t) in self.operands for t in tensors)
 
     def take(self) -> list[WeightGrad]:
         """Remove and return the gradients that wait, for the caller to compute."""

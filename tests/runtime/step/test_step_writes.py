@@ -171,6 +171,40 @@ def test_what_grows_until_the_epochs_end_is_exact_and_not_read_through(keep, pip
     torch.testing.assert_close(last.module.kept(), plain.kept())
 
 
+class Recounting(Regression):
+    """Changes entries of a long list, which only the end of the trace compares at first."""
+
+    def __init__(self, place):
+        super().__init__(linear_blocks(4))
+        self.place, self.long = place, [0.0] * 2000
+        self.static = [{"id": index} for index in range(2000)]
+
+    def step(self, x):
+        x = self.embed(self.note(x, 0))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.note(x, 4)).pow(2).mean()
+
+    def note(self, x, place):
+        if place == self.place:
+            self.long[7] += 1
+            x = x * self.long[7]
+        return x
+
+
+@pytest.mark.parametrize(
+    ("place", "pipeline"), pairs([0, 4] * 2, [("zb_v", 1), ("zb_h1", 2), ("zb_v", 2)])
+)
+def test_an_entry_of_a_long_list_is_written_where_the_line_is(place, pipeline):
+    pipeline, plain = train_beside(Recounting(place).double(), *pipeline, batches())
+    for rank in pipeline.ranks if place == 0 else pipeline.ranks[-1:]:
+        (record,) = rank.records.known.values()
+        assert {(w.variable.label, w.point.segment) for w in record.writes} == {
+            ("self.long", place)
+        }
+        assert rank.module.long == plain.long
+
+
 # Weights and buffers that are written where a backward reads them
 
 

@@ -495,3 +495,15 @@ def test_what_several_layers_use_is_final_with_the_last_of_them():
     regrouped.run(lambda p: final.append((p is tied, len(ran))))
     assert ran == [(name, m) for name in uses for m in range(2)]
     assert final == [(True, 4), (False, 6)]
+
+
+def test_a_queue_says_which_tensors_its_gradients_read():
+    bank, other = torch.zeros(4, 4), torch.zeros(4, 4)
+    queue = WeightGradQueue()
+    assert queue.may_read([other])  # nothing is recorded
+    queue.operands = set()
+    weight = nn.Parameter(torch.zeros(4, 4))
+    queue.put(lambda: None, (weight,), operand=bank[:2])
+    assert queue.may_read([bank]) and not queue.may_read([other])
+    weight.register_hook(lambda gradient: gradient)  # it may read anything
+    assert queue.may_read([other])
