@@ -1,12 +1,27 @@
 import os
+import shutil
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.caches import NAME, new_caches
+
 if TYPE_CHECKING:
     pass
 
+CACHES = pytest.StashKey()
+
 # What runs no tests itself, as xdist's controller, needs no torch: it is imported in the fixtures.
+
+
+def pytest_configure(config):
+    """Keep the plans and choices of other sessions out of this one's, and the other way round."""
+    os.environ["XDG_CACHE_HOME"] = config.stash[CACHES] = tempfile.mkdtemp(NAME)
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(config.stash[CACHES], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +49,7 @@ def _an_environment_of_its_own():
     import torch
 
     before = dict(os.environ)
+    os.environ["XDG_CACHE_HOME"] = new_caches()
     yield
     os.environ.clear()
     os.environ.update(before)

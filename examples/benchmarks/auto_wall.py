@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from itertools import product
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -298,7 +300,9 @@ def main(line: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.INFO)
     for place, setting in enumerate(wanted):
-        with redirect_stdout(StringIO()):  # tables of each run's stages
+        # Links are emulated, so one that has been measured says nothing about another.
+        with TemporaryDirectory() as caches, redirect_stdout(StringIO()):  # tables of runs' stages
+            os.environ["XDG_CACHE_HOME"] = caches
             found = measure(setting, given.steps, given.hands)
         if dist.get_rank() == 0:
             if not place:

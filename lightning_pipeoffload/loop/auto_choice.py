@@ -16,6 +16,7 @@ from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
+from lightning_pipeoffload.loop.stored_choice import ChoiceStore, StoredChoice
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
@@ -45,6 +46,10 @@ from lightning_pipeoffload.schedule.plan_cache import PlanCache, PlanQuestion
 log = logging.getLogger(__name__)
 
 _NOT_MEASURED = "blocks are not measured one by one, their operations count: %s"
+_AGAIN = (
+    "Chosen {} as at an earlier start of the same run, by what it measured; to measure and choose "
+    "anew delete {}"
+)
 _WAYS = ("none", "cheap", "full")
 
 _NOTHING: BesideBlocks = {}
@@ -140,10 +145,44 @@ class AutoChoice:
             if found is None:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
-        chosen = self._decide(*self._know(cut_batch, first, num_microbatches, batch_size))
-        if chosen.plan is not None and self._group.reports:
+        conditions = num_microbatches, batch_size, self._has_step_barrier, self._ways()
+        given = self._settings, self._pipeline, self._group, first.record, conditions
+        store = ChoiceStore(*given)
+        chosen = self._choose_again(store)
+        if chosen is not None:
+            return chosen
+        known, limits = self._know(cut_batch, first, num_microbatches, batch_size)
+        chosen = self._decide(known, limits, self._options(known))
+        if self._group.reports and chosen.plan is not None:
             cache.store(chosen.plan.best, chosen.settings)
+        self._store(store, known, chosen)
         return chosen
+
+    def _choose_again(self, store: ChoiceStore) -> Chosen | None:
+        """Plan what an earlier start has chosen; None if there is none, or it does not fit."""
+        if self._pipeline.is_split:  # its cut stays
+            return None
+        found = store.find()
+        if found is None:
+            return None
+        by_way = {(found.option.recompute, found.option.num_microbatches): found.measured}
+        known = _KnownCosts(self._pipeline, by_way, self._settings, True)
+        limits = self._limits(found.bytes_beside[self._group.global_rank])
+        try:
+            chosen = self._decide(known, limits, [found.option], must_fit=True)
+        except ScheduleError:
+            return None
+        if self._group.reports:
+            print_line(_AGAIN.format(found.option.schedule, store.path))
+        return replace(chosen, num_classes=found.num_classes)
+
+    def _store(self, store: ChoiceStore, known: _KnownCosts, chosen: Chosen) -> None:
+        if self._trial is None or not chosen.is_measured or chosen.plan is None:
+            return
+        option = chosen.plan.best.option
+        costs, beside = known.by_way[option.recompute, option.num_microbatches]
+        bytes_beside = self._group.world.gather(self._trial.bytes_beside)
+        store.store(StoredChoice(option, costs, beside, chosen.num_classes, bytes_beside))
 
     def _know(
         self, cut_batch: CutBatch, first: Microbatch, num_microbatches: int, batch_size: int
@@ -154,7 +193,7 @@ class AutoChoice:
             counts.append(more)
         compile_ahead(self._pipeline, self._group)
         blocks = self._measure(cut_batch, counts, first)
-        limits = self._limits()
+        limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
         if blocks is not None:
             return _KnownCosts(self._pipeline, blocks, self._settings, True), limits
         cut_batch(num_microbatches)  # the first cut again
@@ -227,10 +266,9 @@ class AutoChoice:
     def _may_copy(self) -> bool:
         return self._is_limited or self._settings.offload not in ("auto", "none")
 
-    def _limits(self) -> MachineLimits:
+    def _limits(self, bytes_beside: int | None) -> MachineLimits:
         keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
-        beside = None if self._trial is None else self._trial.bytes_beside
-        limits, states = self._measurements.gather_limits(keeps, beside), self._state_bytes()
+        limits, states = self._measurements.gather_limits(keeps, bytes_beside), self._state_bytes()
         if self._settings.optimizer_offload:
             hosts = [None if host is None else host.less(states) for host in limits.hosts]
             return replace(limits, hosts=hosts)
@@ -246,18 +284,27 @@ class AutoChoice:
         states = measure_states(trainer.optimizers, has_masters)
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
-    def _decide(self, known: _KnownCosts, limits: MachineLimits) -> Chosen:
+    def _options(self, known: _KnownCosts) -> list[Option]:
         num_chunks = self._settings.num_chunks
         asked = num_chunks if isinstance(num_chunks, int) else None
-        wanted = [
+        return [
             option
             for way, count in known.by_way
             for option in options([count], None, asked, [way])
             if known.covers(option)
         ]
-        has_barrier = partial(self._has_barrier, known)
+
+    def _decide(
+        self,
+        known: _KnownCosts,
+        limits: MachineLimits,
+        wanted: Sequence[Option],
+        must_fit: bool = False,
+    ) -> Chosen:
         given = self._settings, self._group.num_ranks, wanted, known.costs_of, limits
-        plan = plan_for_all(self._group, request_for(*given, has_barrier))
+        request = request_for(*given, partial(self._has_barrier, known))
+        request = replace(request, must_fit=must_fit or request.must_fit)
+        plan = plan_for_all(self._group, request)
         plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(known)])
         option = plan.best.option
         settings = replace(

@@ -22,7 +22,7 @@ from .costs import Costs
 from .schedule import Schedule
 from .validate import validate
 
-__all__ = ["CachedPlan", "PlanCache", "PlanQuestion"]
+__all__ = ["CachedPlan", "PlanCache", "PlanQuestion", "store_text"]
 
 log = logging.getLogger(__name__)
 
@@ -132,27 +132,36 @@ class PlanCache:
         """
         numbers = question.numbers
         text = _written(schedule, numbers, remarks or {})
-        path = self._path(question, numbers)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
-                file.write(text)
-            os.replace(file.name, path)  # whoever reads has the old file or the new one
-            self._drop_oldest(question)
-        except OSError as error:
-            log.warning("the plan is not kept for the next run: %s", error)
-
-    def _drop_oldest(self, question: PlanQuestion) -> None:
-        """Delete old plans: measured costs differ in every run, so each run adds one."""
-        newest_first = sorted(self._near(question), key=lambda path: -path.stat().st_mtime)
-        for path in newest_first[_MOST_OF_A_FAMILY:]:
-            path.unlink(missing_ok=True)
+        # Measured costs differ in every run, so each run adds one.
+        store_text(self._path(question, numbers), text, f"{question.family}-*.json")
 
     def _path(self, question: PlanQuestion, numbers: list[int]) -> Path:
         return self.folder / f"{question.family}-{_digest(json.dumps(numbers))[:16]}.json"
 
     def _near(self, question: PlanQuestion) -> Iterator[Path]:
         return self.folder.glob(f"{question.family}-*.json")
+
+
+def store_text(path: Path, text: str, family: str) -> None:
+    """Write a file in place of an earlier one, and delete the oldest of the files like it.
+
+    A folder that cannot be written is logged.
+
+    Args:
+        path: The file.
+        text: What to write.
+        family: The pattern of the names of the files that count as like it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)  # whoever reads has the old file or the new one
+        newest_first = sorted(path.parent.glob(family), key=lambda found: -found.stat().st_mtime)
+        for old in newest_first[_MOST_OF_A_FAMILY:]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("the plan is not kept for the next run: %s", error)
 
 
 def _users_folder() -> Path:

@@ -141,6 +141,19 @@ def test_the_report_says_what_was_tried(wide):
     assert max(report["measured"]["peak_activation_bytes"]) == max(report["peak_memory"])
 
 
+@pytest.mark.parametrize(("changed", "measures"), [({}, False), ({"recompute": "cheap"}, True)])
+def test_a_second_start_of_the_same_run_measures_nothing(ranks, tmp_path, wide, changed, measures):
+    before, options = wide
+    report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "wide", {**options, **changed})[0][
+        "report"
+    ]
+    assert (len(report["candidates"]) > 1) is measures
+    if not measures:
+        for name in ("schedule", "num_chunks", "num_microbatches", "num_block_classes"):
+            assert report[name] == before[name]
+        assert [s["blocks"] for s in report["stages"]] == [s["blocks"] for s in before["stages"]]
+
+
 def test_no_block_is_computed_again_that_uses_what_the_step_writes(ranks, tmp_path):
     options = {"memory_limit": "1GiB"}
     report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "counts", options)[0]["report"]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_pipeoffload.processes import failure_board
 from lightning_pipeoffload.processes.run_store import free_port
+from tests.support.caches import new_caches
 from tests.support.forks import FORKS, fork
 
 # A machine that runs tests may stand still for minutes; who never answers is a defect all the same.
@@ -96,7 +97,7 @@ def _serve(pipe, rank, size):
         port, function, args = call
         os.environ.update(  # each time: the end of a Trainer removes some
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), NODE_RANK="0",
-            WORLD_SIZE=str(size),
+            WORLD_SIZE=str(size), XDG_CACHE_HOME=new_caches(),
         )  # fmt: skip
         try:
             pipe.send((None, function(*args)))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import sha256
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -91,6 +91,12 @@ def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
     return found
 
 
+def describe_blocks(chain: BlockChain) -> str:
+    """Return a digest of how the blocks are made, the same in all processes."""
+    makes = [(make.form, make.numbers) for make in map(_Make, chain.blocks)]
+    return sha256(repr(makes).encode()).hexdigest()
+
+
 def _work_of(index: int, chain: BlockChain, record: StepRecord) -> Any:
     last = len(chain) - 1
     segments = {index, index + 1} if index == last else {index}
@@ -122,10 +128,10 @@ class _Make:
 
     def __init__(self, block: nn.Module) -> None:
         self.numbers: list[int] = []
-        self._described: dict[int, tuple[int, list[int]]] = {}
+        self._described: dict[int, tuple[str, list[int]]] = {}
         modules = block.named_modules()
         self.form = tuple(
-            (name, type(child), self._describe_module(child)) for name, child in modules
+            (name, _name_of(type(child)), self._describe_module(child)) for name, child in modules
         )
 
     def _describe_module(self, module: nn.Module) -> Any:
@@ -145,29 +151,30 @@ class _Make:
     def _describe_weight(self, tensor: Tensor) -> Any:
         options = options_of(tensor) if is_4bit(tensor) else {}
         packed = [self._describe(value, 1) for value in options.values()]
-        return type(tensor), _describe_tensor(tensor), has_hooks(tensor), tuple(packed)
+        return _name_of(type(tensor)), _describe_tensor(tensor), has_hooks(tensor), tuple(packed)
 
     def _describe(self, value: Any, depth: int) -> Any:
         if type(value) is int:
             self.numbers.append(value)
-            return int
+            return "int"
         if isinstance(value, (int, *_PLAIN)):
-            return type(value), repr(value)
+            return repr(value)
         if isinstance(value, Tensor):
             return _describe_tensor(value)
-        if isinstance(value, (type, torch._ops.OpOverload)):
-            return value
+        if isinstance(value, type):
+            return _name_of(value)
         if not depth or isinstance(value, nn.Module):
-            return type(value)
+            return _name_of(type(value))
         return self._describe_parts(value, depth - 1)
 
     def _describe_parts(self, value: Any, depth: int) -> Any:
         """Describe what a container, an object or a function holds; each object once."""
         if id(value) not in self._described:
-            self._described[id(value)] = 0, []  # it may hold itself
+            self._described[id(value)] = "", []  # it may hold itself
             before, self.numbers = self.numbers, []
             parts = [(name, self._describe(part, depth)) for name, part in _parts_of(value)]
-            self._described[id(value)] = hash((type(value), _code_of(value), *parts)), self.numbers
+            form = repr((_name_of(type(value)), _code_of(value), parts))
+            self._described[id(value)] = sha256(form.encode()).hexdigest(), self.numbers
             self.numbers = before
         form, numbers = self._described[id(value)]
         self.numbers += numbers
@@ -176,7 +183,7 @@ class _Make:
 
 def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):  # hooks have numbers for keys, each another one
-        yield from ((key if isinstance(key, str) else type(key), v) for key, v in value.items())
+        yield from ((key if isinstance(key, str) else "", v) for key, v in value.items())
     elif isinstance(value, (list, tuple)):
         yield from enumerate(value)
     elif isinstance(value, (set, frozenset)):
@@ -191,5 +198,10 @@ def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from getattr(value, "__dict__", {}).items()
 
 
-def _code_of(value: Any) -> CodeType | None:
-    return value.__code__ if isinstance(value, FunctionType) else None
+def _code_of(value: Any) -> tuple[str, bytes] | None:
+    is_function = isinstance(value, FunctionType)
+    return (_name_of(value), value.__code__.co_code) if is_function else None
+
+
+def _name_of(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,138 @@
+"""The choice of an earlier start of the same run, with the costs that it was made by.
+
+Another start plans that choice under its own limits, and measures nothing. It is the same run where
+the step's operations and shapes, the blocks, the settings, optimizers, precision, versions and all
+ranks' devices are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.accelerator import accelerator_module
+from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.measure.block_costs import BesideBlocks
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.schedule import Costs
+from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule.plan_cache import PlanCache, store_text
+
+log = logging.getLogger(__name__)
+
+_NO_SETTINGS = {"plan_cache", "solver_seconds"}
+
+
+@dataclass(frozen=True)
+class StoredChoice:
+    """A choice.
+
+    Attributes:
+        option: What was chosen.
+        costs: The costs of its blocks.
+        beside: The overhead of an action beside them.
+        num_classes: The number of classes of alike blocks.
+        bytes_beside: What each process's device has held beside activations.
+    """
+
+    option: Option
+    costs: Costs
+    beside: BesideBlocks
+    num_classes: int
+    bytes_beside: Sequence[int]
+
+    @property
+    def measured(self) -> tuple[Costs, BesideBlocks]:
+        return self.costs, self.beside
+
+    @classmethod
+    def read(cls, text: str) -> StoredChoice:
+        values = json.loads(text)
+        option, costs = Option(**values.pop("option")), Costs(**values.pop("costs"))
+        return cls(option, costs, **values)
+
+
+class ChoiceStore:
+    """The file of one run's choice; all ranks call its methods.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        pipeline: Pipeline,
+        group: PipelineGroup,
+        record: StepRecord,
+        conditions: Sequence[Any],
+    ) -> None:
+        self._group = group
+        trainer: Any = pipeline.module.trainer
+        described = (
+            *(type(pipeline.module).__qualname__, record.work, describe_blocks(pipeline.chain)),
+            *([*map(_name_of, trainer.optimizers)], trainer.precision),
+            *(_describe_settings(settings), pipeline.settings.stage_ranks, conditions),
+            *(torch.__version__, _nodes_as_numbers(group.world.gather(_device(pipeline.device)))),
+        )
+        digest = sha256(repr(described).encode()).hexdigest()[:24]
+        self.path = PlanCache(settings.plan_cache).folder / f"choice-{digest}.json"
+
+    def find(self) -> StoredChoice | None:
+        """Return the choice; None if there is none."""
+        return self._group.world.broadcast(self._read() if self._group.reports else None, 0)
+
+    def _read(self) -> StoredChoice | None:
+        try:
+            return StoredChoice.read(self.path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("the choice in %s is damaged, and is ignored: %s", self.path, error)
+            return None
+
+    def store(self, choice: StoredChoice) -> None:
+        """Keep a choice for another start."""
+        if self._group.reports:
+            store_text(self.path, json.dumps(asdict(choice)), "choice-*.json")
+
+
+def _name_of(optimizer: Any) -> str:
+    kind = type(getattr(optimizer, "optimizer", optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _describe_settings(settings: PipelineSettings) -> list[tuple[str, str]]:
+    values = ((field.name, getattr(settings, field.name)) for field in fields(settings))
+    return [
+        (name, getattr(value, "__qualname__", repr(value)))
+        for name, value in values
+        if name not in _NO_SETTINGS
+    ]
+
+
+def _device(device: torch.device) -> tuple[Any, ...]:
+    """Describe this process's device, its processor and, last, its node."""
+    name, num_bytes = "", 0
+    if device.type != "cpu":
+        name = accelerator_module().get_device_name(device)
+        num_bytes = torch.accelerator.get_memory_info(device)[1]
+    processor = platform.machine(), os.cpu_count(), torch.get_num_threads()
+    return device.type, name, num_bytes, *processor, platform.node()
+
+
+def _nodes_as_numbers(ranks: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Replace the nodes' names, which differ in each job, by which ranks share one."""
+    nodes: dict[Any, int] = {}
+    return [(*rank[:-1], nodes.setdefault(rank[-1], len(nodes))) for rank in ranks]
