@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +13,7 @@ from typing_extensions import override
 from lightning_pipeoffload.processes.joint_processes import JointProcesses, set_replica
 from lightning_pipeoffload.processes.run_store import connect_store
 from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.mesh import GroupLayout, ProcessGroups
 
 
 class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
@@ -45,7 +45,7 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
         set_replica(self.global_rank, self.world_size)
         if self._board is not None:
             run = self.broadcast(secrets.token_hex(8), 0)
-            self._board.connect(connect_store(run, self._timeout))
+            self._board.connect(connect_store(run, "board", self._timeout))
 
     @override
     def _setup_distributed(self) -> None:
@@ -56,7 +56,18 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
 
     def _make_groups(self, size: int) -> None:
         """Connect all ranks, and those that share parameters: the same ranks on one machine."""
-        self._world = self._shard_ranks = self._make_host_group()
+        groups = ProcessGroups.of(
+            GroupLayout(
+                self.world_size // size,
+                size,
+                "odc",
+                self.global_rank,
+                self.root_device,
+                self._timeout,
+            )
+        )
+        self._world = self._shard_ranks = _host_group(groups, range(self.world_size))
+        ProcessGroups.abort_ended()
         if size == self.world_size:
             return
         shape = (self.world_size // size, size, 1)
@@ -65,12 +76,9 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         for first in range(0, self.world_size, size):
-            ranks = self._make_host_group(list(range(first, first + size)))
+            ranks = _host_group(groups, range(first, first + size))
             if first <= self.global_rank < first + size:
                 self._shard_ranks = ranks
-
-    def _make_host_group(self, global_ranks: list[int] | None = None) -> HostGroup:
-        return HostGroup(dist.new_group(global_ranks, timeout=self._timeout, backend="gloo"))
 
     def _check_group_size(self, world_size: int) -> int:
         """Return the number of ranks that share the parameters."""
@@ -94,3 +102,7 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
     ) -> Tensor:
         self._refuse_alone("all_gather")
         return super().all_gather(tensor, group, sync_grads)
+
+
+def _host_group(groups: ProcessGroups, members: range) -> HostGroup:
+    return HostGroup(groups.get("host", tuple(members), {"backend": "gloo"}))

@@ -26,7 +26,9 @@ from lightning_pipeoffload.processes.failure import (
 )
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.launcher import BetweenRuns, JointLauncher, LaunchedProcesses
+from lightning_pipeoffload.processes.run_store import end_connections
 from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.mesh import ProcessGroups
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
@@ -76,7 +78,6 @@ class JointProcesses(ParallelStrategy):
     _board: FailureBoard | None = None
     _launched: LaunchedProcesses
     _has_failed = False
-    _must_reconnect = False
     _exception_hooks: Sequence[WrappedHook] = ()
     _warns = False
     _texts: Mapping[str, str] = MappingProxyType({})  # that all ranks have broadcast
@@ -223,7 +224,8 @@ class JointProcesses(ParallelStrategy):
     def _break_off(self, is_of_all: bool) -> None:
         """End without waiting for ranks; after an error of all ranks, another run may follow."""
         if is_of_all:
-            self._must_reconnect = True
+            ProcessGroups.end(has_failed=True)
+            end_connections()
             self._watch_between_runs(EXIT_SECONDS)
 
     def _fail_elsewhere(self, exception: Exception) -> None:

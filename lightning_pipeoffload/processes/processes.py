@@ -134,9 +134,8 @@ class PipelineProcesses(JointProcesses):
         if self.world_size == 1:
             options["store"] = HashStore()  # one rank needs no port
         _init_dist_connection(self.cluster_environment, backend, **options)
-        if self._group is not None and self._must_reconnect:
+        if self._group is not None and not self._group.is_connected:
             self._group.renew()
-        self._must_reconnect = False
         if self._group is None:
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
             self._refuse_other_settings(schedule)
@@ -171,14 +170,17 @@ class PipelineProcesses(JointProcesses):
     def _connect(self, group: PipelineGroup) -> None:
         """Open this rank's connections to the store of one fit or evaluation."""
         run = group.world.broadcast(secrets.token_hex(8), 0)
-        self._metrics_store = connect_store(run, self._timeout)
+        self._metrics_store = connect_store(run, "metrics", self._timeout)
         patience = min(self._timeout or _PATIENCE, _PATIENCE)
         self._meeting = Meeting(
-            connect_store(run, self._timeout), self.global_rank, group.global_ranks, patience
+            connect_store(run, "meeting", self._timeout),
+            self.global_rank,
+            group.global_ranks,
+            patience,
         )
         assert self._board is not None
         self._board.place_of = group.place_of
-        self._board.connect(connect_store(run, self._timeout))
+        self._board.connect(connect_store(run, "board", self._timeout))
 
     def agree_on_randomness(self) -> None:
         """Set every rank's global random generators to the state of global rank 0's."""

@@ -7,6 +7,7 @@ import random
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
@@ -40,21 +41,29 @@ def free_port() -> int:
     raise RuntimeError(f"none of a hundred ports in {_PORTS} is free; set MASTER_PORT to one")
 
 
-def connect_store(run: str, timeout: timedelta | None) -> Store:
-    """Open another connection to the store that the process group was made with.
+def connect_store(run: str, use: str, timeout: timedelta | None) -> Store:
+    """Return a connection to the store that the process group was made with.
+
+    Each run of this process has other keys, and uses the connections of the one before.
 
     Args:
-        run: A name of this run; one process group may see several.
+        run: A name of this run.
+        use: What it is for: of two threads each needs its own, since a request may wait.
         timeout: How long to wait for a key that another rank sets.
     """
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timeout or default_pg_timeout,
-    )
-    return PrefixStore(f"pipeoffload/{run}", store)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(f"pipeoffload/{run}", _connection(use, address, timeout))
+
+
+@cache
+def _connection(use: str, address: tuple[str, int], timeout: timedelta | None) -> TCPStore:
+    wait = timeout or default_pg_timeout
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=wait)
+
+
+def end_connections() -> None:
+    """Let later runs open connections of their own, after one that may still wait on these."""
+    _connection.cache_clear()
 
 
 class Meeting:

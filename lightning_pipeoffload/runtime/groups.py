@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.host_group import HostGroup, World
-from lightning_pipeoffload.runtime.mesh import RankMesh, abort_abandoned_groups
+from lightning_pipeoffload.runtime.mesh import ProcessGroups, RankMesh
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
@@ -61,8 +61,7 @@ class PipelineGroup(RankMesh, HostGroup):
         num_replicas: int = 1,
         rank_order: str = "pipeline_inner",
     ) -> None:
-        super().__init__(schedule, global_rank, timeout, num_replicas, rank_order)
-        self.device = device
+        super().__init__(schedule, global_rank, timeout, num_replicas, rank_order, device)
         self.replicas = Replicas(self)
         self._connect()
         self.transport = ProcessGroupTransport(self, self._edges(), device)
@@ -71,17 +70,17 @@ class PipelineGroup(RankMesh, HostGroup):
 
     def _connect(self) -> None:
         self.world = World(self)  # all processes meet here
-        abort_abandoned_groups()
+        ProcessGroups.abort_ended()
         self.replicas.connect()
         self.host_group, self.side_group = self.world.host_group, self.world.side_group
         if self.num_replicas > 1:
-            self.host_group = self.make_group(backend="gloo")
-            self.side_group = self.make_group(backend="gloo")
+            self.host_group = self.make_group("host", backend="gloo")
+            self.side_group = self.make_group("side", backend="gloo")
         self._ranks_group = self.device_group()
 
     def renew(self) -> None:
-        """Abort the device groups and create all groups again, on all ranks, after an error."""
-        self.abort_device_groups()
+        """Create all groups again, on all ranks, where :attr:`is_connected` is False."""
+        self.join_groups()
         self._connect()
         self._sharing = {ranks: self.device_group(ranks) for ranks in self._sharing}
         self.transport.connect()
@@ -199,7 +198,7 @@ class PipelineGroup(RankMesh, HostGroup):
 
     def connect_boundary(self) -> None:
         """Make the group for :meth:`start_adding`; all processes call it."""
-        self._boundary_group = self.make_group(backend="gloo")
+        self._boundary_group = self.make_group("boundary", backend="gloo")
 
     def start_adding(self, numbers: Tensor) -> Callable[[], Tensor]:
         """Start to sum float64 numbers over all ranks, on their hosts and in place.

@@ -69,7 +69,7 @@ class World(HostGroup):
     """All processes of a run, of every replica."""
 
     def __init__(self, mesh: RankMesh) -> None:
-        groups = [mesh.make_world_group(backend="gloo") for _ in range(2)]
+        groups = [mesh.make_world_group(use, backend="gloo") for use in ("world", "world side")]
         super().__init__(*groups)
         self.size = mesh.world_size
         self._mesh = mesh
@@ -80,8 +80,7 @@ class World(HostGroup):
         if self.size == 1:
             yield
             return
-        group = self._mesh.make_world_group(backend="gloo", timeout=_NO_LIMIT)
+        group = self._mesh.make_world_group("no limit", backend="gloo", timeout=_NO_LIMIT)
         yield
         with blaming_peers("lost a rank while it compiled"):
             dist.barrier(group=group)
-        dist.destroy_process_group(group)

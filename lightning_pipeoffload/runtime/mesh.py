@@ -6,10 +6,9 @@ pipeline, and the *root*, the process of a pipeline that holds the last stage an
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,131 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeoffload.schedule import Schedule
+
+_CPU = torch.device("cpu")
+
+
+class GroupLayout(NamedTuple):
+    """What trainers have in common that share process groups.
+
+    Attributes:
+        num_replicas: The number of replicas.
+        num_ranks: The number of ranks of each.
+        rank_order: Which global ranks are neighbours.
+        global_rank: The global rank of this process.
+        device: The device of the device groups.
+        timeout: How long members of a group wait for each other; None: torch's default.
+    """
+
+    num_replicas: int
+    num_ranks: int
+    rank_order: str
+    global_rank: int
+    device: torch.device
+    timeout: timedelta | None
+
+
+class ProcessGroups:
+    """The process groups of one layout of ranks, which the trainers of a process share in turn.
+
+    A group of gloo has three threads, one of a device has buffers, and a trainer that has ended
+    lives until Python collects it. So groups end when a run of another layout begins, or the next
+    run after one that has failed, in which messages may be pending.
+
+    Args:
+        layout: The layout.
+    """
+
+    _current: ClassVar[ProcessGroups | None] = None
+    _ended: ClassVar[list[Any]] = []
+    _pending: ClassVar[list[Any]] = []
+
+    def __init__(self, layout: GroupLayout) -> None:
+        self._layout = layout
+        self._groups: dict[tuple[str, tuple[int, ...], str], Any] = {}
+
+    @classmethod
+    def of(cls, layout: GroupLayout) -> ProcessGroups:
+        """Return the groups of a layout; those of another one end."""
+        found = cls._current
+        if found is None or found._layout != layout or not found._exist():
+            cls.end()
+            found = cls._current = cls(layout)
+        return found
+
+    @classmethod
+    def end(cls, has_failed: bool = False) -> None:
+        """Let no later run share the groups there are; :meth:`abort_ended` aborts them.
+
+        Args:
+            has_failed: Whether collectives may be pending. Then groups of gloo are kept: one that
+                is freed waits for its collectives, which may need a process that keeps it.
+        """
+        if cls._current is None:
+            return
+        for (_, _, backend), group in cls._current._groups.items():
+            if group is not None:
+                (cls._pending if has_failed and backend == "gloo" else cls._ended).append(group)
+        cls._current = None
+
+    @classmethod
+    def abort_ended(cls) -> None:
+        """Abort groups that no run uses any more.
+
+        Aborting waits for no other process. To be called when all processes have begun another run,
+        so that none of them still waits for a message of an ended one, and before the first
+        collective on the device, which waits for all that is queued there.
+        """
+        while cls._ended:
+            group = cls._ended.pop()  # pending work ends with the last reference
+            if _exists(group):
+                # Private: the public way to end a group waits for pending collectives.
+                distributed_c10d._abort_process_group(group)
+
+    @property
+    def are_current(self) -> bool:
+        """Whether the next trainer of this layout would share them."""
+        return ProcessGroups._current is self
+
+    def get(
+        self,
+        use: str,
+        members: tuple[int, ...],
+        options: Mapping[str, Any],
+        connects: bool = False,
+        make_options: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Return the group of a use and members; all processes ask for the same, in one order.
+
+        Args:
+            use: What it is for.
+            members: Global ranks.
+            options: Arguments of ``torch.distributed.new_group``; the same for the same use.
+            connects: Whether it runs a collective on the device when it is made.
+            make_options: Makes the backend's own options, which torch writes the group into.
+
+        Returns:
+            The group; None in a process that is no member.
+        """
+        key = use, members, options.get("backend", "")
+        if key not in self._groups:
+            options = {"timeout": self._layout.timeout, **options}
+            if make_options is not None:
+                options["pg_options"] = make_options()
+            group = dist.new_group(members, **options)
+            is_member = self._layout.global_rank in members
+            self._groups[key] = group if is_member else None
+            if is_member and connects:
+                dist.all_reduce(torch.zeros(1, device=self._layout.device), group=group)
+        return self._groups[key]
+
+    def _exist(self) -> bool:
+        return all(group is None or _exists(group) for group in self._groups.values())
+
+
+def _exists(group: Any) -> bool:
+    # Private: nothing public says whether a group still exists.
+    return group in distributed_c10d._world.pg_map
 
 
 class RankMesh:
@@ -31,9 +155,11 @@ class RankMesh:
 
     Args:
         schedule: Defines which rank holds which stage.
+        global_rank: The global rank of this process.
         timeout: How long members of a group wait for each other; None: torch's default.
         rank_order: Neighbouring global ranks are in one pipeline ("pipeline_inner"), or hold the
             same stage in different replicas ("data_inner").
+        device: The device on which this rank computes.
 
     Attributes:
         mesh: Torch's DeviceMesh, with the dimensions ``data`` and ``pipeline``.
@@ -43,8 +169,6 @@ class RankMesh:
         stage_ranks: The rank of every stage.
     """
 
-    device = torch.device("cpu")
-
     def __init__(
         self,
         schedule: Schedule,
@@ -52,13 +176,13 @@ class RankMesh:
         timeout: timedelta | None = None,
         num_replicas: int = 1,
         rank_order: str = "pipeline_inner",
+        device: torch.device = _CPU,
     ) -> None:
         self.timeout = timeout
+        self.device = device
         self.global_rank = global_rank
-        self._device_groups: dict[Hashable, Any] = {}
-        self._all_groups: list[Any] = []
-        weakref.finalize(self, _abandon, self._all_groups).atexit = False
         self._lay_out(schedule, num_replicas, rank_order)
+        self.join_groups()
 
     def _lay_out(self, schedule: Schedule, num_replicas: int, rank_order: str) -> None:
         self._rank_order = rank_order
@@ -77,6 +201,23 @@ class RankMesh:
         self.replica, self.rank = coordinate
         self.global_ranks = self._table[self.replica]
         self.stage_ranks = schedule.placement
+
+    def join_groups(self) -> None:
+        """Use the process groups of this layout, which end where another layout's are used."""
+        layout = GroupLayout(
+            self.num_replicas,
+            self.num_ranks,
+            self._rank_order,
+            self.global_rank,
+            self.device,
+            self.timeout,
+        )
+        self.groups = ProcessGroups.of(layout)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether its groups are still those that trainers of this process share."""
+        return self.groups.are_current
 
     @property
     def num_ranks(self) -> int:
@@ -131,26 +272,28 @@ class RankMesh:
         """Whether this process reports on the whole run: replica 0's root."""
         return self.global_rank == 0
 
-    # Groups: all processes make them, in the same order, also those that they are not in
+    # Groups: all processes make them, in the same order, also those that they are not in. Of each
+    # ``use`` and members there is one, which a later trainer of this layout uses too.
 
-    def make_group(self, ranks: Iterable[int] | None = None, **options: Any) -> Any:
-        """Make a process group in each replica, of ``ranks`` of the pipeline; None: of all.
+    def make_group(self, use: str, ranks: Iterable[int] | None = None, **options: Any) -> Any:
+        """Return a process group in each replica, of ``ranks`` of the pipeline; None: of all.
 
         Args:
+            use: What it is for: collectives of one group must not overlap with those of another.
             **options: Arguments of ``torch.distributed.new_group``.
 
         Returns:
             The group of this process; None if it is in none.
         """
-        return self._make_groups(self._rows(ranks), options)
+        return self._make_groups(use, self._rows(ranks), options)
 
-    def make_data_group(self, **options: Any) -> Any:
-        """Make a process group of each rank's counterparts in all replicas; return this rank's."""
-        return self._make_groups(self._columns, options)
+    def make_data_group(self, use: str, **options: Any) -> Any:
+        """Return a process group of this rank's counterparts in all replicas."""
+        return self._make_groups(use, self._columns, options)
 
-    def make_world_group(self, **options: Any) -> Any:
-        """Make a process group of all processes."""
-        return self._make_groups([[rank for row in self._table for rank in row]], options)
+    def make_world_group(self, use: str, **options: Any) -> Any:
+        """Return a process group of all processes."""
+        return self._make_groups(use, [[rank for row in self._table for rank in row]], options)
 
     def edge_group(
         self, edge: tuple[int, int], make_options: Callable[[], Any] | None = None
@@ -159,89 +302,41 @@ class RankMesh:
 
         ``make_options`` makes the backend's options of each, which torch writes the group into.
         """
-        return self._device_group("edge", self._rows(edge), make_options, connects=False)
+        return self._make_groups("edge", self._rows(edge), {}, make_options=make_options)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:
         """Return a group over the device's backend of ``ranks`` of this replica; None: of all.
 
-        It is made once, and runs a collective then: NCCL connects at the first use of a group, and
-        waits for all work queued on the device.
+        It runs a collective when it is made: NCCL connects at the first use of a group, and waits
+        for all work queued on the device.
         """
-        return self._device_group("", self._rows(ranks))
+        return self._make_groups("device", self._rows(ranks), {}, connects=True)
 
     def device_data_group(self, use: str) -> Any:
         """Return the device group of this rank's counterparts; each ``use`` has its own."""
-        return self._device_group(use, self._columns)
+        return self._make_groups(use, self._columns, {}, connects=True)
 
-    def abort_device_groups(self) -> None:
-        """Abort the device groups: their pending collectives would wait for each other for ever."""
-        for group in self._device_groups.values():
-            if group is not None:
-                # Private: the public way to end a group waits for pending collectives.
-                distributed_c10d._abort_process_group(group)
-                self._all_groups.remove(group)  # pending work ends with the last reference
-        self._device_groups.clear()
-
-    def _rows(self, ranks: Iterable[int] | None) -> list[list[int]]:
+    def _rows(self, ranks: Iterable[int] | None) -> list[tuple[int, ...]]:
         chosen = range(self.num_ranks) if ranks is None else [*ranks]
-        return [[row[rank] for rank in chosen] for row in self._table]
+        return [tuple(row[rank] for rank in chosen) for row in self._table]
 
     @property
     def _columns(self) -> list[tuple[int, ...]]:
         return [*zip(*self._table, strict=True)]
 
-    def _device_group(
+    def _make_groups(
         self,
         use: str,
         groups: Iterable[Sequence[int]],
-        make_options: Callable[[], Any] | None = None,
-        connects: bool = True,
-    ) -> Any:
-        key = use, tuple(map(tuple, groups))
-        if key not in self._device_groups:
-            group = self._device_groups[key] = self._make_groups(key[1], {}, make_options)
-            if group is not None and connects:  # the transport connects its edges itself
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        return self._device_groups[key]
-
-    def _make_groups(
-        self,
-        groups: Iterable[Sequence[int]],
         options: dict[str, Any],
+        connects: bool = False,
         make_options: Callable[[], Any] | None = None,
     ) -> Any:
         found = None
         for members in groups:
-            if make_options is not None:
-                options = {**options, "pg_options": make_options()}
-            group = dist.new_group(sorted(members), **{"timeout": self.timeout, **options})
-            if self.global_rank in members:
-                found = group
-                self._all_groups.append(group)
+            group = self.groups.get(use, tuple(sorted(members)), options, connects, make_options)
+            found = group if self.global_rank in members else found
         return found
-
-
-# The groups of runs whose mesh was collected: of gloo with three threads each, of a device perhaps
-# with a receive that waits for ever.
-_abandoned: list[Any] = []
-
-
-def _abandon(groups: list[Any]) -> None:
-    _abandoned.extend(groups)
-
-
-def abort_abandoned_groups() -> None:
-    """Free the groups of ended runs, which nothing in this process can use any more.
-
-    Aborting waits for no other process. To be called when all processes have begun another run, so
-    that none of them still waits for a message of an ended one, and before the first collective on
-    the device, which waits for all that is queued there.
-    """
-    while _abandoned:
-        group = _abandoned.pop()
-        # Private: nothing public says whether a group still exists.
-        if group in distributed_c10d._world.pg_map:
-            distributed_c10d._abort_process_group(group)
 
 
 def _table_of(schedule: Schedule, num_replicas: int, rank_order: str) -> list[list[int]]:

@@ -172,7 +172,7 @@ class Replicas:
             self._sums = self._mesh.device_data_group("sums")
             # Another one for copies: one rank may repeat a step earlier than another.
             self._copies = self._mesh.device_data_group("copies")
-            self.host = HostGroup(self._mesh.make_data_group(backend="gloo"))
+            self.host = HostGroup(self._mesh.make_data_group("host", backend="gloo"))
 
     # Each start_ method returns a function that waits; on an accelerator the stream waits
 

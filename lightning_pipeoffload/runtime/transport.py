@@ -397,7 +397,7 @@ class ProcessGroupTransport(Transport):
 
     def _make_groups(self) -> dict[tuple[int, int], Any]:
         if self._backend == "gloo":
-            return dict.fromkeys(self._edges, self._mesh.make_group(backend="gloo"))
+            return dict.fromkeys(self._edges, self._mesh.make_group("messages", backend="gloo"))
         is_nccl = self._backend == "nccl"
         make_options = partial(nccl_options, self._mesh.timeout) if is_nccl else None
         return {

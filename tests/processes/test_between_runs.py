@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
 import pickle
 from functools import partial
 from threading import Lock
@@ -155,3 +157,22 @@ def test_a_metric_may_have_a_hook_that_cannot_be_copied():
 
 def _ignore(*args):
     """Stand for what a profiler does."""
+
+
+def count_open(num_devices):
+    """Return the open files and threads of this process after each of a few fits."""
+    counts = []
+    gc.disable()  # a trainer and its module have each other
+    try:
+        for _ in range(12):
+            fits.trainer(num_devices, max_steps=1).fit(fits.Net(dropout=0.0), fits.loader())
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    finally:
+        gc.enable()
+    return counts
+
+
+def test_what_a_trainer_opens_serves_the_next_one(ranks):
+    for _, second, *_, last in ranks(2).run(count_open, 2):
+        # A thread of the run before may still end.
+        assert all(now < before + 5 for before, now in zip(second, last, strict=True))
