@@ -170,7 +170,7 @@ class StepTrace:
                 except (ValueNeededError, Exception) as error:
                     if self._kernels.take_in(error, self.chain.blocks):
                         raise KernelFoundError from error
-                    self._end_early(error)
+                    self._end_early(self._kernels.explain(error))
                 self._finish()
             self._checks.check_complete(self.segment)
         except KernelFoundError:

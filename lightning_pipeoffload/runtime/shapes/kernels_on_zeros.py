@@ -68,6 +68,7 @@ _FOUND = (
     "operator of torch.library with a function of shapes needs no such run)"
 )
 _HELD = "{0} is called by a reference to its apply that was taken before; call {0}.apply itself"
+_SOME = frozenset({"a weight or the output of a block"})
 _CALL = nn.Module._call_impl.__code__
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -92,6 +93,7 @@ class KernelsOnZeros:
         self._results: dict[Hashable, tuple[_Result, Any]] = {}
         self._reported: set[Any] = set()
         self._note: _Note = _do_nothing
+        self._reason = ""
 
     def copy(self) -> KernelsOnZeros:
         """Return others that start with the same Functions and modules."""
@@ -108,6 +110,7 @@ class KernelsOnZeros:
             Function that is there already was called by its apply as it was before; its module is
             added instead.
         """
+        self._reason = ""
         if not _asks_for_address(error):
             return False
         for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
@@ -115,11 +118,19 @@ class KernelsOnZeros:
             if function is not None and function not in self._functions:
                 self._functions.add(function)
                 return True
-            if function is not None and isinstance(error, AddressNeededError):
-                error.reason = _HELD.format(function.__qualname__)
+            if function is not None:
+                self._reason = _HELD.format(function.__qualname__)
             if frame.f_code is _CALL:
                 return self._add_module(frame.f_locals["self"], blocks)
         return False
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return an error that :meth:`take_in` has found nothing for, with the reason."""
+        if not _asks_for_address(error):
+            return error
+        origins = error.origins if isinstance(error, AddressNeededError) else _SOME
+        explained = AddressNeededError(origins, self._reason)
+        return explained.with_traceback(error.__traceback__)
 
     def _add_module(self, module: nn.Module, blocks: Iterable[nn.Module]) -> bool:
         inside = {*module.modules()} - {module}

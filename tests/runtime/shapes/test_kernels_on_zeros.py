@@ -223,6 +223,20 @@ def by_a_reference(m, x):
     return held(m.head(through(m.blocks, m.embed(x)))).mean()
 
 
+class Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.untyped_storage().data_ptr()
+        return x * 2
+
+
+stored = Stored.apply
+
+
+def of_a_storage(m, x):
+    return loss_of(m, through(m.blocks, stored(m.embed(x))))
+
+
 class OnlyOnes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -240,6 +254,7 @@ def of_ones_alone(m, x):
         (in_the_step_itself, r"address .* from embed.*: call it in an autograd.Function.*data_ptr"),
         (behind_the_blocks, r"address .* from head.*: call it in an autograd.Function.*data_ptr"),
         (by_a_reference, r"address .* from head.*: Silu is called by a reference .*; call Silu.ap"),
+        (of_a_storage, r"address .* from a weight or .*: Stored is called by a ref.* data_ptr\(\)"),
         (of_ones_alone, r"OnlyOnes calls it, and fails on zeros too \(AssertionError: no zeros"),
     ],
 )
