@@ -114,7 +114,7 @@ class ProcessGroups:
 
         Args:
             use: What it is for.
-            members: Global ranks.
+            members: Global ranks; the two directions of an edge are two groups.
             options: Arguments of ``torch.distributed.new_group``; the same for the same use.
             connects: Whether it runs a collective on the device when it is made.
             make_options: Makes the backend's own options, which torch writes the group into.
@@ -127,7 +127,7 @@ class ProcessGroups:
             options = {"timeout": self._layout.timeout, **options}
             if make_options is not None:
                 options["pg_options"] = make_options()
-            group = dist.new_group(members, **options)
+            group = dist.new_group(sorted(members), **options)
             is_member = self._layout.global_rank in members
             self._groups[key] = group if is_member else None
             if is_member and connects:
@@ -334,7 +334,7 @@ class RankMesh:
     ) -> Any:
         found = None
         for members in groups:
-            group = self.groups.get(use, tuple(sorted(members)), options, connects, make_options)
+            group = self.groups.get(use, tuple(members), options, connects, make_options)
             found = group if self.global_rank in members else found
         return found
 
