@@ -13,6 +13,7 @@ a kind of step, or when it is first sent.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ class CollectedValues:
         self._due: set[str] = set()
         self._lacking: dict[str, str] = {}  # with the error of its use
         self._hidden_metrics: dict[int, str] = {}
-        self._places: dict[int, tuple[StepRecord, dict[str, StepPoint]]] = {}
+        self._places: dict[int, dict[str, StepPoint]] = {}  # by id of a record, while it lives
         self._kind = ""
         self._warned: set[str] = set()
         self._logged: list[str] = []
@@ -186,9 +187,11 @@ class CollectedValues:
             if record is last:  # most batches have one for all microbatches
                 continue
             last = record
-            if id(record) not in self._places or self._places[id(record)][0] is not record:
-                self._places[id(record)] = record, dict(self._written_in(record))
-            found |= self._places[id(record)][1]
+            if id(record) not in self._places:
+                self._places[id(record)] = dict(self._written_in(record))
+                dropping = weakref.finalize(record, self._places.pop, id(record), None)
+                dropping.atexit = False
+            found |= self._places[id(record)]
         return found
 
     def _written_in(self, record: StepRecord) -> Iterator[tuple[str, StepPoint]]:

@@ -86,6 +86,7 @@ class StepRecords:
         self._sized_in: dict[Any, int] = {}
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
         self.known: OrderedDict[Any, StepRecord] = OrderedDict()
+        self._ran: set[Any] = set()  # keys of dropped records whose shapes have run
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
 
@@ -94,6 +95,7 @@ class StepRecords:
         if (num_stages > 1) != (self._num_stages > 1):  # sizes count between stages only
             self.forget()
         self._num_stages = num_stages
+        self._ran.clear()
         for record in self.known.values():
             record.is_known = record.has_run = False
 
@@ -122,15 +124,22 @@ class StepRecords:
             self._sized_in[key] = record.sized_in
             sizes = record.sizes
         self.known[key, sizes] = record
+        record.has_run = (key, sizes) in self._ran
         record.changes_batch = trial.changes_batch
         record.draws_beside_torch = trial.draws_beside_torch
         self._compared.add(shapes[:2])
         if len(self.known) > _MOST_RECORDS:
-            ((shapes, answers), _), _ = self.known.popitem(last=False)
-            self._flags[shapes].pop(answers, None)
+            self._drop_oldest()
         if torch.is_grad_enabled():
             self._note_training(record)
         return record
+
+    def _drop_oldest(self) -> None:
+        key, record = self.known.popitem(last=False)
+        (shapes, answers), _ = key
+        self._flags[shapes].pop(answers, None)
+        if record.has_run:
+            self._ran.add(key)
 
     def _with_other_blocks(self, error: CallsError, trial: Callable[[], Any]) -> str:
         # An evaluation runs as a whole then.
@@ -236,6 +245,7 @@ class StepRecords:
     def forget(self) -> None:
         """Drop all records: blocks' outputs may have changed their ``requires_grad``."""
         self.known.clear()
+        self._ran.clear()
         self._flags.clear()
         self._first_of_training = None
 
