@@ -49,7 +49,10 @@ class Generators:
 
     def _now(self) -> Iterator[tuple[str, Any]]:
         for label, (holder, key) in self._places.items():
-            value = holder.get(key) if isinstance(holder, dict) else holder[key]
+            try:
+                value = holder[key]
+            except LookupError:  # a hook has taken it out
+                continue
             if is_generator(value):
                 yield label, value
 
