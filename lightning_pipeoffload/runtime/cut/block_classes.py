@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit, options_of
+from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 aten = torch.ops.aten
@@ -35,12 +37,12 @@ class SegmentWork:
     """Collects the work of each segment of a step.
 
     Attributes:
-        by_chance: Segments that draw random numbers and read values: they may decide what runs.
+        draws: Segments that draw random numbers which are values in the trace too.
     """
 
     def __init__(self, num_segments: int) -> None:
         self._found = [sha256() for _ in range(num_segments)]
-        self._draws: set[int] = set()
+        self.draws: set[int] = set()
         self._reads: set[int] = set()
 
     @property
@@ -50,12 +52,15 @@ class SegmentWork:
 
     @property
     def by_chance(self) -> set[int]:
-        return self._draws & self._reads
+        """Segments that draw random numbers and read values: they may decide what runs."""
+        return self.draws & self._reads
 
     def add(self, segment: int, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
         """Add an operation."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws.add(segment)
+        if torch.Tag.nondeterministic_seeded in func.tags and (
+            kwargs.get("generator") is not None or not has_shapes(args)
+        ):
+            self.draws.add(segment)
         if func is aten._local_scalar_dense.default:
             self._reads.add(segment)
         self.add_values(segment, str(func), (args, kwargs))
@@ -89,6 +94,25 @@ def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
         for index, numbers in zip(members, _telling(members, makes), strict=True):
             found[index] = classes.setdefault((key, numbers), len(classes))
     return found
+
+
+def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutput]:
+    """Return the outputs of blocks that need not run again, for one like each does.
+
+    Such a block leaves nothing behind but its output, whose shapes suffice.
+    """
+    if record.argument_writes or record.starts_backward:
+        return {}
+    first: dict[int, int] = {}
+    classes = find_classes(chain, record)
+    written = {write.point.segment for write in record.writes if write.point.is_in_block}
+    return {
+        index: record.outputs[index]
+        for index, number in enumerate(classes)
+        if first.setdefault(number, index) != index
+        and record.shapes_suffice(index)
+        and index not in written | record.draws
+    }
 
 
 def describe_blocks(chain: BlockChain) -> str:

@@ -119,8 +119,9 @@ class StepRecord:
     block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
     work: list[str] = field(default_factory=list)
     """A digest of each segment's operations, their shapes and numbers; see block_classes."""
+    draws: set[int] = field(default_factory=set)  # segments that draw values
     by_chance: set[int] = field(default_factory=set)
-    """Segments that draw random numbers and read values."""
+    """Those of them that read values."""
 
     # Random numbers.
     draws_beside_torch: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
 from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import propose_traced
 from lightning_pipeoffload.runtime.microbatch import shape_signature
+from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
@@ -190,7 +192,9 @@ class StepRecords:
                 error = error or failed
                 continue
             if log is not None:
-                self._compare_runs(record, log, partial(self._repeat, call, imagined, behind))
+                outputs = find_repeated(self._chain, record)
+                repeat = partial(self._repeat, call, imagined, behind, outputs)
+                self._compare_runs(record, log, repeat)
             return record
         assert error is not None
         raise self._explain(error) from None
@@ -218,9 +222,17 @@ class StepRecords:
             # A call that only the first run makes fills a cache.
             record.unrepeatable = _first_difference(again, repeat())
 
-    def _repeat(self, call: Callable[[], Any], imagined: Imagined, behind: Imagined) -> _Log:
+    def _repeat(
+        self,
+        call: Callable[[], Any],
+        imagined: Imagined,
+        behind: Imagined,
+        outputs: Mapping[int, BlockOutput],
+    ) -> _Log:
+        """Return the calls between the blocks in another run, in which alike blocks run once."""
         log: _Log = []
         trace = StepTrace(*self._traced, log, imagined, observes=False, behind=behind)
+        trace.outputs = outputs
         with trace.running():
             try:
                 call()

@@ -13,7 +13,7 @@ embedding, and the last one is the head and the loss. With three blocks on two s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -46,6 +46,7 @@ from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
+from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
@@ -96,6 +97,9 @@ class StepTrace:
         until: The block at which to leave the step; None: run to the end.
         behind: How to make up the values that are read behind the blocks.
         compared: Attributes that are compared at each block, though they are long.
+
+    Attributes:
+        outputs: The outputs of blocks that do not run.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class StepTrace:
         compared: Set[Attribute] = frozenset(),
     ) -> None:
         self._module = module
+        self.outputs: Mapping[int, BlockOutput] = {}
         self.chain = chain
         self._imagined, self._behind = imagined, behind
         self.observes = observes
@@ -125,7 +130,7 @@ class StepTrace:
         self._checks = CallChecks(chain)
         self.arguments = ArgumentWatch(self.record)
         self._kernels = KernelsOnZeros() if kernels is None else kernels
-        self._device_type = device.type
+        self._device, self._device_type = device, device.type
         self._is_compiled = any(is_compiled(block) for block in chain.blocks)
         self._before_block: list[tuple[int, Any]] = []
         self._training = torch.is_grad_enabled()
@@ -272,7 +277,12 @@ class StepTrace:
         return self._values.leave_block(index, arguments, output)
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
-        return self.chain.plain_call(index)(*args, **kwargs)
+        output = self.outputs.get(index)
+        if output is None:
+            return self.chain.plain_call(index)(*args, **kwargs)
+        known = self._device, self.chain.output_origins(index)
+        metas = zip(output.metas, output.payload, strict=True)
+        return output.fill([ShapeOnly(meta, *known, spec.requires_grad) for meta, spec in metas])
 
     def _note_kernel(self, name: str, arguments: Any) -> None:
         self.record.kernels.add(self.point)
@@ -362,7 +372,8 @@ class StepTrace:
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
         record, last = self.record, self._sizes.last
-        record.work, record.by_chance = self.work.digests, self.work.by_chance
+        record.work, record.draws = self.work.digests, self.work.draws
+        record.by_chance = self.work.by_chance
         record.flags.finish()
         record.reads.finish(min(record.imagined, default=len(self.chain)))
         if not record.flags.is_repeatable:

@@ -38,6 +38,12 @@ class DroppedByChance(Block):
         return x if torch.rand(1) < 0.1 else self.weight(x)
 
 
+class Kept(Block):
+    def forward(self, x):
+        self.last = self.weight(x)
+        return self.last
+
+
 class Expert(Block):
     def forward(self, x):
         rows = (x[:, 0] > 0).nonzero().flatten()
@@ -85,4 +91,19 @@ def test_blocks_are_alike_that_do_the_same_and_are_made_alike(blocks, classes):
     pipeline = Pipeline(module, 0, CutSettings((0, 1)), CPU)
     first, *_ = pipeline.cut_batch(torch.ones(2, WIDTH), 1, users_step(module.step), "train", 0)
     assert find_classes(pipeline.chain, first.record) == classes
+    pipeline.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_calls"),
+    [(Block, 6 + 3), (Dropped, 6 + 3), (DroppedByChance, 6 + 6), (Kept, 6 + 6)],
+)
+def test_the_comparison_runs_one_of_alike_blocks_that_leave_only_outputs(kind, num_calls):
+    module, calls = Regression(nn.ModuleList(make(kind))), []
+    for block in module.blocks:
+        block.weight.register_forward_hook(lambda *_: calls.append(""))
+    pipeline = Pipeline(module, 0, CutSettings((0, 1)), CPU)
+    torch.manual_seed(0)
+    pipeline.cut_batch(torch.ones(2, WIDTH), 1, users_step(module.step), "train", 0)
+    assert len(calls) == num_calls
     pipeline.detach()
