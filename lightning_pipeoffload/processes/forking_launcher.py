@@ -32,6 +32,7 @@ from threading import Thread
 from typing import IO, Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.call import (
@@ -175,6 +176,8 @@ class ForkingLauncher(JointLauncher):
             self._refuse(trainer)
             rank_zero_info(_STARTS, self.num_processes)
             call = _Call(trainer, self._ranks, lambda: function(*args, **kwargs))
+            if dist.is_initialized():  # by a run of one rank, whose threads are not forked
+                dist.destroy_process_group()
             with ExitStack() as at_end:
                 ranks = [self._fork(call, rank, at_end) for rank in range(self.num_processes)]
                 lost = _wait_for([rank.process for rank in ranks])

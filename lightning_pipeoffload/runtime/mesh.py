@@ -100,7 +100,7 @@ class ProcessGroups:
     @property
     def are_current(self) -> bool:
         """Whether the next trainer of this layout would share them."""
-        return ProcessGroups._current is self
+        return ProcessGroups._current is self and self._exist()
 
     def get(
         self,

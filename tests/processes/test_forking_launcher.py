@@ -318,6 +318,8 @@ def test_one_rank_runs_in_the_interpreter():
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, make_loader())
     assert len(module.history) == 2 * 9  # one for each microbatch
+    make_trainer().fit(module, make_loader())  # forks have no threads of that run
+    trainer.validate(module, make_loader(), verbose=False)
 
 
 def test_a_gpu_without_bfloat16_is_told(monkeypatch):
