@@ -1,4 +1,4 @@
-"""Sends the values of a checkpoint file to global rank 0 one by one as it writes them.
+"""Sends the values of a checkpoint file to global rank 0 as it writes them, small ones together.
 
 Every rank makes a checkpoint with the values that it owns and shapes of the others, since hooks
 read and change it. ``torch.save`` writes the structure first, then the bytes of each tensor::
@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 from lightning_pipeoffload.runtime.transport import as_bytes, blaming_peers
 
 _DONE = -1
+_BUNDLE = 4 << 20  # bytes of small values that come together: each answer takes two messages
 
 
 def shapes_of(tree: Any, global_rank: int) -> Any:
@@ -74,6 +75,10 @@ class SavedValues:
             _owner(path, {rank: numbers[rank][index] for rank in ranks})
             for index, path in enumerate(self._absent)
         ]
+        self._numbers: dict[int, list[int]] = {}  # by owner, in the order of the file
+        for owner, number in dict.fromkeys(self._owners):
+            self._numbers.setdefault(owner, []).append(number)
+        self._in_hand: dict[tuple[int, int], Tensor] = {}
 
     def _number_values(self) -> list[int | None]:
         """Number this rank's values that are absent on rank 0; tied names share a number."""
@@ -128,26 +133,57 @@ class SavedValues:
         return with_versions(tree_unflatten(leaves, self._structure), self._checkpoint)
 
     def _receive(self, like: Tensor, owner: int, number: int, room: Tensor) -> Tensor:
-        size = like.nbytes
-        room = room[:size] if room.numel() else torch.empty(size, dtype=torch.uint8)
-        with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
-            self._ask(number, owner)
-            dist.recv(room, owner, group=self._group.world.host_group)
-        return room.view(like.dtype).view(like.shape)
+        if (owner, number) not in self._in_hand:
+            bundle = self._bundle(owner, number)
+            sizes = [self._size(each) for each in bundle]
+            room = room if room.numel() and len(bundle) == 1 else torch.empty(0, dtype=torch.uint8)
+            room = room[: sizes[0]] if room.numel() else room.new_empty(sum(sizes))
+            with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
+                self._ask(number, owner, len(bundle))
+                dist.recv(room, owner, group=self._group.world.host_group)
+            if len(bundle) == 1:
+                return room.view(like.dtype).view(like.shape)
+            parts = room.split(sizes)
+            self._in_hand.update(((owner, n), p) for n, p in zip(bundle, parts, strict=True))
+        # A copy, which is aligned.
+        return self._in_hand.pop((owner, number)).clone().view(like.dtype).view(like.shape)
 
-    def _ask(self, number: int, rank: int) -> None:
-        dist.send(torch.tensor([number]), rank, group=self._group.world.host_group)
+    def _bundle(self, owner: int, number: int) -> list[int]:
+        """Return the numbers of the values that come with one: those behind it, if they are small.
+
+        Each value is asked for once, in this order but for what hooks of the file change.
+        """
+        numbers, size = self._numbers[owner], 0
+        found: list[int] = []
+        for each in numbers[numbers.index(number) :]:
+            size += self._size(each)
+            if found and (size > _BUNDLE or (owner, each) in self._in_hand):
+                break
+            found.append(each)
+        return found
+
+    def _size(self, number: int) -> int:
+        size: int = self._leaves[self._absent[number]].nbytes
+        return size
+
+    def _ask(self, number: int, rank: int, count: int = 0) -> None:
+        dist.send(torch.tensor([number, count]), rank, group=self._group.world.host_group)
 
     def _send_asked(self) -> None:
-        number = torch.empty(1, dtype=torch.int64)
-        group = self._group.world.host_group
+        asked = torch.empty(2, dtype=torch.int64)
+        group, numbers = self._group.world.host_group, self._numbers[self._group.global_rank]
         with blaming_peers("lost global rank 0 while it wrote a checkpoint"):
             while True:
-                dist.recv(number, 0, group=group)
-                if int(number) == _DONE:
+                dist.recv(asked, 0, group=group)
+                number, count = asked.tolist()
+                if number == _DONE:
                     return
-                value = _on_host(self._leaves[self._absent[int(number)]])
-                dist.send(as_bytes(value.contiguous()), 0, group=group)
+                first = numbers.index(number)
+                values = [self._bytes_of(each) for each in numbers[first : first + count]]
+                dist.send(values[0] if count == 1 else torch.cat(values), 0, group=group)
+
+    def _bytes_of(self, number: int) -> Tensor:
+        return as_bytes(_on_host(self._leaves[self._absent[number]]).contiguous())
 
 
 class LateTensor:
