@@ -1,11 +1,10 @@
 import os
 import shutil
-import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.caches import NAME, new_caches
+from tests.support.caches import begin_session, new_caches
 
 if TYPE_CHECKING:
     pass
@@ -17,7 +16,7 @@ CACHES = pytest.StashKey()
 
 def pytest_configure(config):
     """Keep the plans and choices of other sessions out of this one's, and the other way round."""
-    os.environ["XDG_CACHE_HOME"] = config.stash[CACHES] = tempfile.mkdtemp(NAME)
+    config.stash[CACHES] = begin_session()
 
 
 def pytest_unconfigure(config):

@@ -1,5 +1,6 @@
 """`python -m tests.generated fuzz [SECONDS [FIRST]]`, `... seed NUMBER`, `... shrink FILE`."""
 
+import shutil
 import sys
 import tempfile
 import time
@@ -10,6 +11,7 @@ from tests.generated.choices import draw, plain
 from tests.generated.program_source import program_source
 from tests.generated.shrink import shrink
 from tests.generated.verdict import Pools, choices_of, judge_choices
+from tests.support.caches import begin_session
 
 
 def fuzz(get_pool, seconds="600", first=None):
@@ -60,12 +62,13 @@ def _report(get_pool, chosen, name):
 
 def _main():
     name, *arguments = sys.argv[1:]
-    pools = Pools()
+    caches, pools = begin_session(), Pools()
     commands = {"fuzz": fuzz, "seed": judge_seed, "shrink": shrink_file}
     try:
         is_right = commands[name](pools.get, *arguments)
     finally:
         pools.close()
+        shutil.rmtree(caches, ignore_errors=True)
     sys.exit(not is_right)
 
 

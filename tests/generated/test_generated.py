@@ -3,6 +3,10 @@
 `python -m tests.generated seed NUMBER` makes a failing seed's program small and writes its file.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.generated.choices import draw, plain
@@ -30,3 +34,11 @@ def test_the_shrinker_keeps_what_fails():
     chosen, verdict = shrink(draw(seed), judge)
     different = {name for name, value in chosen.items() if value != plain()[name]}
     assert (different, verdict.outcome) == ({"call", "clip"}, "wrong")
+
+
+@pytest.mark.slow
+def test_the_command_judges_a_seed_outside_of_pytest():
+    outside = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    command = [sys.executable, "-m", "tests.generated", "seed", "0"]
+    run = subprocess.run(command, env=outside, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
