@@ -22,7 +22,7 @@ from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for
-from lightning_pipeoffload.planning.report import print_line
+from lightning_pipeoffload.planning.report import Progress, print_line
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_classes import find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
@@ -114,6 +114,9 @@ class AutoChoice:
         self._measurements, self._cutter = measurements, cutter
         self._has_step_barrier = has_step_barrier
         self._trial: BlockMeasurement | None = None
+        trainer: Any = pipeline.module.trainer
+        has_bar = getattr(trainer, "progress_bar_callback", None) is not None
+        self._progress = Progress(group.reports and has_bar)
 
     def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
         """Measure the blocks, and choose the fastest plan that fits.
@@ -231,7 +234,9 @@ class AutoChoice:
         trial = BlockMeasurement(self._pipeline, self._group.transport, classes)
         self._trial = trial
         found = {}
-        for way, count in product(self._ways(), counts):
+        ways = [*product(self._ways(), counts)]
+        for index, (way, count) in enumerate(ways, start=1):
+            self._progress.show(f"measuring {index} of {len(ways)}")
             try:
                 own = self._group.gather(trial.measure(partial(cut_batch, count), way, speed))
             except ScheduleError as error:
@@ -303,7 +308,8 @@ class AutoChoice:
     ) -> Chosen:
         given = self._settings, self._group.num_ranks, wanted, known.costs_of, limits
         request = request_for(*given, partial(self._has_barrier, known))
-        request = replace(request, must_fit=must_fit or request.must_fit)
+        must_fit |= request.must_fit
+        request = replace(request, must_fit=must_fit, show=self._progress.show)
         plan = plan_for_all(self._group, request)
         plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(known)])
         option = plan.best.option

@@ -7,6 +7,7 @@ tables of plans, stages and ranks, WARNING silences all. Tables fit 80 columns.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from io import StringIO
 from statistics import mean
@@ -23,6 +24,7 @@ from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_sh
 from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
+_SECONDS_SILENT = 2.0
 _NUM_COLUMNS = 80  # of the text that other handlers get
 _NAME_WIDTH = 24  # of a stage's blocks, so that the table of stages fits these
 
@@ -132,6 +134,24 @@ def _tell(*parts: Table | str, level: int = logging.INFO) -> None:
 def print_line(line: str) -> None:
     """Print a line on the progress of something that takes long."""
     _tell(line)
+
+
+class Progress:
+    """Prints what is being done where it takes longer than two seconds.
+
+    Args:
+        is_on: Whether to print anything: on one process, unless the user has switched bars off.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self._is_on, self._last = is_on, time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Print a line if the last one, or the start, is more than two seconds ago."""
+        now = time.monotonic()
+        if self._is_on and now - self._last > _SECONDS_SILENT:
+            self._last = now
+            print_line(f"{text} ...")
 
 
 def print_choice(plan: Plan, is_measured: bool) -> None:

@@ -61,6 +61,7 @@ class PlanRequest:
             is not below the best period.
         omits_above: Skip options that must take longer than this period, or than the best plan so
             far; these are never chosen. None: plan all options, for a table.
+        show: Called with what is being done, as "planning 3 of 60".
         recipes: The recipe of each schedule, by its name.
         builder_options: Other options of the builders.
     """
@@ -77,6 +78,7 @@ class PlanRequest:
     must_fit: bool = True
     searches_always: bool = False
     omits_above: float | None = None
+    show: Callable[[str], None] = lambda text: None
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -331,6 +333,8 @@ class _Trials:
 
     def try_unless_slower(self, option: Option) -> bool:
         """Plan an option's order unless bounds show that it is slower; return if it was."""
+        num_done = len({candidate.option for candidate in self.found})
+        self._request.show(f"planning {num_done + 1} of {len(self._request.options)}")
         if self.omits(self.bound, option) or self.omits(self._bound_with_copies, option):
             self._refuse(option, "none", ScheduleError("nothing of it is faster than the best"))
             return False

@@ -4,7 +4,9 @@ import logging
 
 import pytest
 
+from lightning_pipeoffload.planning import report
 from lightning_pipeoffload.planning.report import (
+    Progress,
     print_measurement,
     print_offload,
     print_prediction,
@@ -143,3 +145,15 @@ def test_the_bubble_is_explained(capsys):
         "The bubble was predicted as 20.0 %, and is 50.0 %: 12.5 % by the plan with the measured "
         "times, 12.5 % between steps (data, optimizer, hooks, validation), 25.0 % waiting"
     ) in printed
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_takes_long_is_said_every_two_seconds(capsys, monkeypatch, is_on):
+    seconds = iter([0.0, 1.0, 2.5, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: next(seconds))
+    progress = Progress(is_on)
+    for index in range(1, 6):
+        progress.show(f"measuring {index} of 6")
+    printed = capsys.readouterr().out
+    shown = [index for index in range(1, 6) if f"measuring {index} of 6" in printed]
+    assert shown == ([2, 5] if is_on else [])
