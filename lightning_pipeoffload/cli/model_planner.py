@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_precision
 from lightning_pipeoffload.cli.given_plan import has_barrier, needs_all_gradients
 from lightning_pipeoffload.cli.model_probe import ModelProbe
+from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes
 from lightning_pipeoffload.planning.memory_needs import HostedOptimizer, MemoryNeeds, RankNeeds
@@ -79,6 +80,14 @@ class _Found:
         return len(self.words), self.candidate.peak_memory
 
 
+# What memory and times of a rank follow from; schedules come from ``schedule`` and ``compare``.
+_COUNTING = {
+    *("schedule", "blocks", "split", "offload", "recompute", "data_parallel_size", "sharding"),
+    *("optimizer_offload", "optimizer_sync", "master_weights", "host_memory_limit"),
+}
+_INSTEAD = {"memory_limit": "write device_memory, of which weights and messages take their part"}
+
+
 class ModelPlanner:
     """Plans the model that conf/plan.yaml and the command line describe.
 
@@ -94,23 +103,11 @@ class ModelPlanner:
         self.device: Device | None = None
         if config.device is not None:
             self.device = device_named(config.device, config.efficiency, config.host_bandwidth)
-        self._config, strategy = config, config.strategy
+        self._config = config
         self._num_chunks, self._count = config.num_chunks, config.num_microbatches
         chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
         check_sizes(num_microbatches=self._count, **chunks)
-        self.settings = PipelineSettings(
-            num_microbatches=self._count,
-            num_chunks="auto" if self._num_chunks is None else self._num_chunks,
-            blocks=strategy.get("blocks"),
-            split=strategy.get("split", "auto"),
-            offload=strategy.offload,
-            recompute=strategy.recompute,
-            data_parallel_size=strategy.get("data_parallel_size", 1),
-            sharding=strategy.get("sharding", "none"),
-            optimizer_offload=strategy.get("optimizer_offload", False),
-            master_weights=strategy.get("master_weights"),
-            host_memory_limit=strategy.get("host_memory_limit"),
-        )
+        self.settings = settings_of(config, _COUNTING, _INSTEAD, schedule="auto")
         self._has_barrier = has_barrier(config)
         self._is_clipped = needs_all_gradients(config)
         self._needs: dict[Any, MemoryNeeds] = {}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.cli.given_plan import write_costs
 from lightning_pipeoffload.cli.model_probe import SEED, ModelProbe
 from lightning_pipeoffload.cli.plan_output import print_json
+from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
@@ -52,6 +53,17 @@ from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+_COUNTING = {
+    *("schedule", "blocks", "split", "offload", "recompute", "memory_limit", "host_memory_limit"),
+    *("compile", "gradient_accumulation_fusion"),
+}
+_OF_REPLICAS = (
+    *("data_parallel_size", "sharding", "optimizer_offload", "master_weights", "optimizer_sync"),
+)
+_NO_OPTIMIZER = (
+    "a rank that runs alone has no replicas, and its optimizer does not step: pipeoffload-plan "
+    "counts it"
+)
 _DEVIATION = 0.02
 _TIMES = ("forward", "backward_input", "backward_weight", "offload", "reload")
 
@@ -160,19 +172,9 @@ def _fill(slot: Slot, made: dict[int, Tensor]) -> None:
 
 def run_rank(config: DictConfig) -> None:
     """Run one rank as ``rehearse`` says."""
-    num_ranks, strategy = config.num_ranks, config.strategy
+    num_ranks = config.num_ranks
     device = _device(config.device)
-    settings = PipelineSettings(
-        schedule=strategy.schedule,
-        num_microbatches=config.num_microbatches,
-        num_chunks="auto" if config.num_chunks is None else config.num_chunks,
-        blocks=strategy.get("blocks"),
-        split=strategy.get("split", "auto"),
-        offload=strategy.offload,
-        recompute=strategy.recompute,
-        memory_limit=strategy.memory_limit,
-        gradient_accumulation_fusion=strategy.get("gradient_accumulation_fusion", False),
-    )
+    settings = settings_of(config, _COUNTING, dict.fromkeys(_OF_REPLICAS, _NO_OPTIMIZER))
     model = RehearsedModel(config)
     count = settings.choose_num_microbatches(num_ranks, model.batch_size)
     schedule = settings.make_schedule(num_ranks, count)

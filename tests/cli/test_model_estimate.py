@@ -183,6 +183,8 @@ def test_layers_of_configure_model_are_made_of_shapes(capsys, kind, weight):
         ("num_ranks=x", "num_ranks ('x') must be a whole number"),
         ("schedule=auto", "a model's shapes tell no seconds"),
         ("costs_file=costs.json", "a model's shapes tell no seconds"),
+        ("strategy.memory_limit=1GiB", "changes nothing here; write device_memory"),
+        ("+strategy.widht=1", "strategy.widht (1) is no argument"),
         ("~model", "device_memory (80GiB) is for a model"),
     ],
 )

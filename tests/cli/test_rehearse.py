@@ -72,6 +72,7 @@ def test_a_plan_is_made_with_what_was_measured(capsys, tmp_path):
         (["num_microbatches=3"], "cannot be cut into 3 equal microbatches"),
         (["device=nothing"], r"device \(nothing\) is no device"),
         (["strategy.memory_limit=1KiB"], "at least"),
+        (["+strategy.sharding=optimizer"], r"strategy.sharding \(optimizer\) changes nothing here"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(capsys, overrides, message):
