@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -15,6 +16,8 @@ from torch.utils._pytree import (  # private: torch's own containers, HF outputs
 )
 
 _PLAIN = {type(None), bool, int, float, str}
+_WITH_KEYS = {dict, OrderedDict, defaultdict}
+_MUTABLE = {list, deque, *_WITH_KEYS}  # the containers that torch's pytree opens and users change
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
@@ -41,6 +44,23 @@ def map_operands(function: Callable[[Any], Any], operands: Any) -> Any:
     if kind is dict:
         return {name: map_operands(function, part) for name, part in operands.items()}
     return function(operands)
+
+
+def map_in_place(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Do ``tree_map``, but lists, dicts and deques stay the same objects, as their users see."""
+    if type(tree) not in _MUTABLE:
+        return tree_map(
+            lambda part: (map_in_place if type(part) in _MUTABLE else _apply)(function, part),
+            tree,
+            is_leaf=lambda part: type(part) in _MUTABLE,
+        )
+    for key in [*tree] if type(tree) in _WITH_KEYS else range(len(tree)):
+        tree[key] = map_in_place(function, tree[key])
+    return tree
+
+
+def _apply(function: Callable[[Any], Any], leaf: Any) -> Any:
+    return function(leaf)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

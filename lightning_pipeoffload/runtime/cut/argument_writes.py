@@ -1,31 +1,46 @@
 """Finds what blocks write into their arguments: later stages, which do not run them, would lack it.
 
-A tensor that a block computes from other stages' values is sent on as it was written. So of tensors
-only those are of interest that each stage has itself: constants, and those of the batch.
+A block that changes a list or dict, or a number in an object, runs without values on later stages
+too, and the tensors in it are carried values, as those that escape by an attribute. A write into a
+tensor is refused. One that a block computes from other stages' values is sent on as it was written.
+So of tensors only those are of interest that each stage has itself: constants, and those of the
+batch.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.utils._pytree import tree_flatten  # private: see runtime/leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
-_State = tuple[Any, list[Any], list[tuple[Tensor, int]]]
+_NUMBERS = {type(None), bool, int, float, str}
+
+
+class _State(NamedTuple):
+    spec: Any
+    leaves: list[Any]
+    versions: list[tuple[Tensor, int]]
+    numbers: list[Any]  # in attributes of objects, whose tensors are found where they are used
 
 
 class ArgumentWatch:
-    """Compares the arguments of each block before and after its call, one level of objects deep."""
+    """Compares the arguments of each block before and after its call.
+
+    Attributes:
+        filling: The blocks that have changed a list, a dict or a number in an object.
+    """
 
     def __init__(self, record: StepRecord) -> None:
         self._record = record
+        self.filling: set[int] = set()
         self._written: dict[int, ArgumentWrite] = {}  # tensors, by their memory
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_State]:
@@ -43,13 +58,13 @@ class ArgumentWatch:
         """Record the arguments that the block has changed."""
         values = (*args, *kwargs.values())
         for place, (value, was) in enumerate(zip(values, before, strict=True)):
-            written = [tensor for tensor, version in was[2] if tensor._version != version]
-            if written or not _is_same(_state_of(value), was):
+            written = [tensor for tensor, version in was.versions if tensor._version != version]
+            if written:
                 name = [*_names(forward, len(args)), *kwargs][place]
-                write = ArgumentWrite(block, name, calling_line(), bool(written))
+                write = ArgumentWrite(block, name, calling_line())
                 self._written.update((memory_of(tensor), write) for tensor in written)
-                if not written:
-                    self._record.argument_writes.append(write)
+            if not _is_same(_state_of(value), was):
+                self.filling.add(block)
 
     def note_use(self, args: tuple[Any, ...], segment: int) -> None:
         """Record a tensor that an operation reads behind the block that has written it."""
@@ -64,11 +79,16 @@ def _state_of(value: Any) -> _State:
     leaves, spec = tree_flatten(value)
     own = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)]
     # Private: counts writes. Inference tensors count none.
-    return spec, leaves, [(leaf, leaf._version) for leaf in own if not leaf.is_inference()]
+    versions = [(leaf, leaf._version) for leaf in own if not leaf.is_inference()]
+    objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module, type))]
+    attributes = [vars(leaf) for leaf in objects if hasattr(leaf, "__dict__")]
+    numbers = [leaf for leaf in tree_leaves(attributes) if type(leaf) in _NUMBERS]
+    return _State(spec, leaves, versions, numbers)
 
 
 def _is_same(now: _State, was: _State) -> bool:
-    return now[0] == was[0] and [*map(id, now[1])] == [*map(id, was[1])]
+    is_same = now.spec == was.spec and now.numbers == was.numbers
+    return is_same and [*map(id, now.leaves)] == [*map(id, was.leaves)]
 
 
 def _names(forward: Callable[..., Any], count: int) -> Iterator[str]:

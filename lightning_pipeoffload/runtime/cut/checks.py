@@ -222,7 +222,7 @@ class _StepChecks:
             if block >= self._last_start or self._record.shapes_suffice(block):
                 continue
             what = (
-                "stores in an attribute, or passes to a hook, a value that is used behind it"
+                "puts into an attribute, an argument or a hook what is used behind it"
                 if self._record.outputs[block].is_template
                 else "returns numbers or objects beside its tensors"
             )
@@ -313,7 +313,7 @@ class _StepChecks:
 
     def _argument_writes(self) -> Iterator[str]:
         for write in self._record.argument_writes:
-            if not write.is_tensor or write.block < self._last_start:
+            if write.block < self._last_start:
                 yield describe_argument_write(write, self._chain)
 
     def _block(self, index: int) -> str:
@@ -327,11 +327,10 @@ class _StepChecks:
 
 def describe_argument_write(write: ArgumentWrite, chain: BlockChain) -> str:
     """Return the refusal of a block that writes into its arguments."""
-    does = "writes into the tensor" if write.is_tensor else "changes the list or dict"
     return (
-        f"{chain.block_name(write.block)} {does} that is its argument {write.argument}"
-        f"{in_brackets(write.line)}, which only the block's own stage would see: let the block "
-        f"return such values beside its output"
+        f"{chain.block_name(write.block)} writes into the tensor that is its argument "
+        f"{write.argument}{in_brackets(write.line)}, which only the block's own stage would see: "
+        f"let the block return such values beside its output"
     )
 
 

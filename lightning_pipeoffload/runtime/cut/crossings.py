@@ -121,15 +121,23 @@ class CallCounter(TorchFunctionMode):
         """Stop counting within the context."""
         # Removes itself from the stack of modes unless a mode of the user's is above it: some
         # code is slower under a mode.
-        was_paused, self._is_paused = self._is_paused, True
         is_on_top = _get_current_function_mode() is self
         if is_on_top:
             self.__exit__(None, None, None)
         try:
-            yield
+            with self.uncounted():
+                yield
         finally:
             if is_on_top:
                 self.__enter__()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Stop counting within the context, in which contexts of others may begin or end."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
             self._is_paused = was_paused
 
     @contextmanager

@@ -46,12 +46,11 @@ class Alias(NamedTuple):
 
 
 class ArgumentWrite(NamedTuple):
-    """What a block writes into a list, dict or tensor that it gets as an argument."""
+    """A tensor that a block gets as an argument, and writes in place."""
 
     block: int
     argument: str
     line: str  # of the user's code that calls the block
-    is_tensor: bool
 
 
 class StartedBackward(NamedTuple):
@@ -94,7 +93,7 @@ class StepRecord:
     outputs: list[BlockOutput] = field(default_factory=list)  # of each block
     crossings: list[Crossing] = field(default_factory=list)  # values beside them
     opened: set[int] = field(default_factory=set)
-    """Blocks with a value that escapes by a hook or an attribute and is used behind them.
+    """Blocks with a value that escapes by a hook, an attribute or a list and is used behind them.
 
     Such a block runs without values on the later stages too.
     """
@@ -135,7 +134,7 @@ class StepRecord:
     weight_writes: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     argument_writes: list[ArgumentWrite] = field(default_factory=list)
-    """Lists and dicts that blocks change, and tensors that are read behind the block too."""
+    """Those of tensors that are read behind the block too."""
     changes_batch: bool = False
 
     # Properties that make cuts impossible.

@@ -372,6 +372,7 @@ class StepTrace:
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
         record, last = self.record, self._sizes.last
+        record.opened |= self.arguments.filling
         record.work, record.draws = self.work.digests, self.work.draws
         record.by_chance = self.work.by_chance
         record.flags.finish()

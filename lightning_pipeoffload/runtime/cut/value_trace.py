@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
-from torch.utils._pytree import tree_iter, tree_map  # private: see runtime/leaves
+from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
@@ -31,6 +31,7 @@ from lightning_pipeoffload.runtime.cut.record import (
 )
 from lightning_pipeoffload.runtime.leaves import (
     leaves_of,
+    map_in_place,
     map_output,
     output_tensors,
     tensors_in,
@@ -69,7 +70,8 @@ class ValueTrace(CallCounter):
 
     A block gets and returns aliases, other objects than the step has outside of it. So a value that
     escapes from a block by a hook or an attribute can be distinguished from the step's own values:
-    it does not exist where the block does not run.
+    it does not exist where the block does not run. A list or dict that is an argument has aliases
+    during the call only: what the block puts into it escapes too.
 
     Args:
         chain: The blocks.
@@ -87,6 +89,7 @@ class ValueTrace(CallCounter):
         self._block: int | None = None
         self._made: list[ShapeOnly] = []
         self._inside: list[ref[ShapeOnly]] = []  # what blocks have got and made
+        self._aliased: dict[int, tuple[Any, Any]] = {}  # a block's argument of each alias, by id
         self._crossings: dict[Port | _Source, Crossing] = {}
         self._reach = BackwardReach()
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
@@ -184,15 +187,18 @@ class ValueTrace(CallCounter):
         def alias(leaf: Any) -> Any:
             if not isinstance(leaf, ShapeOnly) or not hasattr(leaf, "source"):
                 return leaf
+            if id(leaf) in self._aliased:  # in a list that is in the arguments twice
+                return leaf
             self._use(leaf)
             inner = _Alias.apply(leaf, None, None)
             inner.is_weight = getattr(leaf, "is_weight", False)
             _set_source(inner, leaf.source, index, leaf.lineage[1:])  # type: ignore[attr-defined]
             self._inside.append(ref(inner))
+            self._aliased[id(inner)] = inner, leaf
             return inner
 
         with self.paused():
-            return tree_map(alias, arguments)
+            return map_in_place(alias, arguments)
 
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
         """Return aliases of a block's output, for the step, and start the next segment."""
@@ -219,6 +225,8 @@ class ValueTrace(CallCounter):
             self._note_training((arguments, self._made))
             self._made.clear()
             self._block = None
+            map_in_place(lambda leaf: self._aliased.get(id(leaf), (None, leaf))[1], arguments)
+            self._aliased.clear()
             output = map_output(alias, output)
             self.start(index + 1)
             self._reach.start_segment()

@@ -446,10 +446,10 @@ class Awaited(ShapeOnly):
             return func(*give_values(args), **give_values(kwargs or {}))
 
 
-def give_values(tree: Any) -> Any:
+def give_values(tree: Any, map_leaves: Callable[..., Any] = tree_map) -> Any:
     """Replace stand-ins with their received values."""
     stands_in = any(isinstance(leaf, Awaited) for leaf in leaves_of(tree))
-    return tree_map(_value_of, tree) if stands_in else tree
+    return map_leaves(_value_of, tree) if stands_in else tree
 
 
 def _value_of(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor
 from torch._guards import TracingContext  # private: what is being compiled
 
+from lightning_pipeoffload.runtime.contexts import NOTHING
 from lightning_pipeoffload.runtime.cut.block_chain import StageExit
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
@@ -143,16 +144,18 @@ def _follow(
         rerun = _Rerun(function, watch)
         early_stop = early_stop and not watch.compares
     plain: Any = make(rerun, early_stop)
-    next(plain)
+    with NOTHING if watch is None else watch.step.uncounted():
+        next(plain)
     try:
         yield
     except BaseException as error:
         if isinstance(error, StageExit) and rerun is not function:
             rerun.expect(error.payload)
         plain.throw(error)
-    if rerun is not function:
-        # Private: only a local variable of torch's checkpoint() has the result.
-        rerun.expect(sys._getframe(1).f_locals["ret"])
+    if watch is not None:
+        with watch.step.uncounted():
+            # Private: only a local variable of torch's checkpoint() has the result.
+            rerun.expect(sys._getframe(1).f_locals["ret"])
     next(plain, None)
 
 

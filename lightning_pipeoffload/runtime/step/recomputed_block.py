@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
@@ -35,6 +36,7 @@ def run_checkpointed(
     if not torch.is_grad_enabled() or _is_checkpointed(block):
         return call(*args, **kwargs)
     before = _Before(block, written, generators)
+    args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))  # the step may fill a list later
     output = checkpoint(
         call,
         *args,

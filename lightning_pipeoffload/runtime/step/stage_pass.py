@@ -29,7 +29,7 @@ from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.leaves import output_tensors
+from lightning_pipeoffload.runtime.leaves import map_in_place, output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
 from lightning_pipeoffload.runtime.randomness import (
     has_drawn_since,
@@ -311,7 +311,7 @@ class StagePass:
 
     def _run_own(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _are_values(args, kwargs) and has_shapes((args, kwargs)):
-            args, kwargs = give_values((args, kwargs))
+            args, kwargs = give_values((args, kwargs), map_in_place)
             for leaf in shape_only_leaves((args, kwargs)):
                 raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
         run = self._call_of(index)
@@ -357,6 +357,10 @@ class StagePass:
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
         is_open = index in self._record.opened
         return self._counter.resumed() if self._counter and is_open else NOTHING
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Do not count calls inside, which the step does not make itself."""
+        return self._counter.uncounted() if self._counter else NOTHING
 
     def _paused(self) -> AbstractContextManager[None]:
         return self._counter.paused() if self._counter else NOTHING

@@ -127,6 +127,21 @@ class Keeping(Mixture):
         return super().forward(x)
 
 
+class FillingWithNumbers(Mixture):
+    """Puts a number into the caller's list, for the step to use."""
+
+    def forward(self, x, kept):
+        kept.append(self.gate(x).mean().item())
+        return super().forward(x)
+
+
+def with_numbers(m, x):
+    kept = []
+    for block in m.blocks:
+        x = block(x, kept)
+    return loss_of(m, x) * sum(kept)
+
+
 def always_wrong(block, x):
     if x.sum() > 0:
         raise RuntimeError("too large")
@@ -164,7 +179,11 @@ REFUSED = {
     ),
     "keeping": (
         step_of(with_losses, lambda: Keeping(each_expert)),
-        "blocks.0 reads values .* and stores in an attribute, or passes to a hook",
+        "blocks.0 reads values .* and puts into an attribute, an argument or a hook what is used",
+    ),
+    "number_in_a_list": (
+        step_of(with_numbers, lambda: FillingWithNumbers(each_expert)),
+        r"blocks.0 reads values .*item\(\).* and puts into an attribute, an argument or a hook",
     ),
     "always_wrong": (
         step_of(plain, lambda: Mixture(always_wrong)),

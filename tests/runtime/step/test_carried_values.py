@@ -1,6 +1,9 @@
 """Values that go from stage to stage beside what the blocks hand on."""
 
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +146,149 @@ def test_what_goes_beside_the_blocks_is_carried(step, pipeline):
 def test_blocks_that_are_recomputed():
     batches = [torch.randn(4, 4).double()]
     train_beside(module_of(losses_in_attributes), "1f1b", 2, batches, recompute="full")
+
+
+# What blocks put into their arguments
+
+
+class Filling(nn.Linear):
+    def __init__(self, fill):
+        super().__init__(4, 4)
+        self.fill = fill
+
+    def forward(self, x, kept):
+        y = super().forward(x).tanh()
+        return y + self.fill(kept, x, y)
+
+
+def appends_states(kept, x, y):
+    kept["states"].append((x, y * 2))
+    return 0
+
+
+def sets_keys(kept, x, y):
+    """The first block's keys are read by all, a sum is replaced, a number counts."""
+    kept.setdefault("keys", y * 3)
+    kept["number"] = kept.get("number", 0) + 1
+    kept["sum"] = kept.get("sum", 0) + y.pow(2)
+    return kept["keys"] * kept["number"]
+
+
+def pushes_and_pops(kept, x, y):
+    kept.append(y.sin())
+    return kept.popleft() if len(kept) > 2 else 0
+
+
+def keeps_lists(kept, x, y):
+    kept[tuple(y.shape)].append(y.exp())
+    return kept[tuple(y.shape)][0]
+
+
+def keeps_objects(kept, x, y):
+    kept.append(SimpleNamespace(state=y.cos()))
+    return kept[0].state
+
+
+def nothing_but_numbers(kept, x, y):
+    kept.append(y.shape[-1])
+    return 0
+
+
+FILLS = {
+    appends_states: (lambda: {"states": []}, lambda k: sum((a * b).mean() for a, b in k["states"])),
+    sets_keys: (OrderedDict, lambda kept: kept["sum"].mean() * kept["number"]),
+    pushes_and_pops: (deque, lambda kept: sum(value.mean() for value in kept)),
+    keeps_lists: (lambda: defaultdict(list), lambda kept: sum(map(sum, kept.values())).mean()),
+    keeps_objects: (list, lambda kept: sum(each.state.mean() for each in kept)),
+    nothing_but_numbers: (list, sum),
+}
+
+
+def filling(fill, call=lambda block, *given: block(*given)):
+    make, read = FILLS[fill]
+
+    def step(m, x):
+        kept, x = make(), m.embed(x)
+        for block in m.blocks:
+            x = call(block, x, kept)
+        return loss_of(m, x) + read(kept)
+
+    return Step(step, [Filling(fill) for _ in range(DEPTH)]).double()
+
+
+WITH_OPTIONS = [
+    (("zb_h1", 4), {}),
+    (("zb_v", 2), {}),
+    (("zb_h1", 1), {}),
+    (("1f1b", 2), {"recompute": "full"}),
+    (("po_h", 2), {}),
+    (("zb_v", 2), {"recompute": "cheap"}),
+]
+
+
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize(("pipeline", "options"), WITH_OPTIONS)
+def test_what_blocks_put_into_their_arguments(fill, pipeline, options):
+    batches = [torch.randn(8, 4).double()] * 2
+    train_beside(filling(fill), *pipeline, batches, **options)
+
+
+@pytest.mark.parametrize("fill", [appends_states, nothing_but_numbers])
+def test_checkpointed_blocks_that_fill_a_list(fill):
+    module = filling(fill, partial(checkpoint, use_reentrant=False))
+    train_beside(module, "zb_v", 2, [torch.randn(8, 4).double()] * 2)
+
+
+class Counting(nn.Linear):
+    def forward(self, x, state):
+        state.number += 1.5
+        state.sums["last"] = super().forward(x).sin()
+        return state.sums["last"] * state.number
+
+
+def test_numbers_in_an_object():
+    def step(m, x):
+        state, x = SimpleNamespace(number=0, sums={}), m.embed(x)
+        for block in m.blocks:
+            x = block(x, state)
+        return loss_of(m, x) * state.number + state.sums["last"].mean()
+
+    module = Step(step, [Counting(4, 4) for _ in range(4)]).double()
+    train_beside(module, "zb_v", 2, [torch.randn(8, 4).double()])
+
+
+def test_a_recomputed_block_reads_a_list_as_it_was():
+    class Stacking(nn.Linear):
+        def forward(self, x, states):
+            return super().forward(torch.stack(states).mean(0)) + x
+
+    def step(m, x):
+        states = [m.embed(x)]
+        for block in m.blocks:
+            states.append(block(states[-1], states))
+        return loss_of(m, states[-1])
+
+    module = Step(step, [Stacking(4, 4) for _ in range(4)]).double()
+    train_beside(module, "1f1b", 2, [torch.randn(4, 4).double()], recompute="full")
+
+
+def test_a_batch_that_blocks_fill():
+    class Keyed(nn.Linear):
+        def forward(self, x, batch):
+            batch.setdefault("first", x * 2)
+            return super().forward(x + batch["first"]).tanh()
+
+    def step(m, batch):
+        x = m.embed(batch["x"])
+        for block in m.blocks:
+            x = block(x, batch)
+        return loss_of(m, x + batch["first"])
+
+    module = Step(step, [Keyed(4, 4) for _ in range(4)]).double()
+    train_beside(module, "zb_v", 2, [{"x": torch.randn(4, 4).double()}])
+
+
+# Values that escape through hooks
 
 
 def hidden_states_by_hooks(m, x):
