@@ -310,10 +310,13 @@ class _Call:
             BaseException: The first that a rank has raised.
             RuntimeError: A rank was lost.
         """
-        ends = filter(None, [_read(rank.report) for rank in ranks])
-        first = min((end for end in ends if end.error), key=attrgetter("at"), default=_End())
-        if first.error is not None:
+        ends = [_read(rank.report) for rank in ranks]
+        raised = (end for end in ends if end is not None and end.error is not None)
+        first = min(raised, key=attrgetter("at"), default=None)
+        if first is not None and first.error is not None:
             raise first.error from TracebackOfRank(first.text)
+        silent = (rank.process for rank, end in zip(ranks, ends, strict=True) if end is None)
+        lost = lost or next(silent, None)
         if lost is not None:
             raise RuntimeError(f"{lost.name} {_describe_end(lost)}")
         outcome: _Outcome = self._state.load(ranks[0].report)
