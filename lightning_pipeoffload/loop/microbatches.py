@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.microbatch import weigh_parts
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,11 @@ _IGNORED_LABELS = (
     "the batch has labels of -100, which losses leave out, and microbatches weigh by samples: "
     "where they count unlike numbers of tokens, the gradient is not that of the batch's mean; give "
     'the strategy microbatch_weight="tokens", or a callable of the microbatch'
+)
+_CLASS_WEIGHTS = (
+    "the loss weighs classes{}, so it is a mean over the labels' weights, while microbatches weigh "
+    "by samples: where their labels weigh unlike, the gradient is not that of the batch's mean; "
+    'give the strategy microbatch_weight=lambda b: w[b["labels"]].sum(), with w these weights'
 )
 _OVER_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -59,6 +66,12 @@ class MicrobatchWeights:
         """Warn where weights by samples may not be those of the loss."""
         if self._weight == "samples" and _has_ignored_labels(batch):
             log.warning(_IGNORED_LABELS)
+
+    def note_class_weights(self, slices: Sequence[Microbatch]) -> None:
+        """Warn where the step's loss is a mean with weights, and microbatches weigh by samples."""
+        lines = [cut.record.class_weights for cut in slices if cut.record.class_weights]
+        if self._weight == "samples" and len(slices) > 1 and lines:
+            log.warning(_CLASS_WEIGHTS.format(in_brackets(lines[0])))
 
 
 def count_tokens(part: Any, drops_first: bool) -> Tensor:

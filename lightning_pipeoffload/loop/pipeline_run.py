@@ -119,8 +119,13 @@ class PipelineRun:
         Raises:
             ValueError: The batch has no samples, or it or the step cannot be cut.
         """
-        if self.cutter.by_user:
-            return self._cut_by_user(inputs)
+        is_first = not self.report.size
+        slices = self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
+        if is_first and self._group.reports:
+            self._weights.note_class_weights(slices)
+        return slices
+
+    def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
         total = self.cutter.count(inputs)
         if not total:
             raise ValueError(

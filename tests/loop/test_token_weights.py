@@ -1,10 +1,12 @@
-"""Labels of -100, which losses leave out: gradients and what is logged are one device's."""
+"""Labels of -100 and weights of classes: gradients and what is logged are one device's."""
 
 import logging
 
 import lightning as L
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import BartConfig, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.bart.modeling_bart import BartForCausalLM
@@ -74,6 +76,55 @@ def test_ignored_labels_are_noted_once_where_samples_weigh(caplog):
     with caplog.at_level(logging.WARNING, "lightning_pipeoffload"):
         fit(1, "masked")
     assert caplog.text.count("the batch has labels of -100") == 1
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 9.0, 0.1], dtype=torch.float64)
+
+
+class Classes(L.LightningModule):
+    def __init__(self, weight):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).double()
+        self.weight = weight
+
+    def training_step(self, batch, index):
+        loss = cross_entropy(self.blocks(batch["x"]), batch["labels"], weight=self.weight)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def count_class_weights(batch):
+    return CLASS_WEIGHTS[batch["labels"]].sum()
+
+
+def fit_classes(num_devices, weight=CLASS_WEIGHTS, microbatch_weight="samples"):
+    L.seed_everything(7, verbose=False)
+    module = Classes(weight)
+    samples = [{"x": x, "labels": i % 3} for i, x in enumerate(torch.randn(16, 3).double())]
+    options = {"microbatch_weight": microbatch_weight}
+    trainer = fits.trainer(num_devices, options, max_epochs=1)
+    trainer.fit(module, DataLoader(samples, batch_size=8))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_weighed_by_classes_a_fit_is_one_devices(ranks):
+    expected = fit_classes(0)
+    for found in ranks(2).run(fit_classes, 2, CLASS_WEIGHTS, count_class_weights):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("weight", "microbatch_weight", "count"),
+    [(CLASS_WEIGHTS, "samples", 1), (None, "samples", 0), (CLASS_WEIGHTS, count_class_weights, 0)],
+)
+def test_class_weights_are_noted_once_where_samples_weigh(caplog, weight, microbatch_weight, count):
+    with caplog.at_level(logging.WARNING, "lightning_pipeoffload"):
+        fit_classes(1, weight, microbatch_weight)
+    assert caplog.text.count("the loss weighs classes (") == count
+    assert caplog.text.count("weight=self.weight") == count
 
 
 def test_which_models_drop_the_first_label():

@@ -137,6 +137,9 @@ class StepRecord:
     """Those of tensors that are read behind the block too."""
     changes_batch: bool = False
 
+    class_weights: str = ""
+    """The line of a mean over samples that weigh as their classes do."""
+
     # Properties that make cuts impossible.
     unrepeatable: LoggedValue | None = None
     """The first value that a second run from the same state did not have."""

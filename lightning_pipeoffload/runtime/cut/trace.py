@@ -78,6 +78,8 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 )
 
 aten = torch.ops.aten
+_CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_MEAN = 1  # of at::Reduction
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
 _MOST_IMAGINED = 1000  # values in a block, and behind the blocks: a loop may never end
@@ -302,6 +304,8 @@ class StepTrace:
                 self.record.segments[name].add(self.segment)
         self._values.observe(func, args, result)
         self._stripped.note_weight_writes(func, args)
+        if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
+            self.record.class_weights = calling_line()
         if self._is_in_block:
             self._note_input_writes(func, args)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
