@@ -47,7 +47,6 @@ from lightning_pipeoffload.runtime.shapes.remote_tensor import (
 from lightning_pipeoffload.runtime.step.answered_pass import (
     install_answers,
     remove_answers,
-    share_answers,
 )
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -249,7 +248,6 @@ class Pipeline:
                 own = without_shared(part, batch) if index < len(cut.parts) - 1 else part
                 run = CallOnCopies(step, own, len(self.stages))
             slices.append(Microbatch(part, num_samples, run, record, self.device, own_seed))
-        share_answers(slices)
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
         new = [record for record in records if not record.has_run]

@@ -2,8 +2,7 @@
 
 A read between the blocks is repeated by each stage of a rank, for each runs the code before its own
 blocks. Where its operand is computed from the batch and from constants alone, all stages read the
-same value, so the first one's answers the later ones; without the batch it answers those of all
-microbatches too (:mod:`..step.answered_pass`).
+same value, so the first one's answers the later ones (:mod:`..step.answered_pass`).
 """
 
 from __future__ import annotations
@@ -53,13 +52,12 @@ class DeviceReads:
 
     Attributes:
         lines: The lines that read, each with the part of the step where it did so first.
-        constant: The places between the blocks that read what is computed from constants alone.
-        common: These, and the places that read what is computed from the batch too.
+        common: The places between the blocks that read what is computed from the batch and from
+            constants alone.
     """
 
     def __init__(self, device_type: str) -> None:
         self.lines: dict[str, str] = {}
-        self.constant: frozenset[ReadPlace] = frozenset()
         self.common: frozenset[ReadPlace] = frozenset()
         self._device_type = device_type
         self._places: dict[ReadPlace, int] = {}
@@ -77,13 +75,12 @@ class DeviceReads:
             last_segment: The first in which a block has read values: these were made up.
         """
         places = [(p, of) for p, of in self._places.items() if p.segment <= last_segment]
-        self.constant = frozenset(place for place, of in places if of == _CONSTANTS)
         self.common = frozenset(place for place, of in places if of != _OTHERS)
         self._values = {}
 
     def are_repeated(self, num_stages: int) -> bool:
         """Return whether a rank with so many stages reads some value several times."""
-        return bool(self.constant) or (num_stages > 1 and bool(self.common))
+        return num_stages > 1 and bool(self.common)
 
     def note(self, tensor: Any, part: str) -> None:
         """Record the line that reads a tensor, in a part of the step."""

@@ -6,16 +6,14 @@ microbatch and at the same line, need not be waited for again::
     stage 0 of the rank    if mask.all():    waits for the device; the value is kept
     stage 3 of the rank    if mask.all():    gets that value
 
-Only lines are answered whose operand the trace has found to be the same: on every stage, if it is
-computed from the batch; for all microbatches of a batch, if it is computed from constants alone in
-a step that writes no attributes and draws from torch's generators only, and the batch has only
-tensors.
+Only lines are answered whose operand the trace has found to be the same on every stage: what is
+computed from the batch and from constants.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from threading import get_ident
 from typing import Any
@@ -23,10 +21,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.device_reads import ReadPlace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 
 _READERS = ("__bool__", "__float__", "__int__", "__index__", "item")
@@ -63,25 +59,11 @@ class AnsweredPass(StagePass):
         place = ReadPlace(self._segment, frame.f_code, frame.f_lineno)
         if place not in self._record.reads.common:
             return plain(tensor)
-        answers = self._answers
-        if place in self._record.reads.constant and self._microbatch.answers_of_batch is not None:
-            answers = self._microbatch.answers_of_batch
         count = self._counts[place] = self._counts.get(place, 0) + 1
-        found = answers.setdefault(place, [])
+        found = self._answers.setdefault(place, [])
         if len(found) < count:
             found.append(plain(tensor))
         return found[count - 1]
-
-
-def share_answers(slices: Sequence[Microbatch]) -> None:
-    """Share what is read of constants among the microbatches of a batch with the same record."""
-    shared: dict[int, dict[ReadPlace, list[Any]]] = {}
-    for microbatch in slices:
-        record = microbatch.record
-        if not record.reads.constant or record.writes or record.draws_beside_torch:
-            continue
-        if all(leaf is None or type(leaf) is Tensor for leaf in batch_leaves(microbatch.part)):
-            microbatch.answers_of_batch = shared.setdefault(id(record), {})
 
 
 _replaced = ExitStack()  # what gives torch its readers back

@@ -30,7 +30,6 @@ class Microbatch:
             tensor where the host does not know it.
         differentiate: Starts the backward from the weighted loss.
         answers: What the rank's stages have read of the device for it.
-        answers_of_batch: What is the same for all microbatches; None: that is not certain.
     """
 
     part: Any
@@ -43,7 +42,6 @@ class Microbatch:
     weight: float | Tensor = 1.0
     differentiate: Callable[[Tensor], None] = Tensor.backward
     answers: dict[ReadPlace, list[Any]] | None = None
-    answers_of_batch: dict[ReadPlace, list[Any]] | None = None
 
 
 def placed(

@@ -80,9 +80,9 @@ def left_for_w(monkeypatch):
     found = []
     put = WeightGradQueue.put
 
-    def count(self, compute, weights, flops=0):
+    def count(self, compute, weights, flops=0, operand=None):
         found.append(flops)
-        put(self, compute, weights, flops)
+        put(self, compute, weights, flops, operand)
 
     monkeypatch.setattr(WeightGradQueue, "put", count)
     return found
