@@ -43,10 +43,6 @@ class ReadPlace(NamedTuple):
     line: int
 
 
-# What a value is computed from; that of a result is the largest of its operands'.
-_CONSTANTS, _BATCH, _OTHERS = range(3)
-
-
 class DeviceReads:
     """The reads of one traced step.
 
@@ -60,13 +56,14 @@ class DeviceReads:
         self.lines: dict[str, str] = {}
         self.common: frozenset[ReadPlace] = frozenset()
         self._device_type = device_type
-        self._places: dict[ReadPlace, int] = {}
-        self._values: dict[int, tuple[int, Tensor]] = {}  # by the id of the tensor
-        self._numbers = _CONSTANTS  # what Python's numbers are computed from by now
+        self._places: dict[ReadPlace, bool] = {}
+        # By the id of the tensor, whether it is computed from the batch and constants alone.
+        self._values: dict[int, tuple[bool, Tensor]] = {}
+        self._numbers_are_common = True  # Python's, by now
 
     def start(self, leaves: Iterable[Tensor]) -> None:
         """Begin with the tensors of the batch."""
-        self._values = {id(leaf): (_BATCH, leaf) for leaf in leaves}
+        self._values = {id(leaf): (True, leaf) for leaf in leaves}
 
     def finish(self, last_segment: int) -> None:
         """Complete the record, and release the tensors.
@@ -74,8 +71,8 @@ class DeviceReads:
         Args:
             last_segment: The first in which a block has read values: these were made up.
         """
-        places = [(p, of) for p, of in self._places.items() if p.segment <= last_segment]
-        self.common = frozenset(place for place, of in places if of != _OTHERS)
+        places = (place for place, is_common in self._places.items() if is_common)
+        self.common = frozenset(place for place in places if place.segment <= last_segment)
         self._values = {}
 
     def are_repeated(self, num_stages: int) -> bool:
@@ -102,33 +99,34 @@ class DeviceReads:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, segment: int
     ) -> None:
         """Follow values through an operation between the blocks."""
-        found = self._source_of(func, tensors_in((args, kwargs)))
+        is_common = self._makes_common(func, tensors_in((args, kwargs)))
         if _reads(func, args):
-            self._numbers = max(self._numbers, found)
+            self._numbers_are_common &= is_common
         if func is aten._local_scalar_dense.default:
             frame = _reading_frame()
             place = ReadPlace(segment, frame.f_code, frame.f_lineno)
-            self._places[place] = max(found, self._places.get(place, found))
+            self._places[place] = is_common and self._places.get(place, True)
             return
         for written in written_arguments(func, args, kwargs):
-            if id(written) in self._values and found > self._values[id(written)][0]:
-                self._numbers = _OTHERS  # its memory may be that of others
-        self._values.update((id(made), (found, made)) for made in tensors_in(result))
+            if not is_common and self._is_common(written):
+                self._numbers_are_common = False  # its memory may be that of others
+        self._values.update((id(made), (is_common, made)) for made in tensors_in(result))
 
     def note_reader(self, tensor: Any) -> None:
         """Take into account that Python has got values of a tensor between the blocks."""
-        self._numbers = max(self._numbers, self._values.get(id(tensor), (_OTHERS,))[0])
+        self._numbers_are_common &= self._is_common(tensor)
 
-    def _source_of(self, func: Any, given: list[Tensor]) -> int:
-        if not isinstance(func, torch._ops.OpOverload):
-            return _OTHERS
+    def _makes_common(self, func: Any, given: list[Tensor]) -> bool:
+        if not isinstance(func, torch._ops.OpOverload) or not self._numbers_are_common:
+            return False
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws or func.overloadpacket in _WITHOUT_VALUES:
-            return _OTHERS
-        if func is aten.lift_fresh.default:  # of what has been made of Python's numbers
-            return self._numbers
-        sources = (self._values.get(id(tensor), (_OTHERS,))[0] for tensor in given)
-        return max(self._numbers, *sources, _CONSTANTS)
+            return False
+        # What is lifted has been made of Python's numbers.
+        return func is aten.lift_fresh.default or all(map(self._is_common, given))
+
+    def _is_common(self, tensor: Any) -> bool:
+        return self._values.get(id(tensor), (False,))[0]
 
 
 def _reads(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
