@@ -1,7 +1,7 @@
 """What a batch costs where steps keep values until the epoch's end, as the epoch grows.
 
-    python examples/benchmarks/growing_state.py
-    python examples/benchmarks/growing_state.py --kinds losses nested --runs pipeoffload:2
+    python -m examples.benchmarks.growing_state
+    python -m examples.benchmarks.growing_state --kinds losses nested --runs pipeoffload:2
 
 Four small blocks; ``training_step`` adds to a list, a dict, a set or a deque behind them, as
 Lightning advises (``self.training_step_outputs.append(loss)``). For each kind and run a line has
@@ -14,12 +14,8 @@ machine changes least. "bank" and the static kinds are no states that grow: they
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
-import subprocess
 import sys
-import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from examples.benchmarks.batch_times import BatchStarts, measure_each, train_epoch
 
 _WIDTH, _SAMPLES, _SPAN = 16, 16, 50
 _ROW = "{:<12}{:<22}{:>10}{:>10}{:>10}{:>8}{:>8}"
@@ -106,63 +102,26 @@ KINDS: dict[str, Callable[[GrowingNet, Tensor, int], None]] = {
 }
 
 
-class BatchStarts(L.Callback):
-    """Notes when the fit and each batch start."""
-
-    def __init__(self) -> None:
-        self.starts: list[tuple[float, float]] = []
-
-    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Note the time."""
-        self.fit_started = time.perf_counter()
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the time."""
-        self.starts.append((time.perf_counter(), time.process_time()))
-
-    def milliseconds(self, first: int, stop: int) -> tuple[float, float]:
-        """Return the medians from batch to batch, of a clock and of this process."""
-        starts = self.starts[max(first, 1) : stop]
-        pairs = [*zip(starts, starts[1:], strict=False)]
-        wall, own = (1000 * statistics.median(b[i] - a[i] for a, b in pairs) for i in range(2))
-        return wall, own
+def milliseconds(starts: BatchStarts, first: int, stop: int) -> tuple[float, float]:
+    """Return the medians from batch to batch, of a clock and of this process."""
+    own = starts.starts[max(first, 1) : stop]
+    pairs = [*zip(own, own[1:], strict=False)]
+    wall, busy = (1000 * statistics.median(b[i] - a[i] for a, b in pairs) for i in range(2))
+    return wall, busy
 
 
 def measure(kind: str, run: str, num_batches: int) -> None:
     """Train, and print a line of the table."""
     L.seed_everything(1, verbose=False)
-    name, _, devices = run.partition(":")
-    starts = BatchStarts()
     data = DataLoader(TensorDataset(torch.randn(num_batches * _SAMPLES, _WIDTH)), _SAMPLES)
-    trainer = L.Trainer(
-        strategy=_strategy_of(name),
-        devices=int(devices),
-        accelerator="cpu",
-        max_epochs=1,
-        max_steps=num_batches,
-        use_distributed_sampler=False,
-        callbacks=[starts],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(GrowingNet(kind), data)
-    if trainer.is_global_zero:
-        early = starts.milliseconds(100 - _SPAN, 100 + _SPAN)
-        late = starts.milliseconds(num_batches - 2 * _SPAN, num_batches)
+    module = GrowingNet(kind)
+    starts = train_epoch(run, module, data, max_steps=num_batches)
+    if module.global_rank == 0:
+        early = milliseconds(starts, 100 - _SPAN, 100 + _SPAN)
+        late = milliseconds(starts, num_batches - 2 * _SPAN, num_batches)
         begun = starts.starts[1][0] - starts.fit_started
         figures = begun, early[0], late[0], late[0] / early[0], late[1] / early[1]
         print(_ROW.format(kind, run, *(f"{figure:.2f}" for figure in figures)), flush=True)
-
-
-def _strategy_of(name: str) -> Any:
-    kind, _, schedule = name.partition("_")
-    if kind != "pipeoffload":
-        return name
-    return PipeOffloadStrategy(schedule=schedule) if schedule else PipeOffloadStrategy()
 
 
 def read_arguments(line: Sequence[str]) -> argparse.Namespace:
@@ -176,20 +135,12 @@ def read_arguments(line: Sequence[str]) -> argparse.Namespace:
 
 
 def main(line: Sequence[str]) -> None:
-    """Measure one kind and run here; several each in processes of its own."""
+    """Print a line for each kind and run."""
     given = read_arguments(line)
-    if len(given.kinds) == len(given.runs) == 1:
-        warnings.filterwarnings("ignore")
-        for name in ("lightning.pytorch", "lightning.fabric", "lightning_pipeoffload"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        torch.set_num_threads(1)
-        measure(given.kinds[0], given.runs[0], given.batches)
-        return
-    print(_ROW.format("kind", "run", "begun s", "early ms", "late ms", "ratio", "cpu"), flush=True)
-    for kind in given.kinds:
-        for run in given.runs:
-            own = ["--kinds", kind, "--runs", run, "--batches", str(given.batches)]
-            subprocess.run([sys.executable, __file__, *own], check=True)
+    if len(given.kinds) * len(given.runs) > 1:
+        names = "kind", "run", "begun s", "early ms", "late ms", "ratio", "cpu"
+        print(_ROW.format(*names), flush=True)
+    measure_each(given, "examples.benchmarks.growing_state", "batches", measure)
 
 
 if __name__ == "__main__":

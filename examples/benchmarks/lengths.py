@@ -1,7 +1,7 @@
 """What batches of many lengths cost: one device and two ranks, as they come, padded, and of one.
 
-    python examples/benchmarks/lengths.py
-    python examples/benchmarks/lengths.py --layers 4 --runs pipeoffload:2
+    python -m examples.benchmarks.lengths
+    python -m examples.benchmarks.lengths --layers 4 --runs pipeoffload:2
 
 Collators pad to the longest text of a batch, so nearly every batch has shapes of its own, and a
 step is traced for each. 80 batches have 63 lengths ("any"); "padded" pads each to a multiple of 64;
@@ -12,12 +12,8 @@ from the 20th on, of a clock and of the process of global rank 0.
 from __future__ import annotations
 
 import argparse
-import logging
 import random
-import subprocess
 import sys
-import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from examples.benchmarks.batch_times import measure_each, train_epoch
 
 _WIDTH, _SAMPLES, _WARM = 32, 8, 20
 _NUM_BATCHES, _NUM_LENGTHS = 80, 63
@@ -60,19 +56,6 @@ class TinyEncoder(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class BatchStarts(L.Callback):
-    """Notes when each batch starts."""
-
-    def __init__(self) -> None:
-        self.starts: list[tuple[float, float]] = []
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the time."""
-        self.starts.append((time.perf_counter(), time.process_time()))
-
-
 def batch_lengths(kind: str) -> list[int]:
     """Return the length of each batch's texts."""
     draw = random.Random(0)
@@ -87,35 +70,15 @@ def batch_lengths(kind: str) -> list[int]:
 def measure(kind: str, run: str, num_layers: int) -> None:
     """Train, and print a line of the table."""
     L.seed_everything(1, verbose=False)
-    name, _, devices = run.partition(":")
     shapes = [(_SAMPLES, length) for length in batch_lengths(kind)]
     data: Any = DataLoader([torch.randint(1, 256, shape) for shape in shapes], batch_size=None)  # type: ignore[arg-type]
-    starts = BatchStarts()
-    trainer = L.Trainer(
-        strategy=_strategy_of(name),
-        devices=int(devices),
-        accelerator="cpu",
-        max_epochs=1,
-        use_distributed_sampler=False,
-        callbacks=[starts],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(TinyEncoder(num_layers), data)
-    if trainer.is_global_zero:
-        (first, own_first), (last, own_last) = starts.starts[_WARM], starts.starts[-1]
-        num = len(starts.starts) - 1 - _WARM
+    module = TinyEncoder(num_layers)
+    starts = train_epoch(run, module, data).starts
+    if module.global_rank == 0:
+        (first, own_first), (last, own_last) = starts[_WARM], starts[-1]
+        num = len(starts) - 1 - _WARM
         figures = 1000 * (last - first) / num, 1000 * (own_last - own_first) / num
         print(_ROW.format(kind, run, *(f"{figure:.1f}" for figure in figures)), flush=True)
-
-
-def _strategy_of(name: str) -> Any:
-    kind, _, schedule = name.partition("_")
-    if kind != "pipeoffload":
-        return name
-    return PipeOffloadStrategy(schedule=schedule) if schedule else PipeOffloadStrategy()
 
 
 def read_arguments(line: Sequence[str]) -> argparse.Namespace:
@@ -129,20 +92,11 @@ def read_arguments(line: Sequence[str]) -> argparse.Namespace:
 
 
 def main(line: Sequence[str]) -> None:
-    """Measure one kind and run here; several each in processes of its own."""
+    """Print a line for each kind and run."""
     given = read_arguments(line)
-    if len(given.kinds) == len(given.runs) == 1:
-        warnings.filterwarnings("ignore")
-        for name in ("lightning.pytorch", "lightning.fabric", "lightning_pipeoffload"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        torch.set_num_threads(1)
-        measure(given.kinds[0], given.runs[0], given.layers)
-        return
-    print(_ROW.format("lengths", "run", "ms", "cpu ms"), flush=True)
-    for kind in given.kinds:
-        for run in given.runs:
-            own = ["--kinds", kind, "--runs", run, "--layers", str(given.layers)]
-            subprocess.run([sys.executable, __file__, *own], check=True)
+    if len(given.kinds) * len(given.runs) > 1:
+        print(_ROW.format("lengths", "run", "ms", "cpu ms"), flush=True)
+    measure_each(given, "examples.benchmarks.lengths", "layers", measure)
 
 
 if __name__ == "__main__":
