@@ -7,7 +7,7 @@ import random
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
@@ -41,29 +41,34 @@ def free_port() -> int:
     raise RuntimeError(f"none of a hundred ports in {_PORTS} is free; set MASTER_PORT to one")
 
 
+_connections: WeakKeyDictionary[dist.ProcessGroup, dict[str, TCPStore]] = WeakKeyDictionary()
+
+
 def connect_store(run: str, use: str, timeout: timedelta | None) -> Store:
     """Return a connection to the store that the process group was made with.
 
-    Each run of this process has other keys, and uses the connections of the one before.
+    Each run of this process has other keys, and uses the connections of the one before as long as
+    there is the same process group, whose first process hosts the store.
 
     Args:
         run: A name of this run.
         use: What it is for: of two threads each needs its own, since a request may wait.
         timeout: How long to wait for a key that another rank sets.
     """
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return PrefixStore(f"pipeoffload/{run}", _connection(use, address, timeout))
-
-
-@cache
-def _connection(use: str, address: tuple[str, int], timeout: timedelta | None) -> TCPStore:
+    world = dist.group.WORLD
+    assert world is not None
+    uses = _connections.setdefault(world, {})
     wait = timeout or default_pg_timeout
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=wait)
+    if use not in uses:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        uses[use] = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=wait)
+    uses[use].set_timeout(wait)
+    return PrefixStore(f"pipeoffload/{run}", uses[use])
 
 
 def end_connections() -> None:
     """Let later runs open connections of their own, after one that may still wait on these."""
-    _connection.cache_clear()
+    _connections.clear()
 
 
 class Meeting:
