@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from lightning_pipeoffload import lightning_names
+from tests.support.pairs import slow
 
 # The class of each part comes from the other name than its neighbour's.
 MIXED = """
@@ -63,7 +64,7 @@ def run(program, folder):
 
 @pytest.mark.parametrize(
     ("imports", "name"),
-    [(OURS + THEIRS, "lightning.pytorch"), (THEIRS + OURS, "pytorch_lightning")],
+    [slow((OURS + THEIRS, "lightning.pytorch")), (THEIRS + OURS, "pytorch_lightning")],
 )
 def test_a_program_may_mix_the_names_of_lightning(tmp_path, imports, name):
     done = run(imports + MIXED, tmp_path)

@@ -202,6 +202,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="looks for processes in /proc")
 def test_it_has_the_lowest_priority_and_ends_when_the_process_that_started_it_is_killed(tmp_path):
     command = [sys.executable, "-c", PARENT, str(tmp_path)]

@@ -242,7 +242,7 @@ PLANS = [
     ("size", "options", "plans"),
     [
         (2, {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}}, PLANS),
-        (4, {"trainer": {"gradient_clip_val": 0.05}, "data_parallel_size": 2}, PLANS[1:]),
+        slow((4, {"trainer": {"gradient_clip_val": 0.05}, "data_parallel_size": 2}, PLANS[1:])),
     ],
     ids=["accumulated", "replicas"],
 )

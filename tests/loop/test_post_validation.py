@@ -386,6 +386,7 @@ def read_all(sync, folder):
     }
 
 
+@pytest.mark.slow
 def test_every_reader_has_the_weights_of_a_step_that_was_taken_back(ranks, tmp_path):
     for found, expected in zip(
         *(ranks(4).run(read_all, sync, str(tmp_path)) for sync in SYNCS[::-1]), strict=True

@@ -275,7 +275,7 @@ def assert_quantized_as_by_transformers(values, folder):
 
 QUANTIZED_BEFORE, QUANTIZED_BY_RANKS = False, True
 ROWS = [
-    ("llama", 2, QUANTIZED_BEFORE, {"schedule": "1f1b"}),
+    slow(("llama", 2, QUANTIZED_BEFORE, {"schedule": "1f1b"})),
     ("llama", 2, QUANTIZED_BY_RANKS, {"schedule": "zb_v"}),
     ("qwen2 packed", 2, QUANTIZED_BY_RANKS, {"schedule": "1f1b"}),
     slow(("gpt2", 2, QUANTIZED_BEFORE, {"schedule": "zb_h1", "offload": "half"})),

@@ -183,7 +183,7 @@ def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, ho
 WITHOUT_READER = [["--then", "wait", "--act", "exit"], [*BATCH, "raise"], [*BATCH, "terminate"]]
 
 
-@pytest.mark.parametrize("arguments", some(WITHOUT_READER, 2))
+@pytest.mark.parametrize("arguments", some(WITHOUT_READER, 1))
 def test_all_end_where_nobody_reads_their_messages(arguments):
     run = run_failing(*arguments, "--rank", "1", "--without-reader")
     assert run.status in {1, 143}
