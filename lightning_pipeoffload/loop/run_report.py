@@ -11,6 +11,7 @@ from lightning_pipeoffload.loop.auto_choice import Chosen
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.optimizers.optimizer_snapshot import bytes_usable
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket, measure_states
+from lightning_pipeoffload.planning.balance import describe_cut
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
@@ -24,6 +25,7 @@ from lightning_pipeoffload.planning.report import (
     predict,
     print_accumulation,
     print_choice,
+    print_line,
     print_measurement,
     print_offload,
     print_prediction,
@@ -130,6 +132,8 @@ class RunReport:
                 print_choice(self.chosen.plan, self.chosen.is_measured)
             report = self.make()
             print_prediction(report)
+            if self._group.num_ranks > 1:
+                print_line(describe_cut(report, self._pipeline))
             if self._pipeline.device.type != "cpu":
                 print_reads(report["device_reads"])
             if num_accumulated > 1:

@@ -44,6 +44,8 @@ def predict(
     costs = measured or pipeline.costs
     step = PlannedStep(plan, costs, has_barrier)
     timeline = step.timeline
+    work = [sum(kinds) for kinds in zip(*costs.compute(plan.num_stages).values(), strict=True)]
+    total = sum(work) or 1.0
     return {
         "schedule": plan.name,
         "num_ranks": plan.num_ranks,
@@ -55,6 +57,7 @@ def predict(
                 "rank": plan.rank_of(stage),
                 "blocks": pipeline.block_names(stage),
                 "num_parameters": pipeline.num_parameters[stage],
+                "work": work[stage] / total,
             }
             for stage in range(plan.num_stages)
         ],

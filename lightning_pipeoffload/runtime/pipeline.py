@@ -108,6 +108,7 @@ class Pipeline:
         stage_gradients: For weights that several stages of this rank use, the gradients of all
             these stages but the first, by name.
         flops_of_one: Operations per unit of ``costs``.
+        work: The work of each segment in F, B and W, in that unit, once the chain is cut.
         batch_records: The records of the microbatches of the last batch that was cut.
         is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
         before_trace: Called before a step is traced.
@@ -396,6 +397,7 @@ class Pipeline:
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.flops_of_one = costs.unit
+        self.work = costs.work
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
         ]
@@ -456,6 +458,17 @@ class Pipeline:
                 key = self.tensors.identity[name]  # of tied weights it is the same
                 found[key] = found.get(key, frozenset()) | segments
         return [segments for segments in found.values() if len(segments) > 1]
+
+    def modules_of(self, segment: int) -> list[str]:
+        """List the modules outside of the blocks whose parameters only one segment uses."""
+        found = {
+            name.rpartition(".")[0]: None
+            for name, segments in self._uses.segments.items()
+            if name in self.tensors.trainable
+            and segments == {segment}
+            and self.chain.index_of(name) is None
+        }
+        return [name for name in found if name]
 
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""

@@ -59,6 +59,13 @@ def _levels(module: nn.Module, is_block: Callable[[str], bool]) -> Iterator[list
         passed |= level.keys()
 
 
+def inner_blocks(module: nn.Module, name: str) -> list[str]:
+    """Return the entries of the containers in a block, or else its children with parameters."""
+    part = module.get_submodule(name)
+    level = next(_levels(part, lambda name: True), [])
+    return [f"{name}.{inner}" for names in level for inner in names] or _children(part, f"{name}.")
+
+
 def _trains(part: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in part.parameters())
 

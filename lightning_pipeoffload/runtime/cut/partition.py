@@ -70,6 +70,12 @@ class SegmentCosts:
     parameters: tuple[int, ...]  # numbers of elements
     unit: float = 0.0  # operations that 1 stands for; 0 where they were not counted
 
+    @property
+    def work(self) -> list[float]:
+        """Each segment's work in F, B and W."""
+        kinds = zip(self.forward, self.backward_input, self.backward_weight, strict=True)
+        return [*map(sum, kinds)]
+
 
 def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
@@ -213,10 +219,9 @@ def _count_blocks(
 
 def _weights(costs: SegmentCosts) -> list[float]:
     mean = sum(costs.parameters) / len(costs.parameters) or 1.0
-    works = zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)
     weights = [
-        sum(work) + _PARAMETER_SHARE * (count / mean + 1e-3)
-        for work, count in zip(works, costs.parameters, strict=True)
+        work + _PARAMETER_SHARE * (count / mean + 1e-3)
+        for work, count in zip(costs.work, costs.parameters, strict=True)
     ]
     # What follows the last block cannot be cut from it.
     return [*weights[:-2], weights[-2] + weights[-1]]

@@ -1,0 +1,52 @@
+"""The line that says what was cut, each rank's share of the work, and why they are unlike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_pipeoffload.planning.report import span_of
+from lightning_pipeoffload.runtime.cut.other_blocks import as_argument, inner_blocks
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.schedule.text import share_text
+
+_MOST = 1.5  # times the ranks' mean, without a reason and a remedy
+_ALONE = 0.5  # of a rank's work, from which on a segment is the reason
+
+
+def describe_cut(report: Mapping[str, Any], pipeline: Pipeline) -> str:
+    """Return the line for a report; see :func:`.report.predict`."""
+    shares = [0.0] * report["num_ranks"]
+    for stage in report["stages"]:
+        shares[stage["rank"]] += stage["work"]
+    names = [pipeline.chain.block_name(index) for index in range(len(pipeline.chain))]
+    texts = ", ".join(map(share_text, shares))
+    line = f"Cut: {span_of(names)}, {len(names)} blocks; work of the ranks: {texts}."
+    most = max(shares)
+    if most * len(shares) <= _MOST:
+        return line
+    rank = shares.index(most)
+    stages = [i for i, stage in enumerate(report["stages"]) if stage["rank"] == rank]
+    times = f"{most * len(shares):.1f} times the mean"
+    return f"{line} Rank {rank} has {times}: {_reason(pipeline, stages, most)}."
+
+
+def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:
+    """Return what weighs most on a rank, and what to name instead."""
+    work, chain = pipeline.work, pipeline.chain
+    segments = sorted({s for index in stages for s in pipeline.partition[index].segments})
+    heaviest = max(segments, key=work.__getitem__)
+    names = [chain.block_name(index) for index in range(len(chain))]
+    if work[heaviest] < _ALONE * sum(work[segment] for segment in segments):
+        count = len(names)
+        return f"{count} blocks make no better stages; use fewer devices, or leave split at auto"
+    of_all = f"{share_text(work[heaviest] / sum(work))} of the work"
+    if heaviest == len(chain):
+        behind = pipeline.modules_of(heaviest)
+        named = f"; name these too: {as_argument(pipeline.module, names + behind)}"
+        return f"the code behind the blocks has {of_all}{named if behind else ''}"
+    inside = inner_blocks(pipeline.module, names[heaviest])
+    finer = [*names[:heaviest], *inside, *names[heaviest + 1 :]]
+    named = f"; name its parts: {as_argument(pipeline.module, finer)}"
+    before = " and the code before it" if heaviest == 0 else ""
+    return f"{names[heaviest]}{before} has {of_all}{named if len(inside) > 1 else ''}"
