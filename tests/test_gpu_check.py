@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 ALONE = [
     gpu_parts.late_copies, gpu_llama.products, gpu_spin.waits_beside_a_kernel, gpu_llama.rehearsed,
     gpu_llama.llama, gpu_llama.compiled, gpu_parts.late_copies_under_sanitizer,
-    gpu_parts.exactness, gpu_parts.casts, gpu_parts.block_graphs, gpu_parts.offload,
+    gpu_parts.exactness, gpu_parts.casts, gpu_parts.offload,
     gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors, gpu_fits.fits, gpu_fits.quantized,
     gpu_fits.host_step, gpu_triton.triton_kernels, gpu_llama.liger, gpu_slices.block_slices,
 ]  # fmt: skip

@@ -86,7 +86,6 @@ PARTS = [
     Part(gpu_parts.late_copies_under_sanitizer, 15, _QUEUES),
     Part(gpu_fits.ways_of_two_processes, 60),
     Part(gpu_fits.blame, 40),
-    Part(gpu_parts.block_graphs, 25),
 ]
 ON_DEMAND = [Part(gpu_fits.quantized, 30), Part(gpu_fits.on_demand, 40)]  # by --parts alone
 _LEAST_SECONDS = 8  # that a part is begun with: the device's context takes half of them

@@ -6,7 +6,6 @@ run on the CPU too, for the tests, where they are small and measure nothing of i
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from collections import Counter
@@ -36,12 +35,9 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.step.stage_graphs import CudaGraphPool
-from lightning_pipeoffload.runtime.timing import finished_at
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     Costs,
-    Kind,
     Schedule,
     build,
     offload_activations,
@@ -200,59 +196,6 @@ def casts(device: torch.device) -> Iterator[str]:
 
 
 _ROUNDING = 0.05  # of bfloat16, added up by atomic operations
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def block_graphs(device: torch.device) -> Iterator[str]:
-    """Blocks replayed as CUDA graphs: their gradients, and F, B and W of an inner stage."""
-    ways: dict[str, dict[str, Any]] = {"no graphs": {}, "graphs": {}}
-    if is_accelerated(device):
-        ways["graphs"] = {"make_graph_pool": CudaGraphPool}
-    model, plan = Model(64, 6, 16, dropout=0.1).double().to(device), build("zb_h1", 3, 8)
-    batch = model.batch(8)
-    pipelines = [InProcessPipeline(model, plan, call_step, **ways[name]) for name in ways]
-    for seed in range(3):
-        plain, found = (_gradients_of_step(pipeline, batch, seed) for pipeline in pipelines)
-        error = difference(found, plain)
-        yield f"step {seed}: gradients differ by {error:.1e} from those without graphs"
-        assert error < 1e-9
-    for width, depth, sequence in [_MEDIUM, _LARGE] if is_accelerated(device) else [_SMALL]:
-        large = Model(width, 3 * depth, sequence).bfloat16().to(device)
-        for name, options in ways.items():
-            gc.collect()  # of the pipeline before
-            if is_accelerated(device):
-                torch.accelerator.empty_cache()
-            pipeline = InProcessPipeline(large, plan, call_step, **options)
-            row = _inner_stage(pipeline, large.batch(8))
-            yield f"width {width}, {depth} blocks, {name}: {row}"
-            del pipeline
-
-
-def _inner_stage(pipeline: InProcessPipeline, batch: Tensor) -> str:
-    """Return the times of F, B and W of stage 1, and the memory that the process has taken."""
-    for _ in range(4):
-        pipeline.run(batch, 1)
-        finished_at()
-    times = pipeline.executors[1].timer.action_seconds()
-    kinds = [f"{kind.value} {times[kind, 1] * 1e3:.2f} ms" for kind in _APART]
-    # Reserved, not allocated: what a graph has freed stays in its pool.
-    taken = torch.accelerator.memory_reserved() if is_accelerated(batch.device) else 0
-    return f"{', '.join(kinds)}, {_mib(taken)} reserved"
-
-
-_APART = Kind.F, Kind.B, Kind.W
-_MEDIUM = (512, 4, 512)
-_LARGE, _SMALL = (2048, 4, 2048), (32, 4, 16)  # width, blocks and sequence
-
-
-def _gradients_of_step(pipeline: InProcessPipeline, batch: Tensor, seed: int) -> dict[str, Tensor]:
-    for rank in pipeline.ranks:
-        rank.module.zero_grad()
-    pipeline.run(batch, 1, seed)
-    return {n: g for n, g in pipeline.named_gradients().items() if g is not None}
 
 
 @needing("pytest")

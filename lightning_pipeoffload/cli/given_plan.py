@@ -57,7 +57,7 @@ __all__ = [
 
 _COSTS = tuple(field.name for field in fields(Costs))
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
-_OF_THE_MACHINE = ("communication", "copy_lanes", "ranks_per_link")
+_OF_THE_MACHINE = ("communication", "copy_lanes")
 _OF_A_WHOLE_STEP = ("reduce", "step")
 _SYNCS = ("barrier", "post_validation")
 

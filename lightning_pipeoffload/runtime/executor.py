@@ -209,9 +209,6 @@ class Executor:
             self.timer.end_step()
         self._sends.end_step()
         self.transport.finish_step()
-        if self._keep:
-            for stage in self.stages.values():
-                stage.end_step()
 
     def _use(self, plan: Schedule) -> None:
         self._plan, self._used_costs = plan, self._costs
@@ -311,7 +308,7 @@ class Executor:
         # The stage takes the message as late as possible, after the beginning of the step.
         receive: Callable[[], list[Tensor]] = partial(self._take, ends.needed)
         if self._pending:
-            receive = self._with_weights(stage, receive)
+            receive = self._with_weights(receive)
         output = stage.forward(microbatch, receive, self._keep, store)
         if ends.given is None:
             self._results[action.microbatch] = output
@@ -319,9 +316,7 @@ class Executor:
             ends.box[ends.given] = output
         self._finish(action)
 
-    def _with_weights(
-        self, stage: StageRunner, receive: Callable[[], list[Tensor]]
-    ) -> Callable[[], list[Tensor]]:
+    def _with_weights(self, receive: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
         """Wait for the message, if there is one, then for the pending parameters."""
         assert self._pending is not None
         received = receive()

@@ -56,7 +56,6 @@ from lightning_pipeoffload.runtime.step.stage_gradients import (
     StageGradient,
     stage_gradients,
 )
-from lightning_pipeoffload.runtime.step.stage_graphs import StageGraphs
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 from lightning_pipeoffload.runtime.users_code.step_call import (
@@ -419,7 +418,7 @@ class Pipeline:
             context = StageContext(
                 self.partition[index], len(self.partition), self.chain, self.ownership,
                 self._writes, OwnGradients(own), self.records.generators, self.records.kernels,
-                self.settings.recompute, self._graphs_beside(own), self._add_product,
+                self.settings.recompute, self._add_product,
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 
@@ -432,13 +431,6 @@ class Pipeline:
         if not self.rank:
             warn_once(_NO_FUSION.format(self.device.type))
         return add_product_to_grad
-
-    def _graphs_beside(self, own: list[StageGradient]) -> StageGraphs | None:
-        make_pool = self.settings.make_graph_pool
-        if make_pool is None:
-            return None
-        shared = (gradient.parameter for gradient in own)
-        return StageGraphs(self.chain, self.device, shared, make_pool)
 
     def _own(self, owners: Mapping[str, frozenset[int]]) -> None:
         self.tensors.ownership = Ownership(

@@ -55,8 +55,6 @@ class Costs:
             W's in a plan with STEP; otherwise they follow the rank's last action.
         copy_lanes: The number of copies that a device makes at a time: 1 if both directions share a
             lane, 2 if each has its own.
-        ranks_per_link: The number of neighbouring ranks whose devices share a link to the host, 2
-            if pairs are behind one switch; only one of them copies in a direction at a time.
     """
 
     forward: PerStage
@@ -71,7 +69,6 @@ class Costs:
     reduce: PerStage = 0.0
     step: PerStage = 0.0
     copy_lanes: int = 1
-    ranks_per_link: int = 1
 
     def __post_init__(self) -> None:
         if self.weight_residue is None:
@@ -83,11 +80,6 @@ class Costs:
             _check_cost(field.name, value)
         if self.copy_lanes not in (1, 2):
             raise ScheduleError(f"costs.copy_lanes ({self.copy_lanes}) must be 1 or 2")
-        if not isinstance(self.ranks_per_link, int) or self.ranks_per_link < 1:
-            raise ScheduleError(
-                f"costs.ranks_per_link ({self.ranks_per_link}) must be a whole number from 1 on; "
-                "use 1 where every device has a link of its own, 2 where pairs share one"
-            )
 
     @classmethod
     def unit(cls) -> Costs:
@@ -208,9 +200,8 @@ def free_share(costs: Costs, num_stages: int) -> float:
 
 
 def _busy(costs: Costs, offload: float, reload: float) -> float:
-    """Return the time for which the copies of one activation occupy a lane or a shared link."""
-    of_lane = offload + reload if costs.copy_lanes == 1 else max(offload, reload)
-    return max(of_lane, costs.ranks_per_link * max(offload, reload))
+    """Return the time for which the copies of one activation occupy a lane."""
+    return offload + reload if costs.copy_lanes == 1 else max(offload, reload)
 
 
 def _copies(costs: Costs, num_stages: int) -> list[tuple[float, float]]:

@@ -57,7 +57,7 @@ class PlanQuestion:
     @property
     def family(self) -> str:
         """The prefix of the names of the files with its plan or hints."""
-        topology = f"{self.purpose} {self.costs.copy_lanes} {self.costs.ranks_per_link}"
+        topology = f"{self.purpose} {self.costs.copy_lanes}"
         sizes = f"p{self.num_ranks}-m{self.num_microbatches}-v{self.num_chunks}"
         return f"{sizes}-{_digest(topology)[:12]}"
 

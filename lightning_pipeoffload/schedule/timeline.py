@@ -17,7 +17,6 @@ __all__ = [
     "Timeline",
     "disjoint",
     "earliest",
-    "latest",
 ]
 
 TOLERANCE = 1e-9
@@ -126,16 +125,3 @@ def earliest(start: float, seconds: float, taken: Sequence[Interval]) -> float:
             break
         start = max(start, taken_until)
     return start
-
-
-def latest(end: float, seconds: float, taken: Sequence[Interval]) -> float:
-    """Return the last time from which ``seconds`` are free and end by ``end``; may be negative.
-
-    ``taken`` are disjoint intervals, sorted by start.
-    """
-    for index in range(bisect_left(taken, (end,)) - 1, -1, -1):
-        taken_from, taken_until = taken[index]
-        if end - seconds >= taken_until - TOLERANCE:
-            break
-        end = min(end, taken_from)
-    return end - seconds

@@ -37,11 +37,9 @@ def test_ratio_of_every_stage():
     [
         ({}, 0.5),
         ({"copy_lanes": 2}, 1.0),
-        ({"ranks_per_link": 2}, 0.5),
-        ({"ranks_per_link": 4}, 0.25),
     ],
 )
-def test_what_copies_are_free_depends_on_lanes_and_links(machine, share):
+def test_what_copies_are_free_depends_on_lanes(machine, share):
     assert free_share(Costs(1, 1, 1, offload=3, reload=3, **machine), 4) == share
 
 

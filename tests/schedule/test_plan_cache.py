@@ -56,7 +56,6 @@ def test_a_plan_with_copies_comes_back_with_its_remarks(cache):
         (replace(QUESTION, num_chunks=2), None),
         (replace(QUESTION, purpose="auto"), None),
         (with_costs(copy_lanes=2), None),
-        (with_costs(ranks_per_link=2), None),
         (with_costs(activation=(17.0, 17.0, 17.0, 20.0)), None),
     ],
 )

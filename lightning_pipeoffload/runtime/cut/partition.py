@@ -31,7 +31,6 @@ class CutSettings:
     """Returns replica 0's costs of those that each replica passes: all have to cut alike."""
     compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
     gradient_accumulation_fusion: bool = False  # see weight_grad.queue.add_product_in_float32
-    make_graph_pool: Callable[[], Any] | None = None  # see stage_graphs.StageGraphs; None: none
 
     @property
     def places(self) -> tuple[int, ...]:

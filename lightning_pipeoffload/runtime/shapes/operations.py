@@ -71,7 +71,6 @@ def as_stored(meta: Tensor) -> Tensor:
     return meta._neg_view() if meta.is_neg() else meta
 
 
-aten = torch.ops.aten
 _NORM = aten._foreach_norm  # private: torch clips by it, and a gradient may know its norm
 
 
@@ -133,8 +132,6 @@ def _take(tree: Any, indices: list[int]) -> Any:
 
     return tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
 
-
-aten = torch.ops.aten
 
 # The number of random numbers that they draw depends on the shape alone.
 _BY_SHAPE = {

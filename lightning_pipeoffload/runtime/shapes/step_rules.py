@@ -29,7 +29,6 @@ class ValueNeededError(BaseException):
 
     def __init__(self, operation: str, origins: frozenset[str]) -> None:
         super().__init__(f"{operation} needs the value of {describe_origins(origins)}")
-        self.operation = operation
         self.origins = origins
 
 

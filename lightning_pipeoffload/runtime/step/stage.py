@@ -65,7 +65,6 @@ class StageRunner:
         self._alive: dict[int, _Alive] = {}
         self._last = -1
         self._present: tuple[Any, TensorValues] | None = None
-        self._most_alive = 0
 
     def owned_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers that the rank owns."""
@@ -127,7 +126,6 @@ class StageRunner:
             with self._around_forward(alive, step, microbatch):
                 output = step.run()
             self._alive[microbatch.index] = alive
-            self._most_alive = max(self._most_alive, len(self._alive))
             alive.left = step.left
             self._last = microbatch.index
             if store is not None:
@@ -312,11 +310,6 @@ class StageRunner:
         """Drop the state of all microbatches, after an error."""
         self._alive.clear()
         self._context.gradients.forget()
-
-    def end_step(self) -> None:
-        """Capture the blocks for later steps, with as many microbatches in flight."""
-        if self._context.graphs is not None:
-            self._context.graphs.capture(self._most_alive)
 
     def take_back(self) -> None:
         """Drop the F's that have run without their backwards; they run again."""

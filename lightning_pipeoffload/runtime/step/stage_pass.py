@@ -49,7 +49,6 @@ from lightning_pipeoffload.runtime.step.carried_values import CarriedValues
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
-from lightning_pipeoffload.runtime.step.stage_graphs import StageGraphs
 from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
@@ -125,7 +124,6 @@ class StageContext:
         kernels: What runs on zeros where values are missing.
         recompute: What B computes again: "none", "cheap" (norms, activations, dropout) or "full"
             (blocks).
-        graphs: The graphs of the stage's blocks; None: blocks run as they are written.
         add_product: Adds W's products to gradients.
         is_first: Whether the step starts here.
         is_last: Whether the step ends here.
@@ -140,7 +138,6 @@ class StageContext:
     generators: Generators
     kernels: KernelsOnZeros
     recompute: str = "none"
-    graphs: StageGraphs | None = None
     add_product: AddProduct = add_product_to_grad
 
     def __post_init__(self) -> None:
@@ -339,9 +336,6 @@ class StagePass:
             block, written = context.chain.blocks[index], context.written_tensors()
             beside = written, self._generators
             return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *beside)
-        graphs = context.graphs
-        if graphs is not None:
-            return lambda *args, **kwargs: graphs.call(index, args, kwargs, record)
         return run
 
     def _computed_output(

@@ -182,8 +182,8 @@ class _Planner:
         costs = _told_apart(costs, schedule.num_stages)
         # With the latest times of the warm-up, its activations are on the device for less time.
         self._ranks = [
-            RankOffload(rank, events, costs, schedule.num_stages)
-            for rank, events in enumerate(postponed(schedule, simulate(schedule, costs), costs))
+            RankOffload(events, costs, schedule.num_stages)
+            for events in postponed(schedule, simulate(schedule, costs), costs)
         ]
 
     def with_amount(self, amount: str | float) -> Offloaded:

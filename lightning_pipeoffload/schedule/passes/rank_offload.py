@@ -32,7 +32,7 @@ from ..actions import (
 from ..costs import Costs
 from ..schedule import Schedule
 from ..simulation.memory import memory_changes, part_sizes
-from ..timeline import TOLERANCE, Event, Interval, Timeline, disjoint, earliest, latest
+from ..timeline import TOLERANCE, Event, Interval, Timeline, disjoint, earliest
 
 __all__ = ["RankOffload", "RankPlan", "postponed"]
 
@@ -177,23 +177,15 @@ _FREED_BY = {copy: kind for kind in COPIES for copy in KINDS[kind].follows if no
 class RankOffload:
     """A rank's actions in time, to which copies can be added.
 
-    Ranks that share a link take turns on it: while one copies to the host, the next one copies
-    back. Nothing holds a rank to its turn, so a plan leaves a turn of time before what waits for a
-    copy.
-
     Args:
-        rank: The rank.
         events: The rank's compute actions in time.
         costs: The costs of the stages.
         num_stages: The number of stages of all ranks.
     """
 
-    def __init__(self, rank: int, events: list[Event], costs: Costs, num_stages: int) -> None:
-        self._rank, self._events = rank, events
-        self._num_lanes, self._ranks_per_link = costs.copy_lanes, costs.ranks_per_link
-        copies = (costs.per_stage(name, num_stages) for name in ("offload", "reload"))
-        self._turn = max(map(max, copies))
-        self._slack = self._turn if costs.ranks_per_link > 1 else 0.0
+    def __init__(self, events: list[Event], costs: Costs, num_stages: int) -> None:
+        self._events = events
+        self._num_lanes = costs.copy_lanes
         self._starts = [event.start for event in events]
         self._ends = [event.end for event in events]
         self._sizes = part_sizes(costs, num_stages)
@@ -304,16 +296,13 @@ class RankOffload:
     def _place(self, routes: Iterable[_Route]) -> dict[_Leg, _Copy]:
         pairs = [pair for route in routes for pair in zip(route, (*route[1:], None), strict=True)]
         copies: dict[_Leg, _Copy] = {}
-        taken = self._turns_of_others(back=True)
         limit = float("inf")
         # From the last one on, each as late as possible: it takes device memory from its start.
         back = [leg for leg, _ in pairs if leg.is_back]
         for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
-            limit = latest(min(limit, leg.due - self._slack), leg.seconds, taken)
+            limit = min(limit, leg.due) - leg.seconds
             copies[leg] = _Copy(limit, limit + leg.seconds, leg.action)
-        taken = self._turns_of_others(back=False)
-        if self._num_lanes == 1:
-            taken = disjoint([*taken, *(copy[:2] for copy in copies.values())])
+        taken = disjoint([copy[:2] for copy in copies.values()]) if self._num_lanes == 1 else []
         free = 0.0
         # Each as early as possible: its device memory is free at its end.
         there = [(leg, after) for leg, after in pairs if not leg.is_back]
@@ -323,15 +312,6 @@ class RankOffload:
             if after is None or start + leg.seconds <= copies[after].start + TOLERANCE:
                 free = start + leg.seconds  # Others do not wait for what is late.
         return copies
-
-    def _turns_of_others(self, back: bool) -> list[Interval]:
-        """Return when others copy in one direction on a shared link."""
-        count, seconds = self._ranks_per_link, self._turn
-        if count == 1 or not seconds:
-            return []
-        first = (self._rank % count + back) % count + 1 - count
-        turns = range(first, int(self._ends[-1] / seconds) + 2, count)
-        return [(seconds * turn, seconds * (turn + count - 1)) for turn in turns]
 
     def _is_in_time(self, route: _Route, copies: Mapping[_Leg, _Copy]) -> bool:
         """Whether each copy runs in its time, and each stay on the host lasts for an action."""
@@ -349,7 +329,7 @@ class RankOffload:
 
     def _place_of_end(self, copy: _Copy) -> int:
         """Return before which action the copied memory is free on the device."""
-        return bisect_left(self._starts, copy.end + self._slack - TOLERANCE)
+        return bisect_left(self._starts, copy.end - TOLERANCE)
 
     def _merged(self, copies: Iterable[_Copy]) -> list[Action]:
         """Return the rank's order; of copies at one time, FREE comes before what takes memory."""

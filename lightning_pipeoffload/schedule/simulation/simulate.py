@@ -9,7 +9,6 @@ for no more::
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -31,7 +30,7 @@ from ..costs import Costs
 from ..passes.last_weights import tails
 from ..replay import replay
 from ..schedule import Schedule
-from ..timeline import TOLERANCE, Event, Interval, Timeline, earliest
+from ..timeline import TOLERANCE, Event, Interval, Timeline
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 
 __all__ = ["Simulation", "period_bubble", "simulate", "simulate_steps", "steady_period"]
@@ -68,14 +67,12 @@ class _Beside(NamedTuple):
         waits: The places in the replay of the copies that it waits for, and the seconds at the end
             of each that it does not wait for.
         lane: The lane that it occupies; None: it only waits.
-        link: The link to the host that it occupies, where neighbouring ranks share one.
         seconds: How long.
         tail: Of a REDUCE or STEP, the places of its tail's first and last W.
     """
 
     waits: tuple[tuple[int, float], ...] = ()
     lane: Hashable = None
-    link: Hashable = None
     seconds: float = 0.0
     tail: tuple[int, int] | None = None
 
@@ -139,23 +136,19 @@ class Simulation:
                 if place.get(copy, n) < n
             )
             if kind in _BACKGROUND:
-                lane, link = self._lane_of(rank, row.lane)
+                lane = self._lane_of(rank, row.lane)
                 seconds = copy_seconds.get(action, taken[kind][action.stage])
                 of_tail = weights.get(action)
                 tail = (place[of_tail[0]], place[of_tail[-1]]) if of_tail else None
-                found.append(_Beside(waits, lane, link, seconds, tail))
+                found.append(_Beside(waits, lane, seconds, tail))
             else:
                 found.append(_Beside(waits) if waits else None)
         return found
 
-    def _lane_of(self, rank: int, lane: str) -> tuple[Hashable, Hashable]:
-        """Return the lane of a rank, and the link that it shares with others."""
-        if lane not in COPY_LANES:
-            return (rank, lane), None
-        ranks_per_link = self._costs.ranks_per_link
-        link = (rank // ranks_per_link, lane) if ranks_per_link > 1 else None
+    def _lane_of(self, rank: int, lane: str) -> Hashable:
         # A device with one lane copies both ways on it, in turns.
-        return (rank, lane if self._costs.copy_lanes == 2 else ""), link
+        is_shared = lane in COPY_LANES and self._costs.copy_lanes == 1
+        return rank, "" if is_shared else lane
 
     def run(self, starts: Sequence[float]) -> tuple[Iterator[Event], list[float]]:
         """Return the events of a step, those of a rank in its order, and when each rank ends it.
@@ -165,7 +158,6 @@ class Simulation:
         """
         spans: dict[int, Interval] = {}
         free: defaultdict[Hashable, float] = defaultdict(float)
-        taken: defaultdict[Hashable, list[Interval]] = defaultdict(list)
 
         def reach(beside: _Beside, place: int, start: float, ends: list[float]) -> float:
             for copy, not_awaited in beside.waits:
@@ -178,10 +170,6 @@ class Simulation:
                 spans[place] = _in_shares(begins, ends[last], beside.seconds, free[beside.lane])
             else:
                 begin = max(start, free[beside.lane])
-                if beside.link is not None:
-                    # The ranks are not timed in the order of time: a later time may be taken.
-                    begin = earliest(begin, beside.seconds, taken[beside.link])
-                    insort(taken[beside.link], (begin, begin + beside.seconds))
                 spans[place] = begin, begin + beside.seconds
             free[beside.lane] = spans[place][1]
             return start

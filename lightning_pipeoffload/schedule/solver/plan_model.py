@@ -415,14 +415,11 @@ class PlanModel:
 
     def _add_lanes(self) -> None:
         lanes: defaultdict[Hashable, list[Any]] = defaultdict(list)
-        ranks_per_link = self._costs.ranks_per_link
         for each in self._passes.values():
             rank = self._whole.placement[each.stage]
             lanes[rank] += each.work()
             for back, copy in each.copies():
                 lanes[rank, "copies", back and self._costs.copy_lanes == 2].append(copy.interval)
-                if ranks_per_link > 1:
-                    lanes[rank // ranks_per_link, "link", back].append(copy.interval)
         for intervals in lanes.values():
             self._model.model.add_no_overlap(intervals)
 

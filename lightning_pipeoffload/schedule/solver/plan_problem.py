@@ -199,7 +199,6 @@ class WholeCosts:
             self.seconds[Kind.W],
             communication=self.hops,
             copy_lanes=costs.copy_lanes,
-            ranks_per_link=costs.ranks_per_link,
         )
 
     def is_tight(self, rank: int, num_microbatches: int) -> bool:

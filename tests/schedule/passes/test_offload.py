@@ -103,17 +103,6 @@ def test_what_waits_for_w_goes_to_the_host_where_that_is_long(name):
     assert {Kind.RELOAD_B, Kind.RELOAD_W} <= {action.kind for rank in half for action in rank}
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize(("name", "v"), [("uniform", 4), ("zb_2p", 1)])
-def test_ranks_that_share_a_link_take_turns(name, v, lanes):
-    schedule = build(name, 4, 16, v)
-    times = costs(0.9, copy_lanes=lanes, ranks_per_link=2)
-    _, report = offload_activations(schedule, times, "full")
-    unaware, _ = offload_activations(schedule, costs(0.9, copy_lanes=lanes), "full")
-    assert report.slowdown <= 1.03 < makespan(unaware, times) / makespan(schedule, times)
-    assert max(report.peak_memory) <= max(peak_memory(schedule, times))
-
-
 @pytest.mark.parametrize(("name", "copies"), pairs([*SCHEDULES], [(0.0, 1), (1.8, 2), (1.8, 1)]))
 def test_any_schedule_keeps_its_order_and_needs_no_more(name, copies):
     k, lanes = copies

@@ -56,7 +56,6 @@ def test_where_ranks_do_not_wait_between_steps_the_period_becomes_shorter():
 
 VARIANTS = {
     "one lane": (replace(COSTS, copy_lanes=1), 34.0, 1),
-    "a shared link": (replace(COSTS, ranks_per_link=2), 34.0, 1),
     "parts for W": (replace(COSTS, weight_input=6.0), 25.0, 1),
     "B adds memory": (replace(COSTS, weight_residue=25.0), 44.0, 1),
     "uneven stages": (replace(COSTS, forward=(30.0, 45.5), activation=(17.5, 20.25)), 41.0, 1),
