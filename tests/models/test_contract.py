@@ -3,20 +3,25 @@
 The table of docs/contract.md says the same in the user's words; a test compares its answers.
 """
 
+from collections import ChainMap
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule import build
+from tests.support import fits
 from tests.support.pairs import slow
 from tests.support.small_modules import (
     Regression,
@@ -31,10 +36,11 @@ OTHERS = [("gpipe", 1), ("zb_h1", 2), ("zb_v", 1)]
 LOSSES, CACHE = [], {}
 
 
-class Step(Regression):
+class Step(Regression, L.LightningModule):
     """Four blocks; functions of the module stand before, around and behind them."""
 
     seen = []
+    kept = ()
 
     def __init__(self, before=None, call=None, behind=None, prepare=None, **attributes):
         super().__init__(linear_blocks(4))
@@ -52,6 +58,16 @@ class Step(Regression):
             x = torch.tanh(call(self, block, x) if call else block(x))
         loss = self.head(x).pow(2).mean()
         return behind(self, loss) if behind else loss
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_epoch_end(self):  # where all ranks have what the steps have written
+        names = {"count", "average", "queue", "norm"} & vars(self).keys()
+        self.kept = {name: getattr(self, name) for name in names}
 
 
 # Counters
@@ -351,7 +367,7 @@ DOCUMENTED = {
     "averages the loss": ["averages", "averages in a buffer"],
     "fills a queue behind the blocks and reads it there": ["queues behind"],
     "fills a queue behind the blocks and reads it before": ["fills behind and consumes before"],
-    "draws from a generator": [],  # test_draws_the_same_for_every_number_of_ranks
+    "draws from a generator": [],  # test_draws_the_same_for_every_number_of_ranks, and the fits
     "checkpoints a block that reads": ["checkpoints"],
     "writes its batch": ["writes its batch"],
     "writes a weight or a buffer": ["scales its weights"],
@@ -359,7 +375,7 @@ DOCUMENTED = {
     "reads or writes an open file": ["reads", "writes a log"],
     "appends to a list of a Python module": ["fills a global", "fills its class"],
     "registers a hook on a parameter": ["hooks on parameters"],
-    "has a Lightning hook": [],  # tests/loop/hooks/test_gradient_hooks.py
+    "has a Lightning hook": [],  # Watching, and tests/loop/hooks/test_gradient_hooks.py
 }
 
 
@@ -417,3 +433,67 @@ def test_is_refused_by_name(name):
     make, message = REFUSED[name]
     with pytest.raises((ValueError, RuntimeError), match=message):
         train(make, *V, holds_a_file_and_an_iterator)
+
+
+class Watching(Step):
+    """Keeps what a hook of Lightning's reads of all gradients."""
+
+    def on_before_optimizer_step(self, optimizer):
+        gradients = [p.grad for p in self.parameters()]
+        assert all(g.isfinite().all() for g in gradients)
+        self.norm = torch.stack([g.norm(2) for g in gradients]).norm()
+
+
+def fit(name, size, schedule):
+    """Fit for three batches of four microbatches; return this rank's tensors, and what it counted.
+
+    On one device each microbatch is a batch, and four are accumulated.
+    """
+    LOSSES.clear()
+    torch.manual_seed(1)
+    batches = torch.randn(24, 4, dtype=torch.float64)
+    module = MADE[name]()
+    START.get(name, bool)(module)
+    accumulated = {} if size else {"accumulate_grad_batches": 4}
+    trainer = fits.trainer(size, {"schedule": schedule}, max_epochs=1, **accumulated)
+    if size:
+        fits.outlive_failures(trainer)
+    trainer.fit(module, DataLoader(batches, 8 if size else 2))
+    tensors = module.state_dict().items()
+    return {n: t for n, t in tensors if not isinstance(t, ShapeOnly)}, dict(module.kept)
+
+
+DOCUMENTED_NAMES = [name for names in DOCUMENTED.values() for name in names]
+MADE = {name: TRAINS[name] for name in DOCUMENTED_NAMES if name in TRAINS}
+MADE |= {
+    "draws": lambda: Step(draws_before, behind=draws_behind, prepare=has_generators),
+    "watches gradients": Watching,
+}
+
+
+def fit_each(size, schedule):
+    """Fit with every step that trains."""
+    return {name: fit(name, size, schedule) for name in MADE}
+
+
+def test_fits_over_two_processes_are_those_of_one_device_with_the_same_bits_by_each_schedule(ranks):
+    (plain,) = ranks(1).run(fit_each, 0, "")
+    one, two = (joined(ranks(2).run(fit_each, 2, schedule)) for schedule in ("zb_h1", "zb_v"))
+    for name, (tensors, kept) in plain.items():
+        assert_same_bits(one[name], two[name], name)  # of one stage on each rank, and of two
+        if name != "draws":
+            torch.testing.assert_close(one[name], ({**tensors}, kept), rtol=1e-12, atol=1e-12)
+
+
+def joined(of_ranks):
+    """Join the ranks' tensors of each fit; all ranks have counted the same."""
+    found = {}
+    for name in MADE:
+        tensors, kept = zip(*(of_rank[name] for of_rank in of_ranks), strict=True)
+        assert_same_bits(*kept, name)
+        found[name] = dict(ChainMap(*tensors)), kept[0]
+    return found
+
+
+def assert_same_bits(one, two, name):
+    torch.testing.assert_close(one, two, rtol=0, atol=0, msg=name)
