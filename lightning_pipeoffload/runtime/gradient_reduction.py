@@ -45,7 +45,7 @@ class GradientReduction:
         self._stages = {name: stages for name, (_, stages) in parameters.items() if len(stages) < 2}
         self._holders: dict[str, _Holder] = {**self._tensors, **apart}
         self._tensors |= {name: gradient.parameter for name, gradient in apart.items()}
-        self._trained: list[str] = []
+        self._trained: dict[str, int] = {}  # with their places among them
         self._buckets: list[_Bucket] | None = None
         self._final: dict[str, None] = {}
         self._done: set[int] = set()
@@ -85,7 +85,7 @@ class GradientReduction:
         if absent:
             self._wait_for_union()
             for name in absent:
-                if not here[self._trained.index(name)]:  # on any replica
+                if not here[self._trained[name]]:  # on any replica
                     self._holders[name].grad = None
         self._begin()
 
@@ -112,7 +112,8 @@ class GradientReduction:
         self._num_started = 0
 
     def _note_trained(self) -> None:
-        trained = [name for name, tensor in self._tensors.items() if tensor.requires_grad]
+        names = [name for name, tensor in self._tensors.items() if tensor.requires_grad]
+        trained = {name: place for place, name in enumerate(names)}
         if trained != self._trained:
             self._trained, self._buckets = trained, None
 

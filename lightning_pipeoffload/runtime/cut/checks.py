@@ -187,7 +187,7 @@ class _StepChecks:
         yield from self._argument_writes()
 
     def _weight_writes(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
-        for name, segment, line in self._record.weight_writes:
+        for name, segment, line, is_new in self._record.weight_writes:
             others = owners_of(name) - {self._stage_of[segment]}
             if others:
                 is_behind = segment == len(self._chain)
@@ -197,6 +197,12 @@ class _StepChecks:
                     f"{self._stage_of[segment]}, but stage {min(others)} has this weight too and "
                     f"would not see it; write it between batches, such as in "
                     f"on_train_batch_start(), or in code that only the stage of its block runs"
+                )
+            elif is_new and self._chain.index_of(name) is None:
+                yield (
+                    f"the step assigns another parameter to {name}{in_brackets(line)}, which "
+                    f"neither the optimizer nor a checkpoint would see; write its value in place, "
+                    f"with torch.no_grad() and copy_()"
                 )
 
     def _unrepeatable(self) -> Iterator[str]:

@@ -34,6 +34,7 @@ class WeightWrite(NamedTuple):
     name: str
     segment: int
     line: str
+    is_new: bool  # whether another parameter is assigned
 
 
 class Alias(NamedTuple):

@@ -82,8 +82,8 @@ class StrippedModule:
             if memory_of(written) in self._weight_names:
                 self._note_write(self._weight_names[memory_of(written)])
 
-    def _note_write(self, name: str) -> None:
-        write = WeightWrite(name, self._values.segment, calling_line())
+    def _note_write(self, name: str, is_new: bool = False) -> None:
+        write = WeightWrite(name, self._values.segment, calling_line(), is_new)
         self._record.weight_writes.append(write)
 
     @contextmanager
@@ -94,7 +94,7 @@ class StrippedModule:
 
         def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             if (id(owner), name) in names:
-                self._note_write(names[id(owner), name])
+                self._note_write(names[id(owner), name], is_new=True)
                 self._weights[id(parameter)] = names[id(owner), name]
             plain(owner, name, parameter)
 

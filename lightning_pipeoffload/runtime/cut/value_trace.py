@@ -47,6 +47,8 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 from lightning_pipeoffload.runtime.weight_grad.kernels import uses_in
 
 _Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its outputs
+# torch 2.13 lets modes see the second one; by others a trace sees what it leads back to.
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _ELSEWHERE = -1  # the goal of a backward that leads to weights or the batch
 
 
@@ -103,7 +105,7 @@ class ValueTrace(CallCounter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in (torch.autograd.grad, Tensor.backward):
+        if func in _BACKWARDS:
             self._note_backward(func, args, kwargs or {})
         elif func is Tensor.register_hook:
             self._record.hook_line = calling_line()

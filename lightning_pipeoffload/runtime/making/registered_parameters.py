@@ -23,9 +23,8 @@ from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_other_quantized
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     RemoteTensor,
-    install_draws,
+    drawing_anywhere,
     remote_kind,
-    remove_draws,
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
@@ -127,17 +126,15 @@ class RegisteredParameters:
         plain = [(kind, kind.__deepcopy__) for kind in (nn.Parameter, ParameterShape)]
         for kind, copy in plain:
             kind.__deepcopy__ = self._copying(copy)  # type: ignore[method-assign]
-        install_draws()
         # Private: subclasses of Parameter make their instances with it, which no tensor subclass
         # can intercept.
         make_subclass = Tensor._make_subclass
         Tensor._make_subclass = _making_subclass(make_subclass)  # type: ignore[method-assign]
         try:
-            with IN_FORCE.during(self.rules), _MarkingEmptyMemory():
+            with IN_FORCE.during(self.rules), _MarkingEmptyMemory(), drawing_anywhere():
                 yield
         finally:
             self._freed.give_back()
-            remove_draws()
             Tensor._make_subclass = make_subclass  # type: ignore[method-assign]
             for kind, copy in plain:
                 kind.__deepcopy__ = copy  # type: ignore[method-assign]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -191,6 +192,17 @@ def install_draws() -> None:
 def remove_draws() -> None:
     """Restore torch's own function."""
     init._no_grad_trunc_normal_ = _draw
+
+
+@contextmanager
+def drawing_anywhere() -> Iterator[None]:
+    """Make ``trunc_normal_`` accept tensors without a value inside."""
+    before = init._no_grad_trunc_normal_  # with a pipeline attached it does already
+    install_draws()
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = before
 
 
 class EqualIsSame(TorchFunctionMode):

@@ -4,6 +4,8 @@ Weights that the loss does not lead back to keep no gradient. A backward of the 
 within a stage, and refused where it crosses a cut.
 """
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -244,7 +246,8 @@ def test_none_crosses_a_cut(way):
             continue
         with pytest.raises(ValueError, match="the step starts a backward of its own") as refused:
             train_beside(module, *pipeline, batches)
-        is_named = way is not own_loss_by_function  # which torch lets nobody watch
+        is_seen = "handle_torch_function" in inspect.getsource(torch.autograd.backward)
+        is_named = way is not own_loss_by_function or is_seen
         assert (__file__ in str(refused.value)) is is_named
 
 

@@ -291,6 +291,18 @@ def test_a_write_that_another_stage_would_not_see_is_refused(write):
     assert refusal(Step(writing(write))) == WRITTEN.format(line=line_of(write))
 
 
+def assigns_behind_the_blocks(m, x):
+    x = through(m.blocks, m.embed(x))
+    m.head.weight = nn.Parameter(m.head.weight * 0.5)  # <- named in the message
+    return loss_of(m, x)
+
+
+def test_a_parameter_that_a_stage_would_keep_for_itself_is_refused():
+    line = line_of(assigns_behind_the_blocks)
+    expected = f"the step assigns another parameter to head.weight {line}, which neither"
+    assert refusal(Step(assigns_behind_the_blocks)).startswith(expected)
+
+
 def one_missing(m, x):
     return loss_of(m, through(m.blocks[:3], x))
 
