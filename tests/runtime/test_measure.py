@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.accelerator import make_lanes
@@ -176,8 +177,8 @@ def tokens():
     return torch.randint(0, 64, (8, 32))
 
 
-def gpt(**options):
-    sizes = {"vocab_size": 64, "context": 32, "width": 64, "depth": 4, "heads": 2}
+def gpt(depth=4, **options):
+    sizes = {"vocab_size": 64, "context": 32, "width": 64, "depth": depth, "heads": 2}
     return GPT(**sizes, **options)
 
 
@@ -215,10 +216,8 @@ def make(name):
         blocks = nn.Sequential(*(Adapted() for _ in range(4)))
         return Task(blocks, lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 64)
     if name.startswith("gpt_"):
-        return gpt(dropout=0.1 * ("dropout" in name), tie_weights="tied" in name), (
-            tokens(),
-            tokens(),
-        )
+        options = {"dropout": 0.1 * ("dropout" in name), "tie_weights": "tied" in name}
+        return gpt(10 if "deep" in name else 4, **options), (tokens(), tokens())
     if name == "crossing":
         return Task(Crossing(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
     family = FAMILIES[name]
@@ -229,6 +228,8 @@ def make(name):
     ("name", "schedule", "num_ranks", "recompute"),
     [
         ("gpt_dropout", "zb_h1", 2, "none"),
+        ("gpt_deep_tied", "zb_h1", 2, "none"),
+        ("gpt_deep_dropout", "zb_h1", 2, "full"),
         ("gpt_tied", "zb_v", 2, "none"),
         ("gpt_plain", "zb_v", 2, "cheap"),
         ("crossing", "interleaved_1f1b", 2, "none"),
@@ -243,6 +244,21 @@ def test_shapes_tell_what_the_ledger_counts(name, schedule, num_ranks, recompute
     plan = build(schedule, num_ranks, NUM_MICROBATCHES)
     pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
     assert_as_counted(pipeline, batch)
+
+
+def test_of_alike_blocks_of_a_stage_two_run_and_the_last(monkeypatch):
+    module, batch = make("gpt_deep")
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, NUM_MICROBATCHES), call_step)
+    rank = pipeline.ranks[0]
+    parts = rank.cut_batch(batch, 2, lambda p, _: call_step(rank.module, p), "train", 0)
+    ran, attend = [], functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional,
+        "scaled_dot_product_attention",
+        lambda *args, **options: ran.append(1) or attend(*args, **options),
+    )
+    measure_shapes(rank, parts[0])
+    assert len(ran) == 2 + 1 + 2 + 1  # 0 of a class of its own, 1, 2, 5, 6, 9 with the head
 
 
 def test_shapes_tell_what_the_ledger_counts_of_an_offload():

@@ -8,8 +8,8 @@ apart. A block is alone in its class where its work depends on values.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from types import FunctionType
@@ -30,6 +30,7 @@ aten = torch.ops.aten
 
 _DEPTH = 3  # of containers and objects in an attribute
 _PLAIN = (bool, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
+_CONTAINERS = {dict, OrderedDict, list, tuple, set}
 _SLOTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -85,7 +86,7 @@ def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
 def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
     """Return the class of each block of the chain; classes are counted from 0 as they come."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
-    makes = [_Make(block) for block in chain.blocks]
+    makes = _makes_of(chain)
     for index, make in enumerate(makes):
         alike[_work_of(index, chain, record), make.form].append(index)
     classes: dict[Any, int] = {}
@@ -101,10 +102,40 @@ def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutpu
 
     Such a block leaves nothing behind but its output, whose shapes suffice.
     """
+    return _repeated(chain, record, find_classes(chain, record))
+
+
+def find_alike_saving(
+    chain: BlockChain, record: StepRecord, stages: Iterable[range]
+) -> dict[int, int]:
+    """Return the blocks that save as many bytes as one before them in the same stage, with that.
+
+    It is the second of its class at least: the first saves what all of them share, such as a mask.
+    Weights that are used between the blocks make no block alike.
+    """
+    classes = find_classes(chain, record)
+    repeated = _repeated(chain, record, classes).keys()
+    with_others = {
+        segment
+        for name, segments in record.segments.items()
+        for segment in segments
+        if segment != chain.index_of(name)
+    }
+    found: dict[int, int] = {}
+    for blocks in stages:
+        for index in blocks[2:]:
+            is_alike = classes[index - 2] == classes[index - 1] == classes[index]
+            if is_alike and index in repeated - with_others:
+                found[index] = found.get(index - 1, index - 1)
+    return found
+
+
+def _repeated(
+    chain: BlockChain, record: StepRecord, classes: Sequence[int]
+) -> dict[int, BlockOutput]:
     if record.argument_writes or record.starts_backward:
         return {}
     first: dict[int, int] = {}
-    classes = find_classes(chain, record)
     written = {write.point.segment for write in record.writes if write.point.is_in_block}
     return {
         index: record.outputs[index]
@@ -117,7 +148,7 @@ def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutpu
 
 def describe_blocks(chain: BlockChain) -> str:
     """Return a digest of how the blocks are made, the same in all processes."""
-    makes = [(make.form, make.numbers) for make in map(_Make, chain.blocks)]
+    makes = [(make.form, make.numbers) for make in _makes_of(chain)]
     return sha256(repr(makes).encode()).hexdigest()
 
 
@@ -142,6 +173,15 @@ def _telling(members: Sequence[int], makes: Sequence[_Make]) -> Iterator[tuple[i
         yield tuple(column[place] for column in telling)
 
 
+def _makes_of(chain: BlockChain) -> list[_Make]:
+    described: _Described = {}  # blocks share objects, such as a configuration
+    return [_Make(block, described) for block in chain.blocks]
+
+
+_Described = dict[int, tuple[str, list[int]]]
+"""The form of an object, and the whole numbers in it, by its id."""
+
+
 class _Make:
     """How a block is made.
 
@@ -150,9 +190,9 @@ class _Make:
         numbers: The whole numbers in its attributes, in their order.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, described: _Described) -> None:
         self.numbers: list[int] = []
-        self._described: dict[int, tuple[str, list[int]]] = {}
+        self._described = described
         modules = block.named_modules()
         self.form = tuple(
             (name, _name_of(type(child)), self._describe_module(child)) for name, child in modules
@@ -187,7 +227,8 @@ class _Make:
             return _describe_tensor(value)
         if isinstance(value, type):
             return _name_of(value)
-        if not depth or isinstance(value, nn.Module):
+        is_empty = type(value) in _CONTAINERS and not value  # as most registries of hooks
+        if is_empty or not depth or isinstance(value, nn.Module):
             return _name_of(type(value))
         return self._describe_parts(value, depth - 1)
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
+from lightning_pipeoffload.runtime.contexts import without_collection
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
@@ -225,6 +226,7 @@ class StepTrace:
         """Run the step inside; restore the module, its buffers and all generators."""
         module = self._module
         with ExitStack() as stack:
+            stack.enter_context(without_collection())
             stack.enter_context(forked_randomness())
             stack.enter_context(_same_grad_mode())
             stack.enter_context(self._kernels.in_use(self._note_kernel))

@@ -1,12 +1,14 @@
 """Bytes that each stage saves of a microbatch, measured by running F and B on shapes alone.
 
-The step runs as in the trace. Each stage has a store for the tensors that autograd saves, weight
+The step runs as in the trace, but of alike blocks of a stage two run, the second of which counts
+for the others. Each stage has a store for the tensors that autograd saves, weight
 gradients wait for W, and blocks are checkpointed as configured. So the bytes are the same as those
 that the stages' stores count later on the device.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,17 +22,19 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.batch_tree import batch_leaves
+from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
-from lightning_pipeoffload.runtime.memory.saved_tensor import Saved
+from lightning_pipeoffload.runtime.memory.saved_tensor import Saved, SavedTensor
 from lightning_pipeoffload.runtime.memory.stage_store import (
     ActivationStore,
     OffloadSettings,
     address_of,
 )
+from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
@@ -45,14 +49,37 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, us
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.schedule.actions import Part
+
+
+class _ShapeStore(ActivationStore):
+    """The saved shapes of one stage.
+
+    Attributes:
+        num_alike: The number of blocks for which a new storage counts.
+    """
+
+    num_alike = 1
+
+    @override
+    def _keep(self, tensor: Tensor, part: Part) -> SavedTensor:
+        index = self._num_storages
+        saved = super()._keep(tensor, part)
+        if self._num_storages > index:
+            self._storages[index].num_bytes *= self.num_alike
+        return saved
 
 
 class StageStores(WeightInputKeeper):
     """The stores of all stages; tensors go to that of ``turn``, the running stage."""
 
-    def __init__(self, stores: Sequence[ActivationStore]) -> None:
+    def __init__(self, stores: Sequence[_ShapeStore]) -> None:
         self.stores = stores
         self.turn = 0
+
+    def count_for(self, num_blocks: int) -> None:
+        """Count what is new in a store for so many blocks."""
+        self.stores[self.turn].num_alike = num_blocks
 
     def pack(self, tensor: Tensor) -> Saved:
         return self.stores[self.turn].pack(tensor)
@@ -116,10 +143,19 @@ class _MeasuringPass(StepTrace):
         self._recompute = pipeline.settings.recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self._stage_of[len(self.chain)] = len(stages) - 1
+        alike = self._find_alike(pipeline)
+        self.outputs = {index: part.record.outputs[index] for index in alike}
+        self._num_alike = Counter(alike.values())  # how many others a block counts for
         self.found = [SavedMemory() for _ in stages]
         self._is_backward = False
         self._cheap: CheapRecompute | None = None
         self._hooks: list[RemovableHandle] = []
+
+    def _find_alike(self, pipeline: Pipeline) -> dict[int, int]:
+        if self._recompute == "cheap":  # which recomputes a block's values from those before it
+            return {}
+        blocks = [stage.blocks for stage in pipeline.partition]
+        return find_alike_saving(self.chain, self._part.record, blocks)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -127,7 +163,7 @@ class _MeasuringPass(StepTrace):
         lanes = make_lanes(torch.device("cpu"))  # nothing is copied
         settings = OffloadSettings(self._part.device, lanes, HostMemory(pinned=False))
         names = (f"stage {stage}" for stage in range(len(self.found)))
-        stores = (ActivationStore(n, resident, settings, counts_shapes=True) for n in names)
+        stores = (_ShapeStore(n, resident, settings, counts_shapes=True) for n in names)
         self._stores = StageStores([*stores])
         self._queue = WeightGradQueue(keeper=self._stores)
         defers = not self._part.record.starts_backward
@@ -156,11 +192,13 @@ class _MeasuringPass(StepTrace):
         if self._is_backward:  # a checkpoint runs it again
             with self._again_in_block():
                 return self.chain.plain_call(index)(*args, **kwargs)
+        self._stores.count_for(1 + self._num_alike[index])
         output = super().call_block(index, args, kwargs)
+        self._stores.count_for(1)
         self._begin_stage(self._stage_of[index + 1])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
-                found = partial(self._come_back_to, self._stage_of[index])
+                found = partial(self._come_back_to, self._stage_of[index], index)
                 self._hooks.append(leaf.register_hook(found))
         return output
 
@@ -176,6 +214,8 @@ class _MeasuringPass(StepTrace):
 
     @override
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
+        if index in self.outputs:
+            return self._leave_out(index, (args, kwargs))
         if self._recompute != "full" or index in self._part.record.opened:
             return self.chain.plain_call(index)(*args, **kwargs)
 
@@ -184,6 +224,13 @@ class _MeasuringPass(StepTrace):
                 return self.chain.plain_call(index)(*args, **kwargs)
 
         return run_checkpointed(self.chain.blocks[index], run, args, kwargs)
+
+    def _leave_out(self, index: int, arguments: Any) -> Any:
+        output = self.outputs[index]
+        found = self._part.device, self.chain.output_origins(index)
+        made = [ShapeOnly(meta, *found) for meta in output.metas]
+        given = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
+        return output.fill(_LeftOut.apply(output, made, *given))
 
     @contextmanager
     def _again_in_block(self) -> Iterator[None]:
@@ -200,18 +247,39 @@ class _MeasuringPass(StepTrace):
         self._is_backward = True
         with backward_on(self._part.device), self._queue:
             torch.autograd.backward(loss)
-        self._come_back_to(-1)
+        self._come_back_to(-1, -1)
 
     def let_go(self) -> None:
         """Remove the hooks: Python cannot collect a cycle through autograd, which holds them."""
         for hook in self._hooks:
             hook.remove()
 
-    def _come_back_to(self, stage: int, *gradient: Tensor) -> None:
-        """Measure the stages after ``stage``, whose B is finished."""
-        while self._is_backward and self._stores.turn > stage:  # else a backward of the step's own
+    def _come_back_to(self, stage: int, block: int, *gradient: Tensor) -> None:
+        """Measure the stages after ``stage``, whose B is finished; that of ``block`` begins."""
+        if not self._is_backward:  # a backward of the step's own
+            return
+        while self._stores.turn > stage:
             turn = self._stores.turn
             self.found[turn].measure_backward(self._queue, self._stores.stores[turn])
             if not turn:
                 return
             self._stores.turn -= 1
+        self._stores.count_for(1 + self._num_alike[block])
+
+
+class _LeftOut(torch.autograd.Function):
+    """A block that does not run: shapes that require the gradients that its outputs would."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: BlockOutput, made: list[ShapeOnly], *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.given = [(TensorSpec.of(leaf), leaf.device) for leaf in given]
+        pairs = zip(made, output.payload, strict=True)
+        ctx.mark_non_differentiable(*(leaf for leaf, spec in pairs if not spec.requires_grad))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        made = (ShapeOnly(spec.empty("meta"), device, frozenset()) for spec, device in ctx.given)
+        return None, None, *made

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import sys
 import zlib
 from collections import OrderedDict, deque
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeoffload.runtime.contexts import without_collection
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.users_code.sources import Generators, is_generator
 from lightning_pipeoffload.runtime.users_code.users_lines import is_opaque
@@ -36,6 +36,7 @@ _LARGEST = 1 << 24  # bytes of an array; a larger one is data
 _NOT_COLLECTIONS = (nn.Module, Tensor, Optimizer, type, FunctionType, MethodType, ModuleType)
 _CONTAINERS = (list, set, deque)
 _PLAIN_CONTAINERS = {list, dict, tuple, set, deque}
+_WALKED_EMPTY = {*_PLAIN_CONTAINERS, OrderedDict}
 _VALUES = (dict.values, OrderedDict.values)
 _WRITTEN = (Tensor, np.ndarray)
 _PLAIN = {int, float, bool, str, type(None), FunctionType, MethodType}
@@ -168,6 +169,11 @@ def _walk(
     value: Any, known: set[int], depth: int, longest: int = sys.maxsize
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the containers in a value with their values; with their number if it is too large."""
+    if type(value) in _WALKED_EMPTY and not value:  # as most registries of hooks
+        if id(value) not in known:
+            known.add(id(value))
+            yield value, Parts()
+        return
     level = [value]
     for _ in range(depth):
         below: list[Any] = []
@@ -384,11 +390,12 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
     """
     names = [(part, [*vars(part)]) for part in module.modules()]
     values = [(part, name, vars(part)[name]) for part, known in names for name in known]
-    # One walk for each attribute, and no line of Python for each number in it: it may be large.
-    with _no_collection():
-        insides = [(*place, [*_walk(place[2], set(), _DEPTH)]) for place in values]
-        contents = _contents(walked for *_, walked in insides)
-    objects = {id(v): v for *_, value, walked in insides for v in _written_in(value, walked)}
+    # One walk for each value, and no line of Python for each number in it: it may be large.
+    with without_collection():
+        several = {id(value): value for *_, value in values if type(value) not in _PLAIN}
+        insides = {key: (each, [*_walk(each, set(), _DEPTH)]) for key, each in several.items()}
+        contents = _contents(walked for _, walked in insides.values())
+    objects = {id(v): v for inside in insides.values() for v in _written_in(*inside)}
     tensors = TensorValues(value for value in objects.values() if type(value) is Tensor)
     arrays = [
         (value, value.copy())
@@ -399,21 +406,19 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
     try:
         yield written
     finally:
-        refilled = [c for c, parts, _ in contents if not _are_same(_now_in(c), parts)]
-        changed = {*map(id, refilled), *map(id, tensors.put_back_written())}
+        refilled = [each for each in contents if not _has_same_entries(*each)]
+        changed = {*(id(c) for c, _ in refilled), *map(id, tensors.put_back_written())}
         for array, copied in arrays:
             if array.tobytes() != copied.tobytes():
                 changed.add(id(array))
                 array[...] = copied
         if changed:
+            found = {k for k, each in insides.items() if changed & {*map(id, _objects_in(*each))}}
             written.update(
-                Attribute(part, name)
-                for part, name, value, walked in insides
-                if changed.intersection(map(id, _objects_in(value, walked)))
+                Attribute(part, name) for part, name, value in values if id(value) in found
             )
-        for container, _, copied in contents:
-            if not _has_same_entries(container, copied):  # it may refuse to be written
-                refill(container, copied)
+        for container, copied in refilled:  # others may refuse to be written
+            refill(container, copied)
         for part, name, value in values:
             vars(part)[name] = value
         for part, known in names:
@@ -424,32 +429,15 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
 _Walked = list[tuple[Any, Parts]]  # a container, and what it held
 
 
-def _contents(walks: Iterable[_Walked]) -> list[tuple[Any, Parts, Any]]:
-    """List each container that can be changed, what it held, and a copy of it."""
+def _contents(walks: Iterable[_Walked]) -> list[tuple[Any, Any]]:
+    """List each container that can be changed, and what it held."""
     known: set[int] = set()
     found = []
     for container, parts in chain.from_iterable(walks):
         if isinstance(container, (dict, *_CONTAINERS)) and id(container) not in known:
             known.add(id(container))
-            copied = container.copy() if isinstance(container, dict) else parts
-            found.append((container, parts, copied))
+            found.append((container, container.copy() if isinstance(container, dict) else parts))
     return found
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Make many containers without a search for unused ones in between."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _now_in(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container
 
 
 def _written_in(value: Any, walked: _Walked) -> Iterator[Any]:
