@@ -1,7 +1,7 @@
 """The Lightning strategy: its arguments, and the methods that Lightning calls.
 
 Its bases start and end the processes (``processes/``), save and load (``checkpoints/``). One
-:class:`~lightning_pipeoffload.loop.fit_run.FitRun` owns all that belongs to a fit or an evaluation.
+:class:`~lightning_pipeoffload.loop.fit.Fit` owns all that belongs to a fit or an evaluation.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.loop.backward import BatchBackward
-from lightning_pipeoffload.loop.fit_run import FitRun
+from lightning_pipeoffload.loop.fit import Fit
 from lightning_pipeoffload.loop.lightning_patches import LaterSteps
-from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.run_checks import check_run, explaining_optimizers
+from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.planning.settings import (
@@ -46,7 +46,7 @@ from lightning_pipeoffload.schedule import Schedule
 # What belongs to this process, and is left out of a trainer that is saved after a fit.
 _OF_THIS_PROCESS = frozenset({
     *("_group", "_world", "_board", "_metrics_store", "_meeting", "_launched"),
-    *("_run", "_fit", "_parameters", "_state", "_masters"),
+    *("_split", "_fit", "_parameters", "_state", "_masters"),
 })  # fmt: skip
 
 
@@ -149,8 +149,8 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     """
 
     strategy_name = "pipeoffload"
-    _run: PipelineRun | None = None
-    _fit: FitRun | None = None
+    _split: Split | None = None
+    _fit: Fit | None = None
     _recalled: _Described | None = None  # in an interpreter that has forked the ranks
 
     def __init__(  # noqa: PLR0913 - the interface
@@ -228,7 +228,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @property
     def plan(self) -> Schedule:
         """The lowered plan of a training batch; of a provisional size before the first one."""
-        return self.run.plan if self._recalled is None else self._recalled.plan
+        return self.split.plan if self._recalled is None else self._recalled.plan
 
     def report(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline: predictions, in units of an average block, and measurements.
@@ -251,7 +251,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             RuntimeError: Before the first batch, which decides how the module is cut.
         """
         if self._recalled is None:
-            return self.run.report.make(live_bytes)
+            return self.split.report.make(live_bytes)
         report = dict(self._recalled.report)
         if "measured" in report and not live_bytes:
             measured = report["measured"]
@@ -261,7 +261,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @override
     def describe_run(self) -> _Described | None:
         """Return what :meth:`recall_run` needs; None where nothing was trained."""
-        if self._run is None or not self._run.pipeline.committed:
+        if self._split is None or not self._split.pipeline.committed:
             return None
         return _Described(self.plan, self.report(live_bytes=True))
 
@@ -283,21 +283,21 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             RuntimeError: Inside a step, or after this rank has failed.
         """
         self._refuse_alone("trainer.strategy.gather")
-        return gather_tensor(self.run.pipeline, self.group, tensor)
+        return gather_tensor(self.split.pipeline, self.group, tensor)
 
     @property
-    def run(self) -> PipelineRun:
-        """The batches of the module on this rank.
+    def split(self) -> Split:
+        """The module, cut over the ranks.
 
         Raises:
             RuntimeError: The trainer has not set the strategy up yet.
         """
-        if self._run is None:
+        if self._split is None:
             raise RuntimeError("there is no pipeline before the trainer has set the strategy up")
-        return self._run
+        return self._split
 
     @property
-    def fit_run(self) -> FitRun:
+    def fit(self) -> Fit:
         """The fit or evaluation that runs.
 
         Raises:
@@ -310,17 +310,17 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @property
     def backward_of_batch(self) -> BatchBackward:
         """Runs the backwards of a batch, in place of Lightning's loop."""
-        return self.fit_run.backward
+        return self.fit.backward
 
     @property
     @override
     def place(self) -> str:
-        return self._run.place if self._run is not None else ""
+        return self._split.place if self._split is not None else ""
 
     @property
     @override
     def is_in_step(self) -> bool:
-        return self._run is not None and self._run.pipeline.is_in_step
+        return self._split is not None and self._split.pipeline.is_in_step
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: a trainer may be saved after a fit."""
@@ -332,18 +332,18 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        if self._run is not None and self._run.pipeline.module is not model:
+        if self._split is not None and self._split.pipeline.module is not model:
             self._forget_module()
 
     def _forget_module(self) -> None:
         """Drop what belongs to a module, or to layers, that this trainer has no more."""
-        self._run, self._state, self._masters = None, None, self._no_masters()
+        self._split, self._state, self._masters = None, None, self._no_masters()
         self.optimizers, self.lr_scheduler_configs = [], []
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._fit = FitRun(self)
+        self._fit = Fit(self)
         self._masters = self._masters or self._no_masters()
 
     def _no_masters(self) -> MasterWeights | None:
@@ -352,9 +352,9 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        with self.fit_run.making.making(self._run is None):
+        with self.fit.making.making(self._split is None):
             yield
-        if self.fit_run.making.is_made:
+        if self.fit.making.is_made:
             self._forget_module()
 
     @override
@@ -364,9 +364,11 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
-        self._run = self.fit_run.attach(self._run)
+        split = self._split = self.fit.attach(self._split, self._masters)
+        self._parameters, self._state = split.parameters, split.state
+        self.continued = self.fit.continued
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
-        self.fit_run.setup()
+        self.fit.setup()
 
     @override
     def model_to_device(self) -> None:
@@ -379,7 +381,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     def setup_optimizers(self, trainer: Trainer) -> None:
         with explaining_optimizers():
             super().setup_optimizers(trainer)
-        self.fit_run.have_optimizers()
+        self.fit.have_optimizers()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -389,15 +391,15 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     @override
     def on_train_start(self) -> None:
-        self.fit_run.start_training()
+        self.fit.start_training()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fit_run.train(args, kwargs, self._steps_later)
+        return self.fit.train(args, kwargs, self._steps_later)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.fit_run.stepping():
+        with self.fit.stepping():
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
@@ -409,29 +411,29 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._fit is not None and self._fit.is_running:
-            self._fit.compare()  # before anything is saved
+            self._fit.end.compare()  # before anything is saved
         super().save_checkpoint(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self.fit_run.evaluate("validation_step", args, kwargs)
+            return self.fit.evaluate("validation_step", args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self.fit_run.evaluate("test_step", args, kwargs)
+            return self.fit.evaluate("test_step", args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._module.trainer.received_sigterm:  # Lightning's other loops check it
             raise SIGTERMException
         with self.precision_plugin.predict_step_context():
-            return self.fit_run.evaluate("predict_step", args, kwargs)
+            return self.fit.evaluate("predict_step", args, kwargs)
 
     @override
     def on_train_end(self) -> None:
-        self.fit_run.end_training()
+        self.fit.end_training()
 
     @override
     def _break_off(self, is_of_all: bool) -> None:

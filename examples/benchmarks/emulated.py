@@ -157,7 +157,7 @@ class BareLoop:
     """This rank's own executor, without the Trainer and without clipping."""
 
     def __init__(self, trainer: Trainer, setup: Setup) -> None:
-        run = trainer.strategy.run  # type: ignore[attr-defined]
+        run = trainer.strategy.split  # type: ignore[attr-defined]
         self._pipeline, self._executor, self._plan = run.pipeline, run.executor, run.plan
         self._module = trainer.lightning_module
         own = self._pipeline.ownership.local_tensors().values()
@@ -235,7 +235,7 @@ class TakingTurns(Callback):
 
     def _run_others(self, trainer: Trainer) -> None:
         # Private: outside of the Trainer's steps calls of modules are watched, which takes time.
-        with trainer.strategy.fit_run._hook_forwards.paused():  # type: ignore[attr-defined]
+        with trainer.strategy.fit._hook_forwards.paused():  # type: ignore[attr-defined]
             if not self._others:
                 self._choose_others(trainer)
             for name, other in self._others.items():

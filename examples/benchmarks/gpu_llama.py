@@ -159,7 +159,7 @@ class Steps(Callback):
             if "synchronizing" in str(one.message)
         )
         if isinstance(trainer.strategy, PipeOffloadStrategy):
-            self.actions = trainer.strategy.run.executor.timer.action_seconds()
+            self.actions = trainer.strategy.split.executor.timer.action_seconds()
 
     def _read_profile(self) -> None:
         averages = self.profiled.key_averages()

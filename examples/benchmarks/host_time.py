@@ -91,7 +91,7 @@ class ActionCosts(Callback):
         if isinstance(module, PlainModel):
             return
         # Private: nothing public runs an action; each of these does the actions of one kind.
-        executor = trainer.strategy.run.executor  # type: ignore[attr-defined]
+        executor = trainer.strategy.split.executor  # type: ignore[attr-defined]
         for kind, handler in executor._handlers.items():
             executor._handlers[kind] = self.measured(kind.name, handler)
         executor._take = self._receiving(executor._take)
@@ -188,7 +188,7 @@ def measure(given: argparse.Namespace) -> dict[str, list[Costs]]:
     samples: Any = torch.zeros((given.steps + NUM_WARM_UP_STEPS) * given.m, FEATURES)
     model = EmulatedModel(num_blocks, given.milliseconds / 1e3)
     trainer.fit(model, DataLoader(samples, batch_size=given.m))
-    rank = trainer.strategy.run.executor.rank  # type: ignore[attr-defined]
+    rank = trainer.strategy.split.executor.rank  # type: ignore[attr-defined]
     if given.profile and rank == given.p - 1:
         costs.profile.dump_stats(given.profiled_to)
     return {

@@ -71,7 +71,7 @@ class MemoryPicture(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, PipeOffloadStrategy)
-        costs = strategy.run.measurements.costs_at_end
+        costs = strategy.split.measurements.costs_at_end
         if stage != "fit" or costs is None or not trainer.is_global_zero:
             return
         save_figure(_draw(strategy, costs), self._path)

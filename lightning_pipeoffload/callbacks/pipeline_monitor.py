@@ -106,7 +106,7 @@ class PipelineMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = _strategy_of(trainer)
-        self._timer = strategy.run.executor.timer
+        self._timer = strategy.split.executor.timer
         self._seen = next(reversed(self._timer.ended_after(None)), None)
         self._step = self._next_step(trainer.global_step)
         self._last: OptimizerStep | None = None
@@ -142,7 +142,7 @@ class PipelineMonitor(Callback):
         batch_idx: int,
     ) -> None:
         strategy = _strategy_of(trainer)
-        self._follow(strategy.run.executor.timer)
+        self._follow(strategy.split.executor.timer)
         self._see_plans()
         if self._counts:
             self._count(strategy, pl_module)
@@ -215,7 +215,7 @@ class PipelineMonitor(Callback):
             self._step.plans.append(plan)
 
     def _count(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
-        flops = getattr(module, "flops_per_batch", None) or strategy.run.pipeline.batch_flops
+        flops = getattr(module, "flops_per_batch", None) or strategy.split.pipeline.batch_flops
         known = {"flops": flops} if flops else {}
         for name, number in (self._counts | known).items():
             self._step.add(name, number)
@@ -224,7 +224,7 @@ class PipelineMonitor(Callback):
         step, self._step = self._step, self._next_step(trainer.global_step)
         self._last = step
         if step.is_logged:
-            ledger = strategy.run.executor.memory.ledger
+            ledger = strategy.split.executor.memory.ledger
             step.figures["peak_activation_bytes"] = ledger.peak_device_bytes
             step.figures["offloaded_bytes"] = ledger.offloaded_bytes
         if step.number == self._chosen and step.plans:
@@ -234,7 +234,7 @@ class PipelineMonitor(Callback):
 
     def _draw(self, strategy: PipeOffloadStrategy, step: OptimizerStep) -> None:
         self._has_drawn = True
-        plan, measurements = strategy.run.executor.plan, strategy.run.measurements
+        plan, measurements = strategy.split.executor.plan, strategy.split.measurements
         found = measurements.gather_step(step.plans[-1])
         costs = measurements.gather_costs(plan, may_copy=plan.has_copies)
         if found is not None and strategy.group.reports:

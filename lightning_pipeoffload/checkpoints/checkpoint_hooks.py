@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -39,18 +39,26 @@ _SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
 
 
+class Continued(NamedTuple):
+    """What a fit that resumes another one continues.
+
+    Attributes:
+        seed: The seed of data and dropout; None before there is one.
+        first_batch: What the first batch has decided for later ones; empty before it.
+    """
+
+    seed: int | None = None
+    first_batch: Mapping[str, Any] = MappingProxyType({})
+
+
 class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     """Saves and loads a module and its optimizers, before and after the module is split.
 
     Attributes:
-        _seed: The seed of the fit's data and dropout, which a resumed fit continues.
-        first_batch: What the fit's first batch has decided for later ones, which a resumed fit
-            continues too; empty before it.
+        continued: What is saved of the fit, or was loaded, for a fit that resumes it.
     """
 
-    _seed: int
-    _loaded_seed: int | None = None
-    first_batch: Mapping[str, Any] = MappingProxyType({})
+    continued = Continued()
     _parameters: OptimizedParameters
     _state: SplitState | None = None
     _masters: MasterWeights | None = None
@@ -65,13 +73,18 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         return self._module.trainer
 
     @property
-    def _split(self) -> SplitState | None:
+    def _split_state(self) -> SplitState | None:
         """The state of a split module; None until the module is split."""
         return self._state if self._state is not None and self._state.is_split else None
 
     @property
     def _is_split(self) -> bool:
-        return self._split is not None
+        return self._split_state is not None
+
+    def describe_saving(self) -> dict[str, str]:
+        """Return what all ranks have to set alike to save together, by name."""
+        name = "the strategy's save_distributed_checkpoint"
+        return {name: str(self._save_distributed_checkpoint)}
 
     def settle_weights(self) -> None:
         """Wait for the pending parameters, before anything reads them."""
@@ -80,9 +93,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_alone("save_checkpoint")
-        if self._split is not None:
+        if self._split_state is not None:
             self.settle_weights()  # an error may have come before they were read
-            return self._split.of_module()
+            return self._split_state.of_module()
         # Without a seed the ranks' modules differ until they are split.
         state = super().lightning_module_state_dict()
         if self._masters is not None:
@@ -93,9 +106,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, state = self.lightning_module, checkpoint["state_dict"]
         assert module is not None
-        loaded = load_quantization(module, state, is_split=self._split is not None)
-        if self._split is not None:
-            self._split.load_module(state, strict)
+        loaded = load_quantization(module, state, is_split=self._split_state is not None)
+        if self._split_state is not None:
+            self._split_state.load_module(state, strict)
         else:
             plain = copy.copy(state)  # with its attribute: the versions that modules load by
             for key in loaded:
@@ -108,8 +121,10 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._split is not None:
-            return self._split.of_optimizer(optimizer, by_name=self._save_distributed_checkpoint)
+        if self._split_state is not None:
+            return self._split_state.of_optimizer(
+                optimizer, by_name=self._save_distributed_checkpoint
+            )
         if not self.is_global_zero:
             return {}
         state = super().optimizer_state(optimizer)
@@ -126,9 +141,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
                 self._refuse_without_optimizers()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        checkpoint[_SEED] = self._seed
-        if "num_samples" in self.first_batch:
-            checkpoint[_FIRST_BATCH] = copy.deepcopy(self.first_batch)
+        checkpoint[_SEED] = self.continued.seed
+        if "num_samples" in self.continued.first_batch:
+            checkpoint[_FIRST_BATCH] = copy.deepcopy(self.continued.first_batch)
         if not self._is_split:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
@@ -161,8 +176,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
             fits = self._trainer.state.fn == TrainerFn.FITTING
             checkpoint = read_checkpoint_folder(folder, rest, weights_only, fits)
-        self._loaded_seed = checkpoint.get(_SEED)
-        self.first_batch = checkpoint.get(_FIRST_BATCH, {})
+        self.continued = Continued(checkpoint.get(_SEED), checkpoint.get(_FIRST_BATCH, {}))
         return checkpoint
 
     @override
@@ -170,8 +184,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         states = checkpoint["optimizer_states"]
         if not states:  # as on one device
             return
-        if self._split is not None:
-            self._split.load_optimizers(states)
+        if self._split_state is not None:
+            self._split_state.load_optimizers(states)
             return
         # When the module is split, this rank's part is read and moved to the parameters' devices.
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):

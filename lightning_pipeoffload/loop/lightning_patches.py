@@ -46,13 +46,16 @@ def replace_method(owner: Any, name: str, replacement: Callable[..., Any], *args
     owner.__dict__[name] = partial(replacement, *args, plain)
 
 
+def _replace_until(
+    at_end: ExitStack, owner: Any, name: str, replacement: Callable[..., Any], *args: Any
+) -> None:
+    replace_method(owner, name, replacement, *args)
+    at_end.callback(owner.__dict__.pop, name, None)
+
+
 def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
     """Replace methods of the trainer's loops until ``at_end`` is closed."""
-
-    def replace(owner: Any, name: str, replacement: Callable[..., Any], *args: Any) -> None:
-        replace_method(owner, name, replacement, *args)
-        at_end.callback(owner.__dict__.pop, name, None)
-
+    replace = partial(_replace_until, at_end)
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     epoch.automatic_optimization = BackwardInStep.replacing(epoch.automatic_optimization)
     replace(fit, "run", _fit, trainer)
@@ -79,11 +82,23 @@ def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
 
 
 def join_metrics(
-    trainer: Trainer, mesh: RankMesh, store: Store | None, fail: Callable[[Exception], None]
+    trainer: Trainer,
+    mesh: RankMesh,
+    store: Store | None,
+    fail: Callable[[Exception], None],
+    at_end: ExitStack,
 ) -> SharedMetricsConnector:
-    """Put in the connector by which all ranks have the root's metrics."""
+    """Put in the connector by which all ranks have the root's metrics.
+
+    Lightning's loops call it at the ends of batches and epochs; until ``at_end`` is closed, the
+    entry that runs is called there too.
+    """
     connector = SharedMetricsConnector.replacing(trainer._logger_connector, mesh, store, fail)
     trainer._logger_connector = connector
+    replace = partial(_replace_until, at_end)
+    replace(connector, "on_batch_end", _end_batch, trainer)
+    replace(connector, "epoch_end_reached", _reach_epoch_end, trainer)
+    replace(connector, "reset_results", _reset_logged, trainer)
     return connector
 
 
@@ -222,7 +237,7 @@ class PipelineThroughput(Throughput):
 
 def _fit(trainer: Any, plain: Callable[[], None]) -> None:
     """Fit, unless a rank has set ``should_stop``, in on_fit_start for instance."""
-    trainer.strategy.fit_run.settle()
+    trainer.strategy.fit.end.settle()
     draw_seed()  # a second fit is to draw others
     plain()
 
@@ -230,29 +245,47 @@ def _fit(trainer: Any, plain: Callable[[], None]) -> None:
 def _start_epoch(trainer: Any, plain: Callable[[], None]) -> None:
     """Run the hooks of an epoch's start, which may freeze parameters of every stage."""
     plain()
-    trainer.strategy.fit_run.settle()
+    trainer.strategy.fit.end.settle()
+
+
+def _end_batch(trainer: Any, plain: Callable[[], None]) -> None:
+    plain()
+    trainer.strategy.fit.end.end()
+
+
+def _reach_epoch_end(trainer: Any, plain: Callable[[], None]) -> None:
+    """Go on after the last batch of an epoch or an evaluation, before the hooks of its end."""
+    fit = trainer.strategy.fit
+    fit.end.arrive()  # before anything waits for the other ranks
+    fit.send_collected()
+    plain()
+
+
+def _reset_logged(trainer: Any, plain: Callable[[], None]) -> None:
+    plain()
+    trainer.strategy.fit.reset_logged()
 
 
 def _end_epoch(trainer: Any, plain: Callable[[], None]) -> None:
     """Agree on whether to go on, after the hooks of an epoch's end."""
-    trainer.strategy.fit_run.boundary.settle_together()
+    trainer.strategy.fit.boundary.settle_together()
     plain()
-    trainer.strategy.fit_run.settle()
+    trainer.strategy.fit.end.settle()
 
 
 def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
-    fit = trainer.strategy.fit_run
+    fit = trainer.strategy.fit
     fit.boundary.settle_together()
-    fit.arrive()
+    fit.end.arrive()
     result = _evaluate(trainer.fit_loop.epoch_loop.val_loop, plain)
-    fit.settle()
+    fit.end.settle()
     return result
 
 
 def _evaluate_alone(trainer: Any, loop: Any, plain: Callable[[], Any]) -> Any:
     draw_seed()
     found = _evaluate(loop, plain)
-    trainer.strategy.fit_run.finish_checking()
+    trainer.strategy.fit.end.finish()
     return found
 
 
@@ -273,20 +306,20 @@ def _predict(trainer: Any, is_root: bool, plain: Callable[[], Any]) -> Any:
 
 
 def _end_prediction(trainer: Any, plain: Callable[[], Any]) -> Any:
-    trainer.strategy.fit_run.send_collected()
+    trainer.strategy.fit.send_collected()
     return plain()
 
 
 def _update_schedulers(trainer: Any, plain: Any, interval: str, *args: Any, **kwargs: Any) -> None:
     """Update learning rates; an epoch's scheduler may read attributes that its steps wrote."""
     if any(config.interval == interval == "epoch" for config in trainer.lr_scheduler_configs):
-        trainer.strategy.fit_run.send_collected()
+        trainer.strategy.fit.send_collected()
     plain(interval, *args, **kwargs)
 
 
 def _check_validation(trainer: Any, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
     """Validate when global rank 0's clock says so."""
-    clocks = trainer.strategy.fit_run.clocks
+    clocks = trainer.strategy.fit.end.clocks
     with nullcontext() if clocks is None else clocks.deciding():
         return plain(data_fetcher)
 

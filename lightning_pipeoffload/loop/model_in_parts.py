@@ -23,7 +23,8 @@ class ModelInParts:
     """Makes the layers that a module has in ``configure_model`` where their stages are."""
 
     def __init__(self, strategy: CheckpointHooks, trains: bool) -> None:
-        self._strategy, self._module = strategy, strategy._module
+        assert strategy.lightning_module is not None
+        self._strategy, self._module = strategy, strategy.lightning_module
         self._group, self._settings = strategy.group, strategy.settings
         self._blueprint: Blueprint | None = None
         # Deep copies of the module that hooks make before it is split.

@@ -102,6 +102,10 @@ class RunPlans:
         self._is_solved = settings.is_solved
         self._limits = MachineLimits()
 
+    def join(self, boundary: StepBoundary) -> None:
+        """Begin an entry of the trainer."""
+        self.boundary = self.report.boundary = boundary
+
     def _has_barrier(self) -> bool:
         """Whether the ranks wait for each other at a step's end, be it for tied weights.
 

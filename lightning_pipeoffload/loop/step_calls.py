@@ -19,6 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_pipeoffload.loop.step_exchange import JointStop
 from lightning_pipeoffload.metrics.log_capture import LogCapture, ignore_log
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
+from lightning_pipeoffload.runtime.microbatch import merge_outputs
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
 
@@ -58,6 +59,12 @@ class StepOutput:
     sizes: list[int]
     shares: Sequence[Any]
 
+    @classmethod
+    def of(cls, results: list[Any], sizes: list[int], shares: Sequence[Any]) -> StepOutput:
+        """Merge what the steps have returned for each microbatch; None without the last stage."""
+        value = merge_outputs(results, shares, sizes) if results else None
+        return cls(value, sizes, shares)
+
 
 class StepCalls:
     """The steps of one module, for a fit or an evaluation.
@@ -78,17 +85,17 @@ class StepCalls:
         self._seed = seed
         self._stop = stop
         self._capture = LogCapture(module)
+        self._quiet = LogsQuiet(module)
         self.is_tracing = False
 
     def inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
         """Return what to run for one batch, by the arguments that Lightning calls the step with."""
         batch, *rest = args
         plain = getattr(self._module, kind)
-        quiet = LogsQuiet(self._module)
 
         def step(part: Any, call: StepCall) -> Any:
             logging = together(
-                NOTHING if call.is_last else quiet,
+                NOTHING if call.is_last else self._quiet,
                 NOTHING if call.is_last_local else PrintQuiet(),
                 self._capture.capturing(call.is_last) if call.is_last or call.is_trace else NOTHING,
             )
@@ -134,11 +141,15 @@ class LogsQuiet:
     def __init__(self, module: LightningModule) -> None:
         self._attributes = module.__dict__
         self._trainer = module.trainer
+        self._loggers: list[Logger] = []
+        self._quiet: list[Any] = []
 
     def __enter__(self) -> None:
-        self._loggers = self._trainer.loggers
+        if self._trainer.loggers != self._loggers:
+            self._loggers = self._trainer.loggers
+            self._quiet = [*map(QuietLogger, self._loggers)]
         if self._loggers:
-            self._trainer.loggers = [QuietLogger(logger) for logger in self._loggers]  # type: ignore[misc]
+            self._trainer.loggers = self._quiet
         self._attributes["print"], self._attributes["log"] = _ignore, ignore_log
 
     def __exit__(self, *error: object) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
@@ -36,22 +36,6 @@ from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.mesh import RankMesh
 
 _Metrics = dict[str, Any]
-
-
-class RunInLoop(Protocol):
-    """The run that is called where Lightning's loop calls its connector."""
-
-    def end_batch(self) -> None:
-        """Called after the hooks of a batch's end."""
-
-    def arrive(self) -> None:
-        """Called after the last batch of an epoch or an evaluation."""
-
-    def send_collected(self) -> None:
-        """Called before the hooks of an epoch's or an evaluation's end."""
-
-    def reset_logged(self) -> None:
-        """Called when Lightning resets what steps have logged."""
 
 
 class _Published:
@@ -85,10 +69,8 @@ class SharedMetricsConnector(_LoggerConnector):
 
     Attributes:
         is_root: Whether this rank has the last stage, whose steps log.
-        run: The run that is called where the loop is; None: none.
     """
 
-    run: RunInLoop | None = None
     is_root = True
     _replica = 0
     _publisher: Publisher | None = None
@@ -127,7 +109,6 @@ class SharedMetricsConnector(_LoggerConnector):
 
     def _stop_reading(self) -> None:
         self._publisher = self._roots = self._decisive = None
-        self.run = None
 
     def leave(self) -> None:
         """Fetch the last metrics while the other ranks are there; read nothing from them later."""
@@ -181,14 +162,9 @@ class SharedMetricsConnector(_LoggerConnector):
         super().on_batch_end()
         self._fetch_shown = start_fetching({"pbar": self._progress_bar_metrics})
         self.tick()
-        if self.run is not None:
-            self.run.end_batch()
 
     @override
     def epoch_end_reached(self) -> None:
-        if self.run is not None:
-            self.run.arrive()  # before anything waits for the other ranks
-            self.run.send_collected()
         super().epoch_end_reached()
         self._fetch_shown = None  # a trainer may be saved now
         self.tick()
@@ -205,12 +181,6 @@ class SharedMetricsConnector(_LoggerConnector):
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
         self.tick()
-
-    @override
-    def reset_results(self) -> None:
-        super().reset_results()
-        if self.run is not None:
-            self.run.reset_logged()
 
     @override
     def reset_metrics(self) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
-from lightning_pipeoffload.loop import fit_run
+from lightning_pipeoffload.loop import fit as fit_module
 from lightning_pipeoffload.loop.step_exchange import StepExchange
 from lightning_pipeoffload.runtime import late_values
 from tests.support.fits import SILENT
@@ -116,7 +116,7 @@ def steady(monkeypatch):
     monkeypatch.setattr(late_values, "start_reading", start_reading)
     monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: isinstance(value, Tensor))
     comparing = lambda pipeline, group, late: StepExchange(pipeline, group, True)  # noqa: E731
-    monkeypatch.setattr(fit_run, "StepExchange", comparing)
+    monkeypatch.setattr(fit_module, "StepExchange", comparing)
     return steady
 
 

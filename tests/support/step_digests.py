@@ -7,6 +7,7 @@ its own interface, and a name stands for the same training in both.
 """
 
 import json
+import shutil
 import sys
 import tempfile
 from functools import partial
@@ -19,6 +20,7 @@ from lightning_pipeoffload.schedule import Costs, build, offload_activations
 from tests.models.test_forms import FORMS, loss
 from tests.models.test_forms import tokens as form_tokens
 from tests.support import fits
+from tests.support.caches import begin_session
 from tests.support.comparison import NUM_MICROBATCHES, train
 from tests.support.families import FAMILIES, Task
 from tests.support.offloaded import memory_of_all
@@ -115,6 +117,14 @@ def fit(num_ranks, options):
 
 def main():
     torch.set_num_threads(1)
+    caches = begin_session()
+    try:
+        digest_all()
+    finally:
+        shutil.rmtree(caches, ignore_errors=True)
+
+
+def digest_all():
     named = [*steps(), *((f"fit {n} {o}", lambda n=n, o=o: fit(n, o)) for n, o in FITS)]
     for name, call in named:
         torch.manual_seed(0)

@@ -1,16 +1,16 @@
-"""One fit or evaluation on one rank, from setup to its end.
+"""One entry of the Trainer on one rank: a fit, a validation, a test or a prediction.
 
-A training batch, in the order of the calls::
+A training batch, in the order of the calls; ``batch_end.py`` goes on where this ends::
 
-    strategy.training_step   FitRun.train       the pending weights of the last step are watched
+    strategy.training_step   Fit.train          the pending weights of the last step are watched
                                                 no more
-                             StepCalls.inputs, PipelineRun.cut_training_batch
-                             PipelineRun.train  RunPlans.before_plan; the executor: F, B, W
+                             StepCalls.inputs, Split.cut_training_batch
+                             Fit._run           the plan, measured anew; the executor: F, B, W
                              LogCapture.replay  each name that steps have logged, once
                              BatchBackward.end  sums over ranks, on_after_backward
-    strategy.optimizer_step  FitRun.stepping    GradientTotals: clipping, the loss scale
+    strategy.optimizer_step  Fit.stepping       GradientTotals: clipping, the loss scale
                                                 StepBoundary: pending weights are watched
-    the connector            FitRun.end_batch   one vector to all ranks, and that of the batch
+    the connector            BatchEnd.end       one vector to all ranks, and that of the batch
                                                 before: batches alike, stop, another plan
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
-from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
-from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks, Continued
 from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals
+from lightning_pipeoffload.loop.batch_end import BatchEnd
 from lightning_pipeoffload.loop.data import (
     Arrivals,
     FirstBatches,
@@ -34,6 +34,7 @@ from lightning_pipeoffload.loop.data import (
     epoch_to_read,
     leave_out_seen,
 )
+from lightning_pipeoffload.loop.evaluation import Evaluation
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.hooks.sent_values import numbers_in
@@ -51,16 +52,16 @@ from lightning_pipeoffload.loop.lightning_patches import (
     joined_precision,
 )
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
-from lightning_pipeoffload.loop.pipeline_run import PipelineRun
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
+from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
-from lightning_pipeoffload.loop.step_calls import StepCalls, StepOutput
-from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
+from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
+from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, StepExchange
 from lightning_pipeoffload.loop.weight_readers import check_weight_readers
 from lightning_pipeoffload.metrics.metric_values import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.host_step import EarlyStep
-from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.processes.rank_differences import (
     StepOptions,
@@ -71,46 +72,45 @@ from lightning_pipeoffload.processes.rank_differences import (
 )
 from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 
 
-class FitRun:
+class Fit:
     """The object to which the strategy delegates while a trainer runs.
 
     Args:
         strategy: The strategy, whose processes are connected.
 
     Attributes:
-        run: The batches of the module on this rank.
-        is_running: Whether the run has been set up, and not left.
+        split: The module.
+        is_running: Whether the entry has been set up, and not left.
         making: Makes the module in parts.
         backward: Runs a batch's backwards.
         boundary: The weights between two steps.
-        exchange: What ranks compare after each batch.
-        clocks: Decides what goes by the clock; None on one rank.
-        requeue: Saves and requeues the fit under Slurm; None elsewhere.
+        end: What ranks exchange at a batch's end.
+        continued: What a fit that resumes this one continues.
     """
 
-    run: PipelineRun
+    split: Split
     backward: BatchBackward
     boundary: StepBoundary
-    exchange: StepExchange
-    clocks: Clocks | None = None
-    requeue: Requeue | None = None
+    end: BatchEnd
+    continued: Continued
     _steps: StepCalls
+    _evaluation: Evaluation
     _connector: SharedMetricsConnector
     _collected: CollectedValues | None = None
     _hook_forwards: HookForwards | None = None
     _metric_groups: MetricGroups | None = None
-    _stop: JointStop | None = None
-    _arrivals: Arrivals | None = None
     _loaders: PipelineLoaders
     _early_step: EarlyStep | None = None
     _num_steps = 0
+    _has_sent = True  # what training steps have written
 
     def __init__(self, strategy: CheckpointHooks) -> None:
+        assert strategy.lightning_module is not None
         self._strategy, self._group, self._settings = strategy, strategy.group, strategy.settings
-        self._module = strategy._module
+        self._module = strategy.lightning_module
         self._trainer: Any = self._module.trainer
         self._precision = strategy.precision_plugin
         self._trains = self._trainer.state.fn == TrainerFn.FITTING
@@ -120,17 +120,18 @@ class FitRun:
 
     # Setup, in the order in which it happens
 
-    def attach(self, before: PipelineRun | None) -> PipelineRun:
+    def attach(self, before: Split | None, masters: MasterWeights | None) -> Split:
         """Bring the module and the pipeline together.
 
         Args:
-            before: The run of the same module before this one; None: there was none.
+            before: The split of the same module by an entry before; None: there was none.
+            masters: The masters of parameters; None: there are none.
         """
-        strategy, group = self._strategy, self._group
-        self.seed = strategy._seed = self._choose_seed()
+        group = self._group
+        self._seed = self._choose_seed()
         self._first_batches = FirstBatches(group.replicas)
         self._loaders = PipelineLoaders(
-            self.seed,
+            self._seed,
             lambda: epoch_to_read(self._trainer),
             group.replica,
             self._first_batches,
@@ -138,45 +139,40 @@ class FitRun:
         )
         self._at_end.callback(self._loaders.release)
         if before is not None and not self.making.is_made:
-            self.run = before
-            self.run.pipeline.attach()
+            self.split = before
+            self.split.pipeline.attach()
         else:
-            self._make_run()
-        self._at_end.callback(self.run.leave)
+            self.split = self._make_split(masters)
+        self._at_end.callback(self.split.leave)
         if self._resumes:
-            self.run.cutter.resume(strategy.first_batch)
-        strategy.first_batch = self.run.cutter.first_batch
-        pipeline = self.run.pipeline
-        self.exchange = StepExchange(pipeline, group, strategy.root_device.type != "cpu")
-        self.boundary = StepBoundary(self._trainer, pipeline, group, strategy._masters)
-        self.run.join(self.exchange, self.boundary)
+            self.split.cutter.resume(self._strategy.continued.first_batch)
+        pipeline = self.split.pipeline
+        self.continued = Continued(self._seed, self.split.cutter.first_batch)
+        self._exchange = StepExchange(pipeline, group, self._strategy.root_device.type != "cpu")
+        self.boundary = StepBoundary(self._trainer, pipeline, group, masters)
+        self.split.plans.join(self.boundary)
         self._at_end.callback(self.boundary.validation.forget)
         self.is_running = True
-        return self.run
+        return self.split
 
-    def _make_run(self) -> None:
-        strategy, group, settings = self._strategy, self._group, self._settings
-        device, num_local_ranks = strategy.root_device, strategy.num_processes
-        parts = self.making.take_parts()
-        self.run = PipelineRun(self._module, group, settings, device, num_local_ranks, parts)
-        self.making.let_copies_follow()
-        strategy._parameters = OptimizedParameters(
-            self.run.pipeline,
-            group,
+    def _make_split(self, masters: MasterWeights | None) -> Split:
+        strategy, parts = self._strategy, self.making.take_parts()
+        split = Split(
+            self._module,
+            self._group,
+            self._settings,
+            strategy.root_device,
+            strategy.num_processes,
+            parts,
+            masters,
             lambda: strategy.optimizers,
-            settings.num_sharing(group.num_replicas),
-            settings.per_parameter_optimizer,
-            settings.optimizer_offload,
-            strategy._masters,
         )
-        self.run.measurements.step_seconds = strategy._parameters.host_step_seconds
-        strategy._state = SplitState(
-            self.run.pipeline, group, strategy._parameters, strategy._masters
-        )
+        self.making.let_copies_follow()
+        return split
 
     def setup(self) -> None:
         """Bring the trainer and the pipeline together."""
-        strategy, group, pipeline = self._strategy, self._group, self.run.pipeline
+        strategy, group, pipeline = self._strategy, self._group, self.split.pipeline
         self._at_end.enter_context(filtering_by_identity())
         if self._trains:
             strategy.setup_optimizers(self._trainer)
@@ -194,10 +190,11 @@ class FitRun:
         if group.num_ranks > 1:
             self._collected = CollectedValues(self._module, pipeline, group, self._connector)
         self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
-        self._join_ranks()
+        stop = self._join_ranks()
+        self._evaluation = Evaluation(self.split, self._exchange, self._send_in_step)
         # What each replica draws for itself: noise on its own data.
-        seed = mix_seed(self.seed, group.replica) if group.replica else self.seed
-        self._steps = steps = StepCalls(self._module, seed, self._stop)
+        seed = mix_seed(self._seed, group.replica) if group.replica else self._seed
+        self._steps = steps = StepCalls(self._module, seed, stop)
         group.replicas.in_trace = lambda: steps.is_tracing
         self.backward = BatchBackward(
             self._module, self._precision, pipeline, group, self._collected
@@ -208,7 +205,7 @@ class FitRun:
         self._strategy.agree_on_randomness()
         with forked_randomness():  # the generators go on when the run starts: a tuner's runs do not
             drawn = draw_seed()
-        loaded = self._strategy._loaded_seed
+        loaded = self._strategy.continued.seed
         return loaded if self._resumes and loaded is not None else drawn
 
     @property
@@ -218,28 +215,23 @@ class FitRun:
     def have_optimizers(self) -> None:
         """Narrow new optimizers to this rank's parameters."""
         self._num_steps = 0
-        parameters = self._strategy._parameters
-        parameters.narrow_steps()
-        if self._strategy._is_split:  # by a fit before this one
-            parameters.forget_remote()
+        self.split.parameters.narrow_steps()
+        if self.split.state.is_split:  # by a fit before this one
+            self.split.parameters.forget_remote()
 
     def _described(self) -> dict[str, str]:
         strategy = self._strategy
-        described = describe_trainer(self._trainer)
-        described["the strategy's save_distributed_checkpoint"] = str(
-            strategy._save_distributed_checkpoint
-        )
-        if not self.run.pipeline.committed:  # training goes on with what each rank has written
+        described = describe_trainer(self._trainer) | strategy.describe_saving()
+        if not self.split.pipeline.committed:  # training goes on with what each rank has written
             described |= describe_module(self._module)
-        names = strategy._parameters.names
+        names = self.split.parameters.names
         return described | describe_optimizers(
             strategy.optimizers, names, strategy.lr_scheduler_configs
         )
 
     def _join_metrics(self) -> None:
         store, fail = self._strategy._metrics_store, self._strategy._fail_elsewhere
-        self._connector = join_metrics(self._trainer, self._group, store, fail)
-        self._connector.run = self
+        self._connector = join_metrics(self._trainer, self._group, store, fail, self._at_end)
         self._at_end.callback(self._leave_connector)
         if store is not None:
             refuse_other_callbacks(self._trainer)
@@ -251,38 +243,46 @@ class FitRun:
             self._at_end.callback(hooks.remove)
 
     def _leave_connector(self) -> None:
-        self._connector.run = None
         if self._strategy._board is not None:
             self._connector.leave()
 
     def _share_gradient_sizes(self) -> None:
-        if self._strategy._is_split:
-            share_gradient_sizes(self.run.pipeline, self._group)
+        if self.split.state.is_split:
+            share_gradient_sizes(self.split.pipeline, self._group)
 
     def _refuse_metric(self, metric: Metric) -> None:
         if self._collected is not None:
             self._collected.refuse_metric(metric)
 
-    def _join_ranks(self) -> None:
-        """Send a rank's signals (stop, failure, requeue) to all ranks."""
+    def _join_ranks(self) -> JointStop | None:
+        """Send a rank's signals (stop, failure, requeue) to all ranks; return what stops them."""
         strategy, group = self._strategy, self._group
         board, environment = strategy._board, strategy.cluster_environment
+        stop = clocks = arrivals = requeue = None
         if board is not None and self._trains:
             assert strategy._metrics_store is not None
-            self._stop = JointStop(self._trainer, group, self.exchange)
-            self.clocks = Clocks(self._trainer, self.exchange)
-            self._at_end.callback(self.clocks.remove)
-            self._arrivals = Arrivals(strategy._metrics_store, group)
-            board.also_look = (self._arrivals.look,)
+            stop = JointStop(self._trainer, group, self._exchange)
+            clocks = Clocks(self._trainer, self._exchange)
+            self._at_end.callback(clocks.remove)
+            arrivals = Arrivals(strategy._metrics_store, group)
+            board.also_look = (arrivals.look,)
         if requeues(environment):
-            self.requeue = Requeue(self._trainer, environment)
+            requeue = Requeue(self._trainer, environment)
             if board is not None:
-                board.also_look = (*board.also_look, self.requeue.look)
+                board.also_look = (*board.also_look, requeue.look)
+        given = self._trainer, self.split, self._exchange, self._options
+        self.end = BatchEnd(*given, stop, arrivals, clocks, requeue)
+        return stop
+
+    def _options(self) -> StepOptions | None:
+        if not self._trains:
+            return None
+        return StepOptions(self._strategy.optimizers, self.split.pipeline.trained, self._num_steps)
 
     def own_loader(self, loader: object) -> None:
         """Make a loader's batches the same on every rank, and resume them where the fit does."""
         self._loaders.own(loader, self._trainer.training)
-        self.run.cutter.note_loader(loader, self._trainer.training)
+        self.split.cutter.note_loader(loader, self._trainer.training)
         if self._trainer.training:
             leave_out_seen(loader, count_seen(self._trainer))
 
@@ -292,7 +292,7 @@ class FitRun:
         """Configure the synchronization between steps."""
         if self._group.num_ranks > 1:
             check_weight_readers(self._trainer)
-        self._strategy._parameters.start_training()
+        self.split.parameters.start_training()
         self.boundary.start_training(self._settings.optimizer_sync != "barrier")
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps_later: bool) -> Any:
@@ -304,37 +304,54 @@ class FitRun:
             steps_later: Whether the optimizer steps after a later batch.
         """
         self.boundary.stop_watching()
-        run = self.run
+        split, self._has_sent = self.split, False
         with self._precision.train_step_context(), self._between_hooks("training_step"):
             inputs = self._steps.inputs("training_step", args, kwargs)
-            slices = run.cut_training_batch(inputs)
+            slices = split.cut_training_batch(inputs)
             accumulation = self._accumulation(steps_later)
-            if not run.pipeline.committed:
+            if not split.pipeline.committed:
                 self._begin_training(slices[0], accumulation)
-            if self._early_step is None and run.plans.training.steps_early:
-                self._early_step = self._strategy._parameters.early_step()
-            if self._stop is not None:
-                self._stop.start_batch(len(slices))
-            muted, settle = self.boundary.start_ahead()
-            with muted, sharing_casts(self._strategy.root_device), self._counted():
-                self._first_batches.start_step()
-                done = run.train(
-                    inputs, slices, accumulation, self.backward, settle, self._early_step
-                )
+            done = self._run(inputs, slices, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last:
-            run.finish_reduction()
+            split.finish_reduction()
         return self.backward.end(done.value, accumulation)
 
     def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
-        self.run.report.estimate_memory(first, self._strategy.optimizers)
-        parameters = self._strategy._parameters
-        parameters.leave_remote()
-        host = self.run.executor.memory.settings.host
-        parameters.reserve_host(host, self.boundary.validation.is_on)
+        split = self.split
+        split.report.estimate_memory(first, self._strategy.optimizers)
+        split.parameters.leave_remote()
+        split.parameters.reserve_host(
+            split.executor.memory.settings.host, self.boundary.validation.is_on
+        )
         self.making.let_copies_follow()
         self.making.leave_copies()
-        self.run.begin_training(accumulation)
+        split.begin_training(accumulation.num_batches)
+
+    def _run(
+        self, inputs: StepInputs, slices: list[Microbatch], accumulation: Accumulation
+    ) -> StepOutput:
+        """Run the plan of a batch that was cut."""
+        split, training, backward = self.split, self.split.plans.training, self.backward
+        if self._early_step is None and training.steps_early:
+            self._early_step = split.parameters.early_step()
+        self.end.start_batch(len(slices))
+        muted, settle = self.boundary.start_ahead()
+        with muted, sharing_casts(self._strategy.root_device), self.end.counted():
+            self._first_batches.start_step()
+            training.expect(split.pipeline.is_new, split.pipeline.costs)
+            split.plans.before_plan(accumulation.is_first)
+            self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
+            sizes, shares = split.shares(slices)
+            weights = [share / accumulation.num_batches for share in shares]
+            results = split.executor.run(
+                training.of_training(len(slices), accumulation.is_last),
+                placed(slices, weights, backward.differentiate),
+                backward.start,
+                settle,
+                (split.reduction or self._early_step) if accumulation.is_last else None,
+            )
+        return StepOutput.of(results, sizes, shares)
 
     def _accumulation(self, steps_later: bool) -> Accumulation:
         num_batches = self._trainer.accumulate_grad_batches
@@ -344,9 +361,6 @@ class FitRun:
             is_last=not steps_later,
             watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )
-
-    def _counted(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._arrivals is None else self._arrivals.batch()
 
     @contextmanager
     def _between_hooks(self, kind: str) -> Iterator[None]:
@@ -370,71 +384,22 @@ class FitRun:
 
     def end_training(self) -> None:
         """Compare the last batches, and print what was measured."""
-        self.finish_checking()
-        self.run.report.print_end()
-        if self.requeue is not None:
-            self.requeue.end_training(self._group)
+        self.end.finish()
+        self.split.report.print_end()
+        if self.end.requeue is not None:
+            self.end.requeue.end_training(self._group)
 
     # Evaluation
 
     def evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch of an evaluation; return what its step has returned."""
-        with self._between_hooks(kind), self._counted():
+        with self._between_hooks(kind), self.end.counted():
             inputs = self._steps.inputs(kind, args, kwargs)
-            done = self.run.evaluate(inputs, self._send_in_step)
+            done = self._evaluation.run(inputs)
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)
 
     # Where Lightning's loops and connector call
-
-    def end_batch(self) -> None:
-        """Exchange with all ranks, after the hooks of a batch's end."""
-        if self._trainer.training:
-            plans, wants_stop = self.run.plans, self._wants_stop()
-            due = 0 if self.clocks is None else self.clocks.end_batch()
-            self.exchange.turn(plans.said(wants_stop, due), self._options())
-            said = self.exchange.take()
-            if self._stop is not None:
-                self._stop.end_batch(wants_stop, said.stops)
-            plans.hear(said)
-        if self.requeue is not None:
-            self.requeue.end_batch()
-
-    def _wants_stop(self) -> bool:
-        return self._stop is not None and self._stop.wants()
-
-    def _options(self) -> StepOptions | None:
-        if not self._trains:
-            return None
-        return StepOptions(self._strategy.optimizers, self.run.pipeline.trained, self._num_steps)
-
-    def arrive(self) -> None:
-        """Check that all ranks reach a milestone after the same number of batches."""
-        if self._arrivals is not None:
-            self._arrivals.arrive()
-
-    def settle(self) -> None:
-        """Stop all ranks if one of them has set ``trainer.should_stop``; they wait here."""
-        self.arrive()
-        if self._stop is not None:
-            self._stop.settle(self._settle_exchange())
-
-    def compare(self) -> None:
-        """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
-        any_stops = self._settle_exchange()
-        if self._stop is not None:
-            self._stop.remember(any_stops)
-
-    def finish_checking(self) -> None:
-        """Compare what is not compared yet, after the last batch."""
-        self._settle_exchange()
-        self.run.check_weights()
-
-    def _settle_exchange(self) -> bool:
-        """Compare now, and wait; returns whether any rank wants to stop."""
-        said = self.exchange.settle(Said(stops=self._wants_stop()), self._options())
-        self.run.plans.hear(said)
-        return said.stops
 
     def send_collected(self) -> None:
         """Send the attributes that steps wrote to all ranks, before the hooks of an epoch's end."""
@@ -442,7 +407,8 @@ class FitRun:
             self._collected.send()
 
     def _send_in_step(self) -> None:
-        if self._collected is not None:
+        if self._collected is not None and not self._has_sent:
+            self._has_sent = True
             self._collected.send_in_step()
 
     def reset_logged(self) -> None:

@@ -1,0 +1,121 @@
+"""The end of a training batch, in one order: what is settled, what is sent, which hooks read what.
+
+::
+
+    Fit.train        1  the plan's last action; each name that steps have logged, once; the root
+                        sends these values (SharedMetricsConnector.tick)
+                     2  gradients are means over replicas, and sums over the stages of a weight
+                     3  on_after_backward: reads the batch's metrics, and gradients, whose sizes
+                        are exchanged first
+    optimizer_step   4  clipping and the loss scale, by all ranks' gradients or as if they changed
+                        nothing (PostValidation)
+                     5  the optimizer; weights that replicas send, or that are not validated, are
+                        pending from now on: what reads one waits for it (StepBoundary)
+    Lightning        6  on_train_batch_end: reads metrics and the rank's own weights; what steps
+                        wrote on other ranks are placeholders. Callbacks save by Clocks
+    the connector    7  the root sends what these hooks have logged
+    BatchEnd.end     8  this rank's vector is sent, and that of all ranks for the batch before read:
+                        the same batches, the same options, a stop, clocks that are due, reasons for
+                        another plan
+                     9  saved and requeued, where Slurm has asked for it
+    Fit.train       10  another plan, where there is a reason and gradients start anew
+
+Where all ranks meet anyway (a validation, an epoch's end, a save, the end) they wait for 8 of the
+batch that has just ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from lightning.pytorch import Trainer
+
+from lightning_pipeoffload.loop.data import Arrivals
+from lightning_pipeoffload.loop.requeue import Requeue
+from lightning_pipeoffload.loop.split import Split
+from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
+from lightning_pipeoffload.processes.rank_differences import StepOptions
+
+
+class BatchEnd:
+    """What ranks tell each other at the end of batches, and where they meet.
+
+    Args:
+        trainer: The trainer.
+        split: The module.
+        exchange: Sends and reads the vectors.
+        options: Returns what decides the optimizers' steps; None: nothing is trained.
+        stop: Stops all ranks; None on one rank, and in an evaluation.
+        arrivals: Compares the numbers of batches; None as above.
+        clocks: Decides what goes by the clock; None as above.
+        requeue: Saves and requeues the fit under Slurm; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        split: Split,
+        exchange: StepExchange,
+        options: Callable[[], StepOptions | None],
+        stop: JointStop | None,
+        arrivals: Arrivals | None,
+        clocks: Clocks | None,
+        requeue: Requeue | None,
+    ) -> None:
+        self._trainer, self._split, self._exchange = trainer, split, exchange
+        self._options, self._stop, self._arrivals = options, stop, arrivals
+        self.clocks, self.requeue = clocks, requeue
+
+    def start_batch(self, num_microbatches: int) -> None:
+        """Begin a training batch."""
+        if self._stop is not None:
+            self._stop.start_batch(num_microbatches)
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Return the context of a batch's run, which is counted."""
+        return nullcontext() if self._arrivals is None else self._arrivals.batch()
+
+    def end(self) -> None:
+        """Exchange with all ranks, after the hooks of a batch's end."""
+        if self._trainer.training:
+            plans, wants_stop = self._split.plans, self._wants_stop()
+            due = 0 if self.clocks is None else self.clocks.end_batch()
+            self._exchange.turn(plans.said(wants_stop, due), self._options())
+            said = self._exchange.take()
+            if self._stop is not None:
+                self._stop.end_batch(wants_stop, said.stops)
+            plans.hear(said)
+        if self.requeue is not None:
+            self.requeue.end_batch()
+
+    def _wants_stop(self) -> bool:
+        return self._stop is not None and self._stop.wants()
+
+    def arrive(self) -> None:
+        """Check that all ranks reach a milestone after the same number of batches."""
+        if self._arrivals is not None:
+            self._arrivals.arrive()
+
+    def settle(self) -> None:
+        """Stop all ranks if one of them has set ``trainer.should_stop``; they wait here."""
+        self.arrive()
+        if self._stop is not None:
+            self._stop.settle(self._settle_exchange())
+
+    def compare(self) -> None:
+        """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
+        any_stops = self._settle_exchange()
+        if self._stop is not None:
+            self._stop.remember(any_stops)
+
+    def finish(self) -> None:
+        """Compare what is not compared yet, after the last batch."""
+        self._settle_exchange()
+        self._split.weights.check()
+
+    def _settle_exchange(self) -> bool:
+        """Compare now, and wait; returns whether any rank wants to stop."""
+        said = self._exchange.settle(Said(stops=self._wants_stop()), self._options())
+        self._split.plans.hear(said)
+        return said.stops

@@ -1,0 +1,130 @@
+"""The batches of an evaluation: in slices by the plan's forwards, or whole on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from lightning_pipeoffload.loop.split import Split
+from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
+from lightning_pipeoffload.loop.step_exchange import StepExchange
+from lightning_pipeoffload.runtime.batch_structure import batch_size
+from lightning_pipeoffload.runtime.microbatch import merge_outputs, shape_signature
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
+from lightning_pipeoffload.runtime.users_code.attributes import GlobalWriteError
+from lightning_pipeoffload.runtime.users_code.step_call import StepCall
+
+log = logging.getLogger(__name__)
+
+_WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
+
+
+class Evaluation:
+    """Runs the evaluation batches of one entry.
+
+    Args:
+        split: The module.
+        exchange: Compares the batches with the other ranks'.
+        send_written: Sends to all ranks the attributes that training steps wrote on some, for a
+            step that runs whole on each.
+    """
+
+    def __init__(
+        self, split: Split, exchange: StepExchange, send_written: Callable[[], None]
+    ) -> None:
+        self._split, self._group = split, split.group
+        self._exchange, self._send_written = exchange, send_written
+        self._runs_whole = split.runs_whole
+        self._cuts_predictions: dict[int, bool] = {}  # of each loader
+
+    def run(self, inputs: StepInputs) -> StepOutput:
+        """Run the forwards of a batch of any size, in no more microbatches than in training."""
+        key = inputs.kind, shape_signature(inputs.batch)
+        is_open = not self._runs_whole.get(key)
+        slices = self._cut(inputs, key) if is_open else None
+        if slices is not None and not self._runs_whole[key]:
+            return self._run_slices(inputs, slices)
+        self._send_written()
+        done, could_be_cut = self._run_whole(inputs, slices)
+        if is_open and self._runs_whole[key]:
+            stays_whole = slices is None or not could_be_cut
+            self._runs_whole[key] = self._group.agree(stays_whole, unanimous=False)
+        return done
+
+    def _run_slices(self, inputs: StepInputs, slices: list[Microbatch]) -> StepOutput:
+        split, training = self._split, self._split.plans.training
+        training.expect(split.pipeline.is_new, split.pipeline.costs)
+        self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
+        sizes, shares = split.shares(slices)
+        results = split.executor.run(training.of_evaluation(len(slices)), placed(slices))
+        self._exchange.turn()
+        return StepOutput.of(results, sizes, shares)
+
+    def _cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
+        """Cut a batch, and decide whether batches of its key run in slices; None: not cut."""
+        cutter, slices, obstacle = self._split.cutter, None, ""
+        given = self._split.make_parts(inputs) if cutter.by_user else None
+        try:
+            slices = self._slice(inputs) if given is None else cutter.trace(inputs, given)
+        except GlobalWriteError:
+            raise
+        except Exception as error:  # an error of the user's comes again in the whole step
+            obstacle = str(error)
+        if key not in self._runs_whole:
+            is_certain = slices is not None and all(cut.record.is_certain for cut in slices)
+            of_ranks = self._group.gather((is_certain, slices is None))
+            self._runs_whole[key] = not all(certain for certain, _ in of_ranks)
+            if any(is_uncut for _, is_uncut in of_ranks):
+                slices = None  # blocks are lent to all ranks for as many slices
+            if obstacle and self._group.reports:
+                log.info(_WHOLE, inputs.kind, obstacle)
+        return slices
+
+    def _slice(self, inputs: StepInputs) -> list[Microbatch]:
+        cutter = self._split.cutter
+        total = cutter.count(inputs)
+        size = self._split.smallest_size(total)
+        if inputs.kind != "predict_step" or size == total:
+            return cutter.cut(inputs, size)
+        if inputs.loader not in self._cuts_predictions:
+            # A number may count samples, so a batch's predictions need a row for each to be cut.
+            (whole,) = cutter.cut(inputs, total)
+            counts = whole.record.result_counts
+            self._cuts_predictions[inputs.loader] = counts is None or total in counts
+        return cutter.cut(inputs, size if self._cuts_predictions[inputs.loader] else total)
+
+    def _run_whole(
+        self, inputs: StepInputs, slices: list[Microbatch] | None
+    ) -> tuple[StepOutput, bool]:
+        """Run a step on every rank alike, to which each block is lent while it runs.
+
+        Where it may turn out that the step can be cut, it runs by slices, for the same bits.
+
+        Returns:
+            The outcome, and whether the step could be cut.
+        """
+        self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
+        call = StepCall(is_last=self._group.is_root, is_last_local=True)
+        cuts = [(cut.part, cut.seed) for cut in slices or ()] or [(inputs.batch, inputs.seed)]
+        values, could_be_cut = [], True
+        for part, seed in cuts:
+            lending = self._split.pipeline.lending(self._group.send_to_all, seed)
+            with lending.running():
+                values.append(inputs.step(part, call))
+            could_be_cut &= lending.could_be_cut
+        self._exchange.turn()
+        of_whole = [_size_of(inputs.batch)], [1.0]
+        sizes, shares = self._split.shares(slices) if slices else of_whole
+        if not self._group.is_root:
+            return StepOutput(None, sizes, shares), could_be_cut
+        whole = values[0] if len(values) == 1 else merge_outputs(values, shares, sizes)
+        return StepOutput(whole, sizes, shares), could_be_cut
+
+
+def _size_of(batch: Any) -> int:
+    """Return the number of samples; 1 of what has no dimension of them."""
+    try:
+        return batch_size(batch)
+    except ValueError:
+        return 1

@@ -1,0 +1,236 @@
+"""A module that is cut over the ranks, and all that lives as long as its cut.
+
+It is made at a trainer's first entry with a module, and serves the fits and evaluations that follow
+with the same one::
+
+    Split   pipeline    this rank's stages        plans       the plan, and its replacement
+            executor    runs their actions        parameters  optimizers' parameters, by rank
+            cutter      cuts batches              state       checkpoints' view of module and them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.loop.auto_choice import compile_ahead
+from lightning_pipeoffload.loop.batch_cutter import BatchCutter
+from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples
+from lightning_pipeoffload.loop.run_plans import RunPlans
+from lightning_pipeoffload.loop.step_calls import StepInputs
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
+from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.batch_structure import BatchParts
+from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.making.parted_module import PartedModule
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.replicas import SavedBuffers
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.schedule import Schedule
+
+
+class Split:
+    """The split of one module.
+
+    Args:
+        module: The user's module.
+        group: The run's processes.
+        settings: The strategy's settings.
+        device: This rank's device.
+        num_local_ranks: The ranks of this machine, which share its memory.
+        parts: The module, if it was made in parts.
+        masters: The masters of parameters; None: there are none.
+        optimizers: Returns the optimizers.
+
+    Attributes:
+        pipeline: This rank's part of the module.
+        executor: Runs this rank's actions.
+        cutter: Cuts its batches.
+        measurements: What those actions cost.
+        plans: Makes the plans.
+        report: Describes the run.
+        weights: Each microbatch's share of its batch.
+        parameters: The optimizers' parameters.
+        state: The module and the optimizers as checkpoints have them.
+        reduction: Averages gradients over the replicas; None where there is one.
+        runs_whole: Whether evaluation batches run whole on every rank, by kind of step and shapes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: PipelineGroup,
+        settings: PipelineSettings,
+        device: torch.device,
+        num_local_ranks: int,
+        parts: PartedModule | None,
+        masters: MasterWeights | None,
+        optimizers: Callable[[], list[Optimizer]],
+    ) -> None:
+        if settings.is_chosen:  # a run before this one may have chosen another placement
+            group.place(settings.provisional_schedule(group.num_ranks))
+        cut = settings.cut_settings(group)
+        cut = cut if parts is None else replace(cut, split=parts.counts)
+        self.group, self.masters = group, masters
+        self.pipeline = Pipeline(module, group.rank, cut, device, parts)
+        self.executor = Executor(
+            group.rank,
+            self.pipeline.stages,
+            group.transport,
+            ActionTimer(device),
+            ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
+            group.replicas.pending,
+        )
+        self.measurements = Measurements(self.executor, self.pipeline, group)
+        self.cutter = BatchCutter(self.pipeline, settings)
+        self.plans = RunPlans(
+            settings, self.pipeline, self.executor, group, self.measurements, self.cutter
+        )
+        self.report = self.plans.report
+        self.weights = MicrobatchWeights(module, settings.microbatch_weight)
+        self.reduction: GradientReduction | None = None
+        self.runs_whole: dict[Hashable, bool] = {}
+        self.parameters = OptimizedParameters(
+            self.pipeline,
+            group,
+            optimizers,
+            settings.num_sharing(group.num_replicas),
+            settings.per_parameter_optimizer,
+            settings.optimizer_offload,
+            masters,
+        )
+        self.measurements.step_seconds = self.parameters.host_step_seconds
+        self.state = SplitState(self.pipeline, group, self.parameters, masters)
+
+    @property
+    def plan(self) -> Schedule:
+        """The lowered plan of a full training batch."""
+        return self.plans.training.plan
+
+    @property
+    def place(self) -> str:
+        """The action that runs: "stage 3, B of microbatch 5"; empty between steps."""
+        action = self.executor.current
+        if action is None:
+            return ""
+        replica = f"replica {self.group.replica}, " if self.group.num_replicas > 1 else ""
+        kind, microbatch = action.kind.value, action.microbatch
+        return f"{replica}stage {action.stage}, {kind} of microbatch {microbatch}"
+
+    # Cutting a training batch
+
+    def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
+        """Cut a batch into slices of the first batch's size; a shorter one into fewer.
+
+        Raises:
+            ValueError: The batch has no samples, or it or the step cannot be cut.
+        """
+        is_first = not self.report.size
+        slices = self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
+        if is_first and self.group.reports:
+            self.weights.note_class_weights(slices)
+        return slices
+
+    def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
+        total = self.cutter.count(inputs)
+        if not total:
+            raise ValueError(
+                f"{inputs.kind} got a batch without samples, which makes no microbatch; leave it "
+                f"out where batches are made (batch_sampler, collate_fn, or the dataset)"
+            )
+        if not self.report.size:
+            first = self.cutter.count_first(total)
+            self.report.size = first // self.plans.choose(inputs, first)
+            if self.report.size < total and self.group.reports:
+                self.weights.note_ignored_labels(inputs.batch)
+        size = max(self.report.size, self.smallest_size(total))
+        if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
+            # The last one would have no statistics.
+            size = next(more for more in range(size, total + 1) if total % more != 1)
+        parts = self.cutter.split(inputs, size)
+        try:
+            return self.cutter.trace(inputs, parts)
+        except Exception as error:
+            if size < total:
+                self._blame_cutting(error, inputs, total, size)
+            raise
+
+    def _cut_by_user(self, inputs: StepInputs) -> list[Microbatch]:
+        is_first = not self.report.size
+        if is_first:
+            self.plans.choose(inputs)
+        cut = self.make_parts(inputs, may_be_fewer=not is_first)
+        if is_first:
+            self.report.size = -(-sum(cut.sizes) // len(cut.parts))
+            if self.group.reports:
+                self.weights.note_ignored_labels(inputs.batch)
+        return self.cutter.trace(inputs, cut)
+
+    def make_parts(self, inputs: StepInputs, may_be_fewer: bool = True) -> BatchParts:
+        """Return the batches that ``make_microbatches`` makes of one."""
+        count = self.plans.training.schedule.num_microbatches
+        return self.cutter.make_parts(inputs, count, may_be_fewer)
+
+    def smallest_size(self, total: int) -> int:
+        """Return the microbatch size by which a batch has no more slices than the plan has."""
+        return -(-total // self.plans.training.schedule.num_microbatches)
+
+    def _blame_cutting(self, error: Exception, inputs: StepInputs, total: int, size: int) -> None:
+        """Raise an error that says so where the step fails only with a microbatch."""
+        try:
+            self.cutter.cut(inputs, total)
+        except Exception:
+            return  # the first error counts, which is the caller's
+        raise ValueError(
+            f"{inputs.kind} fails with a microbatch, and not with the whole batch of {total} "
+            f"samples that was cut into {-(-total // size)}: {type(error).__name__}: {error}; set "
+            f"a smaller num_microbatches or a larger batch_size, or leave out a short last batch "
+            f"with drop_last=True"
+        ) from error
+
+    def shares(self, slices: list[Microbatch]) -> tuple[list[int], Sequence[Any]]:
+        """Return the samples of a batch's slices, and their shares in its means."""
+        sizes = [cut.num_samples for cut in slices]
+        return sizes, self.weights.shares([cut.part for cut in slices], sizes)
+
+    # From the first training batch to the end
+
+    def begin_training(self, num_accumulated: int) -> None:
+        """In the first batch, synchronize shared parameters and print the plan."""
+        self.group.replicas.copy_first(self.pipeline.tensors.own())
+        self.group.share(self.pipeline)
+        if self.group.num_replicas > 1:
+            parameters = self.pipeline.tensors.with_local_stages()
+            gradients = self.pipeline.stage_gradients
+            self.reduction = GradientReduction(self.group.replicas, parameters, gradients)
+        self._buffers = SavedBuffers(self.group.replicas, self.pipeline.ownership)
+        self.plans.begin()
+        self.report.print_start(num_accumulated)
+        compile_ahead(self.pipeline, self.group)
+
+    def finish_reduction(self) -> None:
+        """Wait for the gradients' means over the replicas, where there are several."""
+        if self.reduction is not None:
+            self.reduction.wait()
+            self._buffers.copy_first()
+
+    def leave(self) -> None:
+        """Leave the module until the next entry, after an error in the middle of a step too."""
+        self.plans.leave()
+        if self.reduction is not None:
+            self.reduction.abandon()
+        self.group.replicas.pending.forget()
+        self.weights.forget()
+        self.pipeline.detach()
