@@ -50,6 +50,7 @@ LAYERS = (
     "planning",
     "optimizers",
     "processes",
+    "texts",
     "checkpoints",
     "metrics",
     "loop/hooks",

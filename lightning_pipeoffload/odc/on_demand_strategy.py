@@ -38,7 +38,6 @@ from lightning_pipeoffload.loop.lightning_patches import (
     stop_without_waiting,
 )
 from lightning_pipeoffload.loop.run_checks import explaining_optimizers
-from lightning_pipeoffload.odc.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun, check_run
@@ -53,6 +52,7 @@ from lightning_pipeoffload.odc.sharding import (
     whole_state,
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
+from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 
 _SIZE_KEY = "on_demand_minibatch_size"
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_pipeoffload.cli import minibatch_balance
 from lightning_pipeoffload.cli.minibatch_balance import balances, draw_lengths
-from lightning_pipeoffload.odc.packing import COSTS
+from lightning_pipeoffload.texts.packing import COSTS
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from lightning_pipeoffload.odc.packing import (
+from lightning_pipeoffload.texts.packing import (
     COSTS,
     MODES,
     check_packing,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory  # private: what a loader itself calls
 
-from lightning_pipeoffload.odc.packing import Cost, Microbatches, check_packing, find_cost, pack
-from lightning_pipeoffload.processes.joint_processes import data_parallel_rank, data_parallel_size
+from lightning_pipeoffload.texts.index_groups import GroupSampler, IndexGroups
+from lightning_pipeoffload.texts.packing import Cost, Microbatches, check_packing, find_cost, pack
 
 
 class Minibatch:
@@ -65,20 +64,13 @@ class Minibatch:
         return self.map(pin_memory)
 
 
-class PackedIndices(list[int]):
-    """The indices of a rank's samples in a flat list for a loader, one microbatch after another.
-
-    A loader reads the samples and then calls its collate function in the same process. That
-    function reads the sizes of the microbatches from ``last_read``.
+class PackedIndices(IndexGroups):
+    """The indices of a rank's samples, one microbatch after another.
 
     Attributes:
-        sizes: The number of samples of each microbatch.
         weights: The weight of each microbatch.
         total: The total of the minibatch.
-        last_read: The last list that was read, until ``MinibatchCollate`` takes it.
     """
-
-    last_read: ClassVar[PackedIndices | None] = None
 
     def __init__(
         self,
@@ -86,15 +78,9 @@ class PackedIndices(list[int]):
         weights: Sequence[float] = (),
         total: float = 1.0,
     ) -> None:
-        microbatches = list(microbatches)
-        super().__init__(index for microbatch in microbatches for index in microbatch)
-        self.sizes = [len(microbatch) for microbatch in microbatches]
+        super().__init__(microbatches)
         self.weights = list(weights)
         self.total = total
-
-    def __iter__(self) -> Iterator[int]:
-        PackedIndices.last_read = self
-        return super().__iter__()
 
 
 class MinibatchCollate:
@@ -113,19 +99,17 @@ class MinibatchCollate:
         Raises:
             ValueError: A ``MinibatchSampler`` has not yielded their indices.
         """
-        read, PackedIndices.last_read = PackedIndices.last_read, None
-        if read is None or sum(read.sizes) != len(samples):
+        read = PackedIndices.take(len(samples))
+        if read is None:
             raise ValueError(
                 f"MinibatchCollate got {len(samples)} samples that no MinibatchSampler has asked "
                 f"for: use it with DataLoader(..., batch_sampler=MinibatchSampler(...)), and with "
                 f"a dataset whose __getitems__, if it has one, iterates over what it is given"
             )
-        bounds = pairwise(accumulate(read.sizes, initial=0))
-        groups = [list(samples[start:end]) for start, end in bounds]
-        return Minibatch(map(self._collate, groups), read.weights, read.total)
+        return Minibatch(map(self._collate, read.divide(samples)), read.weights, read.total)
 
 
-class MinibatchSampler(Sampler[list[int]]):
+class MinibatchSampler(GroupSampler):
     """Yields this rank's part of each minibatch, packed into microbatches.
 
     Pass it to a loader as ``batch_sampler``, with ``collate_fn=MinibatchCollate(...)``. Every rank
@@ -171,6 +155,7 @@ class MinibatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         num_ranks: int | None = None,
     ) -> None:
+        super().__init__(rank, num_ranks)
         self._lengths = [int(length) for length in lengths]
         check_packing(self._lengths, max_tokens, mode)
         if samples_per_rank < 1:
@@ -182,29 +167,11 @@ class MinibatchSampler(Sampler[list[int]]):
         self._weights = _weights(weight, self._lengths)
         self._shuffle = shuffle
         self._seed = seed
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self.epoch = 0
-        self.sampler = self
-
-    @property
-    def rank(self) -> int:
-        """The rank whose parts are yielded."""
-        return data_parallel_rank() if self._rank is None else self._rank
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that share a minibatch."""
-        return data_parallel_size() if self._num_ranks is None else self._num_ranks
 
     @property
     def minibatch_size(self) -> int:
         """Samples of a minibatch on all ranks."""
         return self._samples_per_rank * self.num_ranks
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the next order."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return -(-len(self._lengths) // self.minibatch_size)
