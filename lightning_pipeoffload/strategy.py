@@ -60,7 +60,7 @@ class _Described(NamedTuple):
 class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     """Trains an unchanged LightningModule over the stages of a pipeline.
 
-    The module is cut at the entries of one ModuleList or Sequential. Each rank runs the module's
+    The module is cut at the entries of its ModuleLists or Sequentials. Each rank runs the module's
     own ``training_step``, of which only its stage's blocks compute. The last stage, with the loss
     and ``self.log``, is on global rank 0.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch_structure import batch_size
-from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.making.construction import make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
@@ -70,6 +70,7 @@ class ModelProbe:
         self._data: LightningDataModule = build(config, "data")
         self._data.trainer = self._trainer
         self._needs: dict[Any, MemoryNeeds] = {}
+        self._chains: dict[str, BlockChain] = {}
         self._blocks: dict[Any, tuple[MemoryNeeds, list[int]] | None] = {}
 
     def _make_module(self) -> None:
@@ -119,11 +120,11 @@ class ModelProbe:
         The model is traced once for all placements. A tensor that several blocks save is counted
         for each of them, so that a stage may appear a little larger than it is.
         """
-        split = self._make_layers(placement, settings)
-        chain = find_chain(self._module, settings.blocks)
+        settings = self._make_layers(placement, settings)
+        chain = self._find_chain(settings)
         key = num_microbatches, settings.recompute, settings.master_weights
         if key not in self._blocks:
-            each = replace(settings, split=[1] * len(chain))
+            each = replace(settings, blocks=chain.names, split=[1] * len(chain))
             try:
                 needs = self._trace((*range(len(chain)),), num_microbatches, each)
                 self._blocks[key] = needs, self._num_parameters
@@ -136,21 +137,36 @@ class ModelProbe:
         work = needs.costs.compute(len(chain)).values()
         forward, for_input, for_weight = ((*each, 0.0) for each in work)
         costs = SegmentCosts(forward, for_input, for_weight, (*sizes, 0))
-        return needs.joined(cut(chain, costs, placement, split))
+        return needs.joined(cut(chain, costs, placement, settings.split))
+
+    def _find_chain(self, settings: PipelineSettings) -> BlockChain:
+        """Return the blocks, for which the step may have to be traced."""
+        key = str(settings.blocks)
+        if key not in self._chains:
+            with self._cutting(CutSettings((0,), settings.blocks)) as pipeline:
+                if not len(pipeline.chain):
+                    self._first_slice(pipeline, self.batch_size)
+                self._chains[key] = pipeline.chain
+        return self._chains[key]
 
     def _trace(
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
-        split = self._make_layers(placement, settings)
+        settings = self._make_layers(placement, settings)
+        given = placement, settings.blocks, settings.split, settings.recompute
+        with self._cutting(CutSettings(*given)) as pipeline:
+            first = self._first_slice(pipeline, self.batch_size // num_microbatches)
+            self._num_parameters = pipeline.num_parameters
+            return MemoryNeeds.of(pipeline, first, self.states(settings.master_weights))
+
+    @contextmanager
+    def _cutting(self, cut_settings: CutSettings) -> Iterator[Pipeline]:
         _leave_meta(self._module)
         self._module = self._precision.convert_module(self._module)
-        cut_settings = CutSettings(placement, settings.blocks, split, settings.recompute)
         pipeline = Pipeline(self._module, 0, cut_settings, _CPU)
         try:
             with self._precision.train_step_context():
-                first = self._first_slice(pipeline, self.batch_size // num_microbatches)
-                self._num_parameters = pipeline.num_parameters
-                return MemoryNeeds.of(pipeline, first, self.states(settings.master_weights))
+                yield pipeline
         except ValueError:
             raise
         except Exception as error:  # the user's own code, which may need values
@@ -169,10 +185,10 @@ class ModelProbe:
 
     def _make_layers(
         self, placement: tuple[int, ...], settings: PipelineSettings
-    ) -> str | Sequence[int]:
-        """Make the layers of ``configure_model``, which may decide the split; return that."""
+    ) -> PipelineSettings:
+        """Make the layers of ``configure_model``; return settings with the cut that it decides."""
         if not is_overridden("configure_model", self._module):
-            return settings.split
+            return settings
         self._make_module()  # anew: another cut decides anew
         with making_shapes(), self._precision.module_init_context():
             drawn = make_blueprint(
@@ -183,7 +199,10 @@ class ModelProbe:
                 settings.split,
             )
             self._module.configure_model()
-        return settings.split if drawn is None else drawn.counts
+        if drawn is None:
+            return settings
+        names = find_chain(self._module, settings.blocks).names
+        return replace(settings, blocks=names, split=drawn.counts)
 
     def states(self, master_weights: str | None) -> dict[int, int]:
         """Return the bytes of optimizer state of each parameter, masters among it."""

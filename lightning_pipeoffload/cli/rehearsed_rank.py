@@ -116,12 +116,12 @@ class RehearsedModel(ModelProbe):
         Raises:
             ValueError: The model cannot be cut so.
         """
-        split = self._make_layers(schedule.placement, settings)
+        settings = self._make_layers(schedule.placement, settings)
         self._module = self._precision.convert_module(self._module)
         cut = CutSettings(
             schedule.placement,
             settings.blocks,
-            split,
+            settings.split,
             settings.recompute,
             compile=settings.compile,
             gradient_accumulation_fusion=settings.gradient_accumulation_fusion,

@@ -24,8 +24,8 @@ class BatchCutter:
 
     Attributes:
         first_batch: What first batches have decided for later ones, to be saved with a fit: the
-            samples of the first training batch, with the batch sizes of the loaders, and what lists
-            are, by kind of step and loader.
+            samples of the first training batch, with the batch sizes of the loaders, what lists
+            are, by kind of step and loader, and the blocks that are found by a step's calls.
     """
 
     def __init__(self, pipeline: Pipeline, settings: PipelineSettings) -> None:
@@ -57,6 +57,8 @@ class BatchCutter:
         """Continue with what the first batches of a fit that was saved have decided."""
         self.first_batch |= copy.deepcopy(dict(first_batch))
         self._structures.clear()
+        if "blocks" in self.first_batch:
+            self._pipeline.resume_with(self.first_batch["blocks"])
 
     def count_first(self, total: int) -> int:
         """Return the samples of the fit's first batch, on which the microbatch size depends.
@@ -97,7 +99,11 @@ class BatchCutter:
         parts = self._pipeline.parts
         if parts is not None:
             parts.check_filled()
-        return self._pipeline.trace_parts(cut, inputs.batch, inputs.step, inputs.kind, inputs.seed)
+        given = cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
+        slices = self._pipeline.trace_parts(*given)
+        if self._pipeline.called_blocks is not None:
+            self.first_batch["blocks"] = self._pipeline.called_blocks
+        return slices
 
     def make_parts(self, inputs: StepInputs, count: int, may_be_fewer: bool = False) -> BatchParts:
         """Return the batches that ``make_microbatches`` makes of one.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_pipeoffload.planning.report import span_of
-from lightning_pipeoffload.runtime.cut.other_blocks import as_argument, inner_blocks
+from lightning_pipeoffload.runtime.cut.called_blocks import as_argument, inner_blocks
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule.text import share_text
 

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.batch_structure import BatchParts, BatchStructure
 from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, warn_once
-from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.block_chain import (
+    BlockChain,
+    chain_of_calls,
+    find_chain,
+    first_chain,
+)
 from lightning_pipeoffload.runtime.cut.checks import (
     check_recompute_full,
     check_shared_weights,
@@ -137,17 +142,72 @@ class Pipeline:
         self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
         self.settings = settings
-        self.chain = find_chain(module, settings.blocks)
-        self.compiler = BlockCompiler(module, self.chain.blocks, settings.compile)
-        self.records = StepRecords(module, self.chain, device, lambda: self.before_trace())
+        is_given = settings.blocks is not None or parts is not None
+        chain = find_chain(module, settings.blocks) if is_given else first_chain(module)
+        self._is_open = not chain.blocks  # the blocks are those that a step calls
+        self._is_by_training = False
         self.trained = b""
-        self._forget_cut()
         self.parts = parts
-        self._know_parameters()
+        self._cut_at(chain)
         if parts is not None:
             self._own(parts.owners)
             self._leave_remote()
         self.attach()
+
+    def _cut_at(self, chain: BlockChain) -> None:
+        self.chain = chain
+        self.compiler = BlockCompiler(self.module, chain.blocks, self.settings.compile)
+        self.records = StepRecords(self.module, chain, self.device, lambda: self.before_trace())
+        self._forget_cut()
+        self._know_parameters()
+
+    def _cut_instead_at(self, chain: BlockChain) -> None:
+        self.chain.release()
+        self.compiler.leave()
+        self._cut_at(chain)
+        self.compiler.compile()
+        chain.intercept()
+
+    def _find_chain(self, kind: str, part: Any, step: UsersStep, seed: int) -> None:
+        """Choose the blocks by what the step calls: anew in training, whatever ran before.
+
+        Raises:
+            ValueError: The step cannot be cut.
+        """
+        error: ValueError | None = None
+        for names in (*self.records.find_chains(part, step, seed), None):
+            try:
+                self._cut_instead_at(_chain_of(self.module, names))
+                self.records.find(kind, part, step, seed)
+            except ValueError as refused:
+                error = error or refused
+            else:
+                break
+        else:
+            assert error is not None
+            raise error
+        self._use_blocks(self.settings.agree(self.chain.names))
+        self._is_by_training = torch.is_grad_enabled()
+
+    def _use_blocks(self, names: list[str]) -> None:
+        if names != self.chain.names:
+            self._cut_instead_at(chain_of_calls(self.module, names))
+
+    def resume_with(self, names: list[str]) -> None:
+        """Cut at the blocks that a fit was saved with, if the module still has them."""
+        if self._is_open and set(names) <= dict(self.module.named_modules()).keys():
+            self._use_blocks(names)
+            self._is_by_training = True
+
+    @property
+    def _awaits_calls(self) -> bool:
+        is_chosen = self._is_by_training if torch.is_grad_enabled() else self.chain.blocks
+        return self._is_open and not self.is_split and not is_chosen
+
+    @property
+    def called_blocks(self) -> list[str] | None:
+        """The blocks that were chosen by what a training step calls; None: they are given."""
+        return self.chain.names if self._is_by_training else None
 
     def _forget_cut(self) -> None:
         ranks = self.settings.stage_ranks
@@ -157,9 +217,9 @@ class Pipeline:
         self.stages.clear()
         self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)
         self._shared_weights: list[SharedWeight] = []
-        # An impossible split is refused here, before anything runs.
-        split = "even" if self.settings.split == "auto" else self.settings.split
-        cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
+        if self.chain.blocks:  # an impossible split is refused here, before anything runs
+            split = "even" if self.settings.split == "auto" else self.settings.split
+            cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
         self.left_to_b: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
 
@@ -225,6 +285,8 @@ class Pipeline:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         self._notice_frozen()
+        if self._awaits_calls:
+            self._find_chain(kind, cut.parts[0], step, mix_seed(seed, 0))
         self.is_new = False
         records: list[StepRecord] = []
         self.batch_records = records
@@ -465,3 +527,7 @@ class Pipeline:
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""
         return [self.chain.block_name(index) for index in self.partition[stage].blocks]
+
+
+def _chain_of(module: nn.Module, names: list[str] | None) -> BlockChain:
+    return find_chain(module) if names is None else chain_of_calls(module, names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import partial
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_pipeoffload.runtime.cut.other_blocks import propose
+from lightning_pipeoffload.runtime.cut.called_blocks import (
+    Containers,
+    containers_in,
+    is_ambiguous,
+    names_of_parents,
+    propose,
+    spread,
+)
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
@@ -60,6 +67,11 @@ class BlockChain:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the blocks in the user's module."""
+        return [*self._names]
 
     def block_name(self, index: int) -> str:
         """Return the name of a block in the user's module."""
@@ -151,6 +163,23 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
     return chain
 
 
+def chain_of_calls(module: nn.Module, names: Sequence[str]) -> BlockChain:
+    """Return the chain of blocks that a step has been found to call."""
+    chain = _chain_of(module, ", ".join(names_of_parents(names)), names)
+    chain.propose = partial(propose, module)
+    _check_uncompiled(module, chain)
+    return chain
+
+
+def first_chain(module: nn.Module) -> BlockChain:
+    """Return the chain of blocks where none is named; empty where a step's calls will show it."""
+    _check_weights(module)
+    names = [path for path, _ in _best_containers(module)]
+    if is_ambiguous(module, names[0] if len(names) == 1 else ""):
+        return BlockChain("", {})
+    return find_chain(module)
+
+
 def _check_weights(module: nn.Module) -> None:
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
@@ -181,19 +210,10 @@ def _check_uncompiled(module: nn.Module, chain: BlockChain) -> None:
 def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockChain:
     if name is not None and not isinstance(name, str):
         return _chain_of_patterns(module, name)
-    containers = {
-        path: child
-        for path, child in module.named_modules()
-        if path
-        and isinstance(child, (nn.ModuleList, nn.Sequential))
-        and any(True for _ in child.children())
-    }
     if name is not None:
-        return _named_chain(containers, name)
-    spread = {path: _spread(child) for path, child in containers.items()}
-    best = max(spread.values(), default=(0, 0))
-    names = [path for path, value in spread.items() if value == best]
-    if best == (0, 0):
+        return _named_chain(module, _lists_in(module), name)
+    best = _best_containers(module)
+    if not best:
         other = propose(module)
         raise ValueError(
             f"found no ModuleList or Sequential of blocks with parameters in "
@@ -201,16 +221,32 @@ def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockCha
             f"layers in one and call them once each and in order"
             f"{f', or name the blocks in the order of their calls: {other}' if other else ''}"
         )
-    if len(names) > 1:
+    if len(best) > 1:
         raise ValueError(
-            f"{', '.join(names)} could each be the chain of blocks; name the blocks that the step "
-            f"calls, in the order of their calls: {propose(module, 1)}"
+            f"{', '.join(path for path, _ in best)} could each be the chain of blocks; name the "
+            f"blocks that the step calls, in the order of their calls: {propose(module, 1)}"
         )
-    return _chain_of(names[0], containers[names[0]])
+    return _chain_of(module, *best[0])
 
 
-def _chain_of(name: str, container: nn.Module) -> BlockChain:
-    return BlockChain(name, {f"{name}.{key}": block for key, block in container.named_children()})
+def _lists_in(module: nn.Module) -> Containers:
+    return {
+        path: names
+        for path, names in containers_in(module).items()
+        if not isinstance(module.get_submodule(path), nn.ModuleDict)
+    }
+
+
+def _best_containers(module: nn.Module) -> list[tuple[str, Sequence[str]]]:
+    """Return the containers with the most parameters outside of their largest entry."""
+    containers = _lists_in(module)
+    spreads = {path: spread(module, names) for path, names in containers.items()}
+    best = max(spreads.values(), default=(0, 0))
+    return [(path, containers[path]) for path, each in spreads.items() if each == best > (0, 0)]
+
+
+def _chain_of(module: nn.Module, name: str, blocks: Iterable[str]) -> BlockChain:
+    return BlockChain(name, {block: module.get_submodule(block) for block in blocks})
 
 
 def _chain_of_patterns(module: nn.Module, patterns: Sequence[str]) -> BlockChain:
@@ -242,7 +278,7 @@ def _check_apart(names: Sequence[str], patterns: Sequence[str]) -> None:
                 )
 
 
-def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
+def _named_chain(module: nn.Module, containers: Containers, name: str) -> BlockChain:
     if name not in containers:
         similar = get_close_matches(name, containers, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
@@ -250,12 +286,7 @@ def _named_chain(containers: Mapping[str, nn.Module], name: str) -> BlockChain:
             f"blocks={name!r} is not a ModuleList or Sequential of the module; it has "
             f"{', '.join(containers) or 'none'}{hint}"
         )
-    return _chain_of(name, containers[name])
-
-
-def _spread(container: nn.Module) -> tuple[int, int]:
-    sizes = [sum(p.numel() for p in block.parameters()) for block in container.children()]
-    return sum(sizes) - max(sizes), sum(sizes)
+    return _chain_of(module, name, containers[name])
 
 
 def _intercepting(plain: type[nn.Module], chain: BlockChain) -> type[nn.Module]:

@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
 from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
-from lightning_pipeoffload.runtime.cut.trial_cuts import propose_traced
+from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
@@ -147,8 +147,18 @@ class StepRecords:
         # An evaluation runs as a whole then.
         proposal = ""
         if torch.is_grad_enabled():
-            proposal = propose_traced(*self._traced, trial, self._num_stages)
+            proposal = self._trial_cuts(trial).propose(self._chain, self._num_stages)
         return f"{error}; it could be cut with {proposal}" if proposal else str(error)
+
+    def find_chains(self, part: Any, step: UsersStep, seed: int) -> list[list[str]]:
+        """Return the blocks that a step could be cut at by what it calls, the best first."""
+        self._before_trace()
+        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
+        return self._trial_cuts(trial).best_first()
+
+    def _trial_cuts(self, trial: Callable[[], Any]) -> TrialCuts:
+        module, _, device, kernels = self._traced
+        return TrialCuts(module, device, kernels, trial)
 
     def _find_answers(self, shapes: Any, part: Any) -> tuple[bool, ...] | None:
         """Return the booleans that the step reads from a microbatch; None if they are new."""

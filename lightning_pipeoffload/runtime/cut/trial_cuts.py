@@ -1,13 +1,9 @@
-"""Finds the ``blocks=`` with which a step can be cut, for messages that refuse another chain.
-
-The step is traced once more to see which modules it calls, and once with each proposal.
-"""
+"""Finds the blocks of a model by the modules that a step calls, which runs once more for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Any
 
@@ -15,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torchs
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
-from lightning_pipeoffload.runtime.cut.other_blocks import as_argument, candidates
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, chain_of_calls
+from lightning_pipeoffload.runtime.cut.called_blocks import Call, CalledChains, as_argument
 from lightning_pipeoffload.runtime.cut.trace import LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
@@ -26,80 +22,121 @@ from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
 _MOST_TRIALS = 6
 
 
-def propose_traced(
-    module: nn.Module,
-    chain: BlockChain,
-    device: torch.device,
-    kernels: KernelsOnZeros,
-    call: Callable[[], Any],
-    num_stages: int,
-) -> str:
-    """Return ``blocks=...`` that a step, run by ``call``, can be cut with; "" if none is found.
+class TrialCuts:
+    """Chains at which a step, run by ``call``, could be cut.
 
     Args:
         module: The user's module.
-        chain: The chain with which it cannot.
         device: The device that tensors report.
         kernels: What the step runs on zeros.
         call: Runs the step.
-        num_stages: The least number of blocks.
     """
-    trace = partial(_trace, module, device=device, kernels=kernels, call=call)
-    chain.release()
-    try:
-        calls = _find_calls(module, trace)
-        proposals = (
-            names for names in candidates(module, calls) if len(names) >= max(num_stages, 2)
-        )
-        for names in islice(proposals, _MOST_TRIALS):
-            if _can_cut(module, names, trace):
-                return as_argument(module, names)
-        return ""
-    finally:
-        chain.intercept()
 
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        kernels: KernelsOnZeros,
+        call: Callable[[], Any],
+    ) -> None:
+        self._module, self._device, self._kernels = module, device, kernels
+        self._call = call
 
-def _trace(
-    module: nn.Module,
-    chain: BlockChain,
-    device: torch.device,
-    kernels: KernelsOnZeros,
-    call: Callable[[], Any],
-) -> None:
-    # What a step writes into long containers does not matter here.
-    with suppress(KernelFoundError), suppress(LongWriteError):
-        StepTrace(module, chain, device, kernels).trace(call)
-        return
-    _trace(module, chain, device, kernels, call)
+    def best_first(self) -> list[list[str]]:
+        """Return the names of blocks that have most of the step's work."""
+        chains = CalledChains(self._module, *self._find_calls())
+        return [names for names in chains.best_first() if chains.holds_most(names)]
 
+    def propose(self, chain: BlockChain, num_stages: int) -> str:
+        """Return ``blocks=...`` of at least so many blocks that it can be cut with; "" of none.
 
-def _find_calls(module: nn.Module, trace: Callable[[BlockChain], None]) -> dict[str, int]:
-    """Return the position of the call of each module that a step calls once, with gradients."""
-    names = {part: name for name, part in module.named_modules()}
-    calls: dict[str, list[int]] = {}
-    count = 0
-
-    def note(part: nn.Module, args: tuple[Any, ...]) -> None:
-        nonlocal count
-        count += 1
-        if part in names:
-            # Two entries of what cannot be cut.
-            found = [count] if torch.is_grad_enabled() else [count, count]
-            calls.setdefault(names[part], []).extend(found)
-
-    hook = torchs.register_module_forward_pre_hook(note)
-    with hook, suppress(Exception):  # what it has called until then can be enough
-        trace(BlockChain("", {}))
-    return {name: found[0] for name, found in calls.items() if len(found) == 1}
-
-
-def _can_cut(module: nn.Module, names: Sequence[str], trace: Callable[[BlockChain], None]) -> bool:
-    chain = find_chain(module, names)
-    chain.intercept()
-    try:
-        trace(chain)
-    except Exception:
-        return False
-    finally:
+        Args:
+            chain: The chain with which it cannot.
+            num_stages: The least number of blocks.
+        """
         chain.release()
-    return True
+        try:
+            chains = CalledChains(self._module, *self._find_calls(), is_whole=False)
+            proposals = (n for n in chains.best_first() if len(n) >= max(num_stages, 2))
+            for names in islice(proposals, _MOST_TRIALS):
+                if self._can_cut(names):
+                    return as_argument(self._module, names)
+            return ""
+        finally:
+            chain.intercept()
+
+    def _find_calls(self) -> tuple[dict[str, Call], int]:
+        """Return the calls of the modules that the step calls once, and all of its work."""
+        while True:
+            trace = StepTrace(self._module, BlockChain("", {}), self._device, self._kernels)
+            calls = _CallNotes(self._module, trace)
+            try:
+                with calls.noting():
+                    trace.trace(self._call)
+            except KernelFoundError:
+                continue
+            except Exception:  # what it has called until then can be enough
+                pass
+            return calls.of_once(), trace.record.forward_flops[0]
+
+    def _can_cut(self, names: Sequence[str]) -> bool:
+        chain = chain_of_calls(self._module, names)
+        chain.intercept()
+        try:
+            self._trace(chain)
+        except Exception:
+            return False
+        finally:
+            chain.release()
+        return True
+
+    def _trace(self, chain: BlockChain) -> None:
+        # What a step writes into long containers does not matter here.
+        with suppress(KernelFoundError), suppress(LongWriteError):
+            StepTrace(self._module, chain, self._device, self._kernels).trace(self._call)
+            return
+        self._trace(chain)
+
+
+class _CallNotes:
+    """Notes the calls of modules in a trace without blocks, all of which is one segment."""
+
+    def __init__(self, module: nn.Module, trace: StepTrace) -> None:
+        self._trace, self._trains = trace, torch.is_grad_enabled()
+        self._names = {part: name for name, part in module.named_modules()}
+        self._calls: dict[str, list[Call]] = {}
+        self._begun: list[tuple[nn.Module, int, int, int]] = []
+        self._count = 0
+
+    def noting(self) -> ExitStack:
+        """Note calls within the context."""
+        with ExitStack() as stack:
+            stack.enter_context(torchs.register_module_forward_pre_hook(self._begin))
+            stack.enter_context(torchs.register_module_forward_hook(self._end))
+            return stack.pop_all()
+
+    def of_once(self) -> dict[str, Call]:
+        """Return the calls of modules that are called once."""
+        return {name: calls[0] for name, calls in self._calls.items() if len(calls) == 1}
+
+    def _begin(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+        self._count += 1
+        self._begun.append((part, self._count, *self._seen()))
+
+    def _end(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        while self._begun:
+            other, begin, work, reads = self._begun.pop()
+            if other is part:
+                break
+        else:
+            return
+        self._count += 1
+        now = self._seen()
+        if part in self._names:
+            call = Call(begin, self._count, now[0] - work, now[1] > reads)
+            # Two of what cannot be cut.
+            found = [call] if torch.is_grad_enabled() == self._trains else [call, call]
+            self._calls.setdefault(self._names[part], []).extend(found)
+
+    def _seen(self) -> tuple[int, int]:
+        return self._trace.record.forward_flops[0], self._trace.num_imagined

@@ -1,0 +1,240 @@
+"""Finds the blocks of a model: in its containers and, where these are several, in a step's calls.
+
+The container with the most parameters is cut. Others that the step calls before or behind it join,
+such as ``layer1`` to ``layer4``, or an encoder's and a decoder's layers. A block that is a large
+share of the work is cut at its own containers of blocks. Shares are of the whole step, so that the
+chain does not depend on the number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+_LISTS = nn.ModuleList | nn.ModuleDict
+_JOINS = 1 / 16  # of the work: a container that joins the largest one
+_IS_LARGE = 1 / 8  # a block that is cut at its own containers
+_COVERS = 3 / 4  # of such a block's work: what these have
+
+Names = list[str]
+Containers = Mapping[str, Names]  # the names of the entries, by that of the container
+
+
+@dataclass(frozen=True)
+class Call:
+    """The one call of a module in a step."""
+
+    begin: int  # among the beginnings and ends of all calls
+    end: int
+    work: int  # operations of its forward
+    reads_values: bool
+
+
+def containers_in(module: nn.Module) -> dict[str, Names]:
+    """Return the entries of the containers inside of a module; parametrizations are none.
+
+    A list of lists, which no step can call, has the entries of the inner ones.
+    """
+    found = {
+        path: [*_entries(path, part)]
+        for path, part in module.named_modules()
+        if path and isinstance(part, (nn.Sequential, _LISTS)) and not _is_parametrization(part)
+    }
+    return {path: names for path, names in found.items() if names}
+
+
+def _entries(path: str, container: nn.Module) -> Iterator[str]:
+    for key, child in container.named_children():
+        is_seen_through = isinstance(container, nn.ModuleList) and _is_plain_list(child)
+        yield from _entries(f"{path}.{key}", child) if is_seen_through else (f"{path}.{key}",)
+
+
+def _is_plain_list(part: nn.Module) -> bool:
+    return isinstance(part, _LISTS) and type(part).forward is nn.Module.forward
+
+
+def _is_parametrization(part: nn.Module) -> bool:
+    return any(isinstance(each, ParametrizationList) for each in (part, *part.children()))
+
+
+def spread(module: nn.Module, names: Iterable[str]) -> tuple[int, int]:
+    """Return the parameters outside of the largest of some modules, and all of theirs."""
+    sizes = [_size(module, name) for name in names]
+    return sum(sizes) - max(sizes), sum(sizes)
+
+
+def _size(module: nn.Module, name: str) -> int:
+    return sum(parameter.numel() for parameter in module.get_submodule(name).parameters())
+
+
+def is_ambiguous(module: nn.Module, name: str) -> bool:
+    """Whether a step's calls may show other blocks than the entries of the container ``name``."""
+    containers = containers_in(module)
+    entries = containers.get(name, [])
+    if not any(spread(module, names)[0] for names in containers.values()):
+        return False
+    return any(
+        spread(module, names)[1] and (_are_composed(module, names) or not _is_in(path, entries))
+        for path, names in containers.items()
+        if path != name
+    )
+
+
+def _is_in(path: str, outer: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in outer)
+
+
+def _are_composed(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether modules are blocks themselves, not layers such as Linear."""
+    parts = (module.get_submodule(name) for name in names)
+    return all(any(True for _ in part.children()) for part in parts)
+
+
+class CalledChains:
+    """The chains of blocks that a step could be cut at.
+
+    Args:
+        module: The user's module.
+        calls: The modules that its step calls once, by name.
+        work: The operations of its forward.
+        is_whole: Whether each entry of a container has to be among the calls.
+    """
+
+    def __init__(
+        self, module: nn.Module, calls: Mapping[str, Call], work: int, is_whole: bool = True
+    ) -> None:
+        self._module, self._calls, self._work = module, calls, work
+        self._containers = dict(self._find_containers(is_whole))
+
+    def best_first(self) -> Iterator[Names]:
+        """Yield the names of blocks in the order of their calls."""
+        order = sorted(self._containers, key=self._rank_of)
+        if order and spread(self._module, self._containers[order[0]])[0]:
+            joined = self._join(self._containers, order[:1], _JOINS * self._work)
+            yield [inner for name in joined for inner in self._open(name)]
+            yield joined
+            yield from (self._containers[path] for path in order)
+
+    def holds_most(self, names: Names) -> bool:
+        """Whether blocks have at least half of the step's work."""
+        return 2 * self._work_of(names) >= self._work
+
+    def _find_containers(self, is_whole: bool) -> Iterator[tuple[str, Names]]:
+        closed = [path for path, part in self._module.named_modules() if path and _is_closed(part)]
+        for path, names in containers_in(self._module).items():
+            called = self._in_order(name for name in names if name in self._calls)
+            left = [name for name in names if name not in self._calls]
+            is_missing = is_whole and any(_size(self._module, name) for name in left)
+            if called and not is_missing and self._are_apart(called) and not _is_in(path, closed):
+                yield path, called
+
+    def _rank_of(self, path: str) -> tuple[bool, int, int]:
+        is_dict = isinstance(self._module.get_submodule(path), nn.ModuleDict)
+        names = self._containers[path]
+        return is_dict, -spread(self._module, names)[0], self._calls[names[0]].begin
+
+    def _join(self, containers: Containers, first: Sequence[str], least: float) -> Names:
+        """Return the entries of containers that are called one after another, the largest first."""
+        others = sorted(containers, key=lambda path: -self._work_of(containers[path]))
+        joined: Names = []
+        for path in dict.fromkeys((*first, *others)):
+            together = self._in_order([*joined, *containers[path]])
+            is_worth_it = path in first or self._work_of(containers[path]) >= least
+            runs = [own for own, _ in groupby(together, set(containers[path]).__contains__)]
+            if is_worth_it and runs.count(True) == 1 and self._are_apart(together):
+                joined = together
+        return joined
+
+    def _open(self, name: str) -> Names:
+        """Return a large block's own blocks, where it consists of them; else the block."""
+        call = self._calls[name]
+        inside = {
+            path: names
+            for path, names in self._containers.items()
+            if _is_in(path, [name]) and _are_composed(self._module, names)
+        }
+        names = self._join(inside, (), 0)
+        is_large = call.work > _IS_LARGE * self._work and not call.reads_values
+        if is_large and len(names) > 1 and self._work_of(names) >= _COVERS * call.work:
+            return [inner for each in names for inner in self._open(each)]
+        return [name]
+
+    def _in_order(self, names: Iterable[str]) -> Names:
+        return sorted(names, key=lambda name: self._calls[name].begin)
+
+    def _are_apart(self, names: Names) -> bool:
+        calls = [self._calls[name] for name in names]
+        return all(before.end < after.begin for before, after in pairwise(calls))
+
+    def _work_of(self, names: Iterable[str]) -> int:
+        return sum(self._calls[name].work for name in names)
+
+
+def _is_closed(part: nn.Module) -> bool:
+    """Whether nothing in a module is cut: it is compiled as a whole, or torchmetrics'."""
+    # Private, both: what torch.compile(module) and module.compile() leave behind.
+    is_compiled = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+    return is_compiled or any(base.__name__ == "Metric" for base in type(part).__mro__)
+
+
+def propose(module: nn.Module, num_stages: int = 2) -> str:
+    """Return ``blocks=...`` of at least so many blocks, or "", before a step has run.
+
+    The order is that of the modules, which may not be that of their calls.
+    """
+    containers = {
+        path: names
+        for path, names in containers_in(module).items()
+        if sum(_trains(module.get_submodule(name)) for name in names) > 1
+    }
+    while containers:
+        outermost = [path for path in containers if not _is_in(path, containers.keys() - {path})]
+        names = [name for path in outermost for name in containers.pop(path)]
+        if len(names) >= num_stages:
+            return as_argument(module, names)
+    children = _children(module)
+    return as_argument(module, children) if len(children) >= num_stages else ""
+
+
+def inner_blocks(module: nn.Module, name: str) -> Names:
+    """Return the entries of the containers in a block, or else its children with parameters."""
+    containers = containers_in(module)
+    inside = [path for path in containers if path.startswith(f"{name}.")]
+    outermost = [path for path in inside if not _is_in(path, {*inside} - {path})]
+    names = [entry for path in outermost for entry in containers[path]]
+    return names or _children(module.get_submodule(name), f"{name}.")
+
+
+def _trains(part: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in part.parameters())
+
+
+def _children(module: nn.Module, prefix: str = "") -> Names:
+    """Return the outermost modules with parameters, where there are several."""
+    found = {f"{prefix}{key}": part for key, part in module.named_children() if _trains(part)}
+    if len(found) == 1:
+        ((name, part),) = found.items()
+        return _children(part, f"{name}.")
+    return list(found)
+
+
+def names_of_parents(names: Iterable[str]) -> Names:
+    """Return the modules whose children blocks are, in the order of the blocks."""
+    return [*dict.fromkeys(name.rpartition(".")[0] or name for name in names)]
+
+
+def as_argument(module: nn.Module, names: Sequence[str]) -> str:
+    """Return ``blocks=...`` as a user writes it."""
+    patterns: list[str] = []
+    for parent, group in groupby(names, lambda name: name.rpartition(".")[0]):
+        own = list(group)
+        container = module.get_submodule(parent)
+        is_whole = own == [f"{parent}.{key}" for key, _ in container.named_children()]
+        if is_whole and own == list(names) and not isinstance(container, nn.ModuleDict):
+            return f'blocks="{parent}"'
+        patterns += [f"{parent}.*"] if is_whole else own
+    return "blocks=[" + ", ".join(f'"{pattern}"' for pattern in patterns) + "]"
