@@ -17,11 +17,11 @@ Rank 1 is killed on another machine, and rank 0 waits for a message from it::
 ====================  ===========================  ===============================
 key                   written by                   read by
 ====================  ===========================  ===============================
-``failure``: a cause  the first to find one, once  every rank at each poll
+``failure``: a cause  the first to find one, once  every rank in its turn
 ``raised/RANK``       a rank that raises an error  ranks that raise an error too
 ``seen/RANK``         a rank that knows the cause  rank at fault; the store's host
 ``done/RANK``         a rank that reads no more    the store's host, before it exits
-``roll``              a rank that has lost others  every rank at each poll
+``roll``              a rank that has lost others  every rank in its turn
 ``present/RANK``      a rank that has read roll    ranks that have lost others
 ====================  ===========================  ===============================
 
@@ -37,7 +37,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from math import ceil
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -70,6 +72,10 @@ _OWN_ERROR_SECONDS = 1.0
 _LAST_POLL_SECONDS = 5.0
 # Timeout for the ranks of one machine to connect.
 _CONNECT_SECONDS = 30.0
+# So many ranks read the store at every poll. More take turns, so that global rank 0 has no more
+# requests to answer: torch's wait for a key would need none, but prints at every timeout, and a
+# long trace where that rank is gone.
+_RANKS_AT_ONCE = 64
 
 _RANK_ZERO_GONE = Failure("global rank 0, which is gone", is_gone=True)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -109,6 +115,7 @@ class FailureBoard:
         self._timeout = timeout or default_pg_timeout
         self._is_ending = False
         self._num_polls = 0
+        self._polls_a_turn = ceil(world_size / _RANKS_AT_ONCE)
         self._has_task, self._is_over = threading.Event(), threading.Event()
         self._task: Callable[[], bool] = bool
         self._result = False
@@ -136,8 +143,6 @@ class FailureBoard:
         Returns:
             Whether every rank has raised the same and may continue; else this process exits soon.
         """
-        if place:
-            say(f"{self._name} failed in {place}")
         return self._run_in_thread(lambda: self._report(exception, place, status))
 
     def fail(self, exception: BaseException, doing: str) -> None:
@@ -186,7 +191,8 @@ class FailureBoard:
         """Poll until the main thread has a task; exit if the run has failed."""
         late_at = time.monotonic() + _CONNECT_SECONDS
         while not self._has_task.wait(POLL_SECONDS):
-            failure = self._poll()
+            is_turn = (self._num_polls + self._global_rank) % self._polls_a_turn == 0
+            failure = self._poll(reads=is_turn)
             if failure is not None and not self._has_own_error():
                 self._exit(failure)
             if self._store is None and time.monotonic() > late_at:
@@ -201,23 +207,24 @@ class FailureBoard:
         num_polls = round(_OWN_ERROR_SECONDS / POLL_SECONDS)
         return any(self._has_task.wait(POLL_SECONDS) for _ in range(num_polls))
 
-    def _poll(self) -> Failure | None:
-        """Return the failure of the run; None if it has not failed."""
-        failure = self._find_reported()
+    def _poll(self, reads: bool = True) -> Failure | None:
+        """Return the failure of the run, as far as this machine knows it or the store is read."""
+        failure = self._find_reported(reads)
         self._num_polls += 1
         return failure
 
-    def _find_reported(self) -> Failure | None:
+    def _find_reported(self, reads: bool) -> Failure | None:
         lost = self._launched.find_lost_launcher()
         if self._store is None:
             return lost or self._launched.find_ended_child(is_connecting=True)
         try:
             # torch prints long messages about a store that is gone, so it is not read then.
-            failure = self._read(self._store) if lost != _RANK_ZERO_GONE else None
+            reads = reads and lost != _RANK_ZERO_GONE
+            failure = self._read(self._store) if reads else None
             if failure is not None:
                 return failure
             failure = lost or self._launched.find_ended_child(is_connecting=False)
-            if failure is None:
+            if failure is None and reads:
                 causes = (look(self._store) for look in self.also_look)
                 failure = next((Failure(cause) for cause in causes if cause), None)
             return None if failure is None or self._is_ending else self._announce(failure)
@@ -252,8 +259,12 @@ class FailureBoard:
         error = describe(exception)
         cause = error + (f" (in {place})" if place else "")
         failure = Failure(f"{self._name}: {cause}", status)
-        try:
-            failure = self._announce(failure)
+        with _unless_store_is_gone():
+            try:
+                failure = self._announce(failure)
+            finally:
+                if place:
+                    say(f"{self._name} failed in {place}")
             if isinstance(exception, Exception) and self._all_raise(error):
                 self._go_on(exception, failure)
                 return True
@@ -265,8 +276,6 @@ class FailureBoard:
             self._write("seen")
             self._wait_until_seen(failure)
             self._write("done")
-        except dist.DistError:
-            log.debug("the run's store is gone, so nobody can read the failure", exc_info=True)
         exit_soon(exception, status)
         return False
 
@@ -317,6 +326,7 @@ class FailureBoard:
         that launched it, has announced the cause.
         """
         self._is_ending = False
+        turn = (self._polls_a_turn - 1) * POLL_SECONDS  # until every rank has read the store
         if self._store is None:
             for _ in self._counted_polls(_CAUSE_SECONDS):
                 failure = self._poll()
@@ -327,12 +337,12 @@ class FailureBoard:
         try:
             self._store.set("roll", "")
             absent: list[int] = []
-            for number, _ in enumerate(self._counted_polls(_CAUSE_SECONDS)):
+            for number, _ in enumerate(self._counted_polls(_CAUSE_SECONDS + turn)):
                 failure = self._poll()
                 if failure is not None:
                     return failure
                 absent = self._without("present")
-                is_late = number * POLL_SECONDS >= _OWN_ERROR_SECONDS
+                is_late = number * POLL_SECONDS >= _OWN_ERROR_SECONDS + turn
                 if absent and is_late and says_connection_ended(suspicion):
                     break
             cause = cause_of_absence(absent, suspicion) if absent else suspicion
@@ -341,18 +351,18 @@ class FailureBoard:
             return _RANK_ZERO_GONE
 
     def _exit(self, failure: Failure, quietly: bool = False) -> NoReturn:
+        has_store = failure != _RANK_ZERO_GONE
+        with _unless_store_is_gone():
+            if has_store:
+                self._write("seen")  # first: the reader of standard error may stand still
         # After a Ctrl-C one line is enough: the user knows the cause.
         if not quietly and not (failure.is_interrupt and self._global_rank != 0):
             say(f"{self._name} stops because of {failure.cause_with_place(self.place_of)}")
-        try:
-            if failure != _RANK_ZERO_GONE:
-                self._write("seen")
+        with _unless_store_is_gone():
             if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
                 self._wait_until_seen(failure)
-            if failure != _RANK_ZERO_GONE:
+            if has_store:
                 self._write("done")
-        except dist.DistError:
-            log.debug("the run's store is gone", exc_info=True)
         # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
         os._exit(failure.status)
 
@@ -397,3 +407,11 @@ class FailureBoard:
         for _ in polls(seconds):
             yield
             self._num_polls += 1
+
+
+@contextmanager
+def _unless_store_is_gone() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError:
+        log.debug("the run's store is gone", exc_info=True)

@@ -143,3 +143,27 @@ def test_a_thread_that_dies_ends_the_process(monkeypatch):
     board.connect(store)
     assert ended.get(timeout=1000) == 1
     assert b"AttributeError" in store.get("failure")
+
+
+def test_many_ranks_take_turns_to_read_the_store(monkeypatch):
+    monkeypatch.setattr(failure_board, "POLL_SECONDS", 1e-3)
+    store, has_polled, polls = Mock(wraps=HashStore()), threading.Event(), []
+    launched = LaunchedProcesses(0, 0, ())
+    launched.find_lost_launcher = lambda: polls.append(0) or len(polls) == 100 and has_polled.set()
+    board = failure_board.FailureBoard(5, 256, launched)
+    board._store = store
+    assert has_polled.wait(1000)
+    board.stop()
+    assert 24 <= store.check.call_count / 2 <= len(polls) / 4 + 1  # failure and roll
+
+
+def test_a_failure_is_announced_before_it_is_said(monkeypatch):
+    store, said = HashStore(), []
+    store.set("seen/1", "")
+    store.set("done/1", "")
+    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "say", lambda line: said.append(store.check(["failure"])))
+    board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
+    board.connect(store)
+    board.report(KeyError("in a hook"), "stage 1, F of microbatch 0", 1)
+    assert said == [True]
