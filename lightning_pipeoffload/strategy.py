@@ -283,7 +283,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             RuntimeError: Inside a step, or after this rank has failed.
         """
         self._refuse_alone("trainer.strategy.gather")
-        return gather_tensor(self.split.pipeline, self.group, tensor)
+        return gather_tensor(self.split.pipeline, tensor)
 
     @property
     def split(self) -> Split:

@@ -42,7 +42,6 @@ class SplitState:
 
     Args:
         pipeline: This rank's part of the module.
-        group: The pipeline's processes.
         parameters: The parameters of the optimizers.
         masters: The master weights, which are saved in place of parameters; None: there are none.
     """
@@ -50,13 +49,12 @@ class SplitState:
     def __init__(
         self,
         pipeline: Pipeline,
-        group: PipelineGroup,
         parameters: OptimizedParameters,
         masters: MasterWeights | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._parameters, self._masters = parameters, masters
-        self._group = group
+        self._group = pipeline.group
 
     @property
     def is_split(self) -> bool:

@@ -27,7 +27,6 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_classes import find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BesideBlocks,
     BlockMeasurement,
@@ -93,7 +92,6 @@ class AutoChoice:
     Args:
         settings: The strategy's settings.
         pipeline: This rank's part of the module, in a first cut.
-        group: The pipeline's processes, placed for that cut.
         measurements: Measures copies, and the limits of the machines.
         cutter: Cuts the first batch.
         has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
@@ -103,20 +101,19 @@ class AutoChoice:
         self,
         settings: PipelineSettings,
         pipeline: Pipeline,
-        group: PipelineGroup,
         measurements: Measurements,
         cutter: BatchCutter,
         has_step_barrier: bool,
     ) -> None:
         self._settings = settings
         self._pipeline = pipeline
-        self._group = group
+        self._group = pipeline.group
         self._measurements, self._cutter = measurements, cutter
         self._has_step_barrier = has_step_barrier
         self._trial: BlockMeasurement | None = None
         trainer: Any = pipeline.module.trainer
         has_bar = getattr(trainer, "progress_bar_callback", None) is not None
-        self._progress = Progress(group.reports and has_bar)
+        self._progress = Progress(self._group.reports and has_bar)
 
     def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
         """Measure the blocks, and choose the fastest plan that fits.
@@ -149,7 +146,7 @@ class AutoChoice:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
         conditions = num_microbatches, batch_size, self._has_step_barrier, self._ways()
-        given = self._settings, self._pipeline, self._group, first.record, conditions
+        given = self._settings, self._pipeline, first.record, conditions
         store = ChoiceStore(*given)
         chosen = self._choose_again(store)
         if chosen is not None:
@@ -194,7 +191,7 @@ class AutoChoice:
         more = self._settings.more_microbatches(num_microbatches, batch_size)
         if more and not sees_its_size(self._pipeline):
             counts.append(more)
-        compile_ahead(self._pipeline, self._group)
+        compile_ahead(self._pipeline)
         blocks = self._measure(cut_batch, counts, first)
         limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
         if blocks is not None:
@@ -438,13 +435,14 @@ class ChoiceCache:
         self._cache.store(self._question, best.schedule, remarks)
 
 
-def compile_ahead(pipeline: Pipeline, group: PipelineGroup) -> None:
+def compile_ahead(pipeline: Pipeline) -> None:
     """Compile each rank's blocks before they run, where any is compiled; all ranks call it.
 
     It may take one of them longer than ranks wait for each other elsewhere.
     """
     if not pipeline.compiler.has_work:
         return
+    group = pipeline.group
     if group.reports:
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()

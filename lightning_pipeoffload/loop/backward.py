@@ -81,11 +81,10 @@ class BatchBackward(BackwardHooks):
         module: LightningModule,
         precision: Precision,
         pipeline: Pipeline,
-        group: PipelineGroup,
         collected: CollectedValues | None,
     ) -> None:
         super().__init__(module, precision, pipeline.device)
-        self._pipeline, self._group, self._collected = pipeline, group, collected
+        self._pipeline, self._group, self._collected = pipeline, pipeline.group, collected
         self._is_summed = False
 
     def start(self, results: Sequence[Any]) -> None:

@@ -148,8 +148,8 @@ class Fit:
             self.split.cutter.resume(self._strategy.continued.first_batch)
         pipeline = self.split.pipeline
         self.continued = Continued(self._seed, self.split.cutter.first_batch)
-        self._exchange = StepExchange(pipeline, group, self._strategy.root_device.type != "cpu")
-        self.boundary = StepBoundary(self._trainer, pipeline, group, masters)
+        self._exchange = StepExchange(pipeline, self._strategy.root_device.type != "cpu")
+        self.boundary = StepBoundary(self._trainer, pipeline, masters)
         self.split.plans.join(self.boundary)
         self._at_end.callback(self.boundary.validation.forget)
         self.is_running = True
@@ -185,10 +185,10 @@ class Fit:
         join_loops(self._trainer, group, self._at_end)
         self._join_metrics()
         if strategy._meeting is not None:
-            self._hook_forwards = HookForwards(pipeline, group, strategy._meeting)
+            self._hook_forwards = HookForwards(pipeline, strategy._meeting)
             self._at_end.callback(self._hook_forwards.leave)
         if group.num_ranks > 1:
-            self._collected = CollectedValues(self._module, pipeline, group, self._connector)
+            self._collected = CollectedValues(self._module, pipeline, self._connector)
         self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
         stop = self._join_ranks()
         self._evaluation = Evaluation(self.split, self._exchange, self._send_in_step)
@@ -196,9 +196,7 @@ class Fit:
         seed = mix_seed(self._seed, group.replica) if group.replica else self._seed
         self._steps = steps = StepCalls(self._module, seed, stop)
         group.replicas.in_trace = lambda: steps.is_tracing
-        self.backward = BatchBackward(
-            self._module, self._precision, pipeline, group, self._collected
-        )
+        self.backward = BatchBackward(self._module, self._precision, pipeline, self._collected)
 
     def _choose_seed(self) -> int:
         """Return the seed of data and dropout: drawn, or that of the fit that is resumed."""
@@ -248,7 +246,7 @@ class Fit:
 
     def _share_gradient_sizes(self) -> None:
         if self.split.state.is_split:
-            share_gradient_sizes(self.split.pipeline, self._group)
+            share_gradient_sizes(self.split.pipeline)
 
     def _refuse_metric(self, metric: Metric) -> None:
         if self._collected is not None:

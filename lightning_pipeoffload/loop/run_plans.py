@@ -75,12 +75,12 @@ class RunPlans:
         settings: PipelineSettings,
         pipeline: Pipeline,
         executor: Executor,
-        group: PipelineGroup,
         measurements: Measurements,
         cutter: BatchCutter,
     ) -> None:
         self.settings = settings
         self._pipeline, self._executor, self._cutter = pipeline, executor, cutter
+        group = pipeline.group
         self._group, self._measurements = group, measurements
         self._on_accelerator = pipeline.device.type != "cpu"
         self.boundary: StepBoundary | None = None
@@ -92,7 +92,7 @@ class RunPlans:
             self._has_barrier,
             self._final_kind,
         )
-        self.report = RunReport(settings, pipeline, self.training, measurements, group)
+        self.report = RunReport(settings, pipeline, self.training, measurements)
         self._search = SolverSearch(settings, group, self.training, measurements)
         self._heard = Said()
         self._largest: dict[str, dict[int, int | None]] = {}
@@ -144,7 +144,7 @@ class RunPlans:
     def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
         """Replace "auto" or "optpipe" by the schedule that is chosen for this run."""
         count = self._choose_count(total)
-        known = self.settings, self._pipeline, self._group, self._measurements, self._cutter
+        known = self.settings, self._pipeline, self._measurements, self._cutter
         choice = AutoChoice(*known, self._has_step_barrier)
         self._chosen = self.report.chosen = choice.choose(inputs, count, total)
         self.settings = self._chosen.settings

@@ -33,7 +33,6 @@ from lightning_pipeoffload.planning.report import (
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import Schedule
@@ -59,13 +58,12 @@ class RunReport:
         pipeline: Pipeline,
         training: TrainingPlan,
         measurements: Measurements,
-        group: PipelineGroup,
     ) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._training = training
         self._measurements = measurements
-        self._group = group
+        self._group = pipeline.group
         self.needs: MemoryNeeds | None = None
         self.chosen: Chosen | None = None
         self.size = 0

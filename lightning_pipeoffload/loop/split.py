@@ -84,7 +84,7 @@ class Split:
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
         self.group, self.masters = group, masters
-        self.pipeline = Pipeline(module, group.rank, cut, device, parts)
+        self.pipeline = Pipeline(module, group.rank, cut, device, parts, group)
         self.executor = Executor(
             group.rank,
             self.pipeline.stages,
@@ -93,10 +93,10 @@ class Split:
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
             group.replicas.pending,
         )
-        self.measurements = Measurements(self.executor, self.pipeline, group)
+        self.measurements = Measurements(self.executor, self.pipeline)
         self.cutter = BatchCutter(self.pipeline, settings)
         self.plans = RunPlans(
-            settings, self.pipeline, self.executor, group, self.measurements, self.cutter
+            settings, self.pipeline, self.executor, self.measurements, self.cutter
         )
         self.report = self.plans.report
         self.weights = MicrobatchWeights(module, settings.microbatch_weight)
@@ -104,7 +104,6 @@ class Split:
         self.runs_whole: dict[Hashable, bool] = {}
         self.parameters = OptimizedParameters(
             self.pipeline,
-            group,
             optimizers,
             settings.num_sharing(group.num_replicas),
             settings.per_parameter_optimizer,
@@ -112,7 +111,7 @@ class Split:
             masters,
         )
         self.measurements.step_seconds = self.parameters.host_step_seconds
-        self.state = SplitState(self.pipeline, group, self.parameters, masters)
+        self.state = SplitState(self.pipeline, self.parameters, masters)
 
     @property
     def plan(self) -> Schedule:
@@ -210,7 +209,7 @@ class Split:
     def begin_training(self, num_accumulated: int) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
         self.group.replicas.copy_first(self.pipeline.tensors.own())
-        self.group.share(self.pipeline)
+        self.group.share(self.pipeline.tensors, self.pipeline.records)
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.with_local_stages()
             gradients = self.pipeline.stage_gradients
@@ -218,7 +217,7 @@ class Split:
         self._buffers = SavedBuffers(self.group.replicas, self.pipeline.ownership)
         self.plans.begin()
         self.report.print_start(num_accumulated)
-        compile_ahead(self.pipeline, self.group)
+        compile_ahead(self.pipeline)
 
     def finish_reduction(self) -> None:
         """Wait for the gradients' means over the replicas, where there are several."""

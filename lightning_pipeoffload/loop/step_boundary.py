@@ -29,7 +29,6 @@ from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
 from lightning_pipeoffload.runtime.executor import Settle
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import SettlingMode
 
@@ -52,7 +51,6 @@ class StepBoundary:
     Args:
         trainer: The trainer.
         pipeline: This rank's part of the module.
-        group: The pipeline's processes.
         masters: The masters of parameters; None: there are none.
 
     Attributes:
@@ -68,11 +66,11 @@ class StepBoundary:
         self,
         trainer: Trainer,
         pipeline: Pipeline,
-        group: PipelineGroup,
         masters: MasterWeights | None = None,
     ) -> None:
         self._trainer: Any = trainer
         self._module = trainer.lightning_module
+        group = pipeline.group
         self._pipeline, self._group, self._masters = pipeline, group, masters
         self.validation = PostValidation(trainer, group, pipeline.gradient_age)
         self.gradient_hooks: GradientHooks | None = None

@@ -86,13 +86,12 @@ class StepExchange:
 
     Args:
         pipeline: This rank's part of the module.
-        group: The run's processes.
         is_late: Whether batches are on an accelerator: the checksum of each is sent a batch later,
             so that the host does not wait for it.
     """
 
-    def __init__(self, pipeline: Pipeline, group: PipelineGroup, is_late: bool) -> None:
-        self._pipeline, self._group, self._is_late = pipeline, group, is_late
+    def __init__(self, pipeline: Pipeline, is_late: bool) -> None:
+        self._pipeline, self._group, self._is_late = pipeline, pipeline.group, is_late
         self._batch = self._before = _Batch()
         self._sent: _Sent | None = None
         self._heard, self._all_stop = Said(), False

@@ -22,7 +22,6 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.accelerator import accelerator_module
 from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import BesideBlocks
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs
@@ -74,11 +73,10 @@ class ChoiceStore:
         self,
         settings: PipelineSettings,
         pipeline: Pipeline,
-        group: PipelineGroup,
         record: StepRecord,
         conditions: Sequence[Any],
     ) -> None:
-        self._group = group
+        group = self._group = pipeline.group
         trainer: Any = pipeline.module.trainer
         described = (
             *(type(pipeline.module).__qualname__, record.work, describe_blocks(pipeline.chain)),

@@ -34,7 +34,6 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
     refuse_on_host,
     refuse_optimizer,
 )
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, staging_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -47,7 +46,6 @@ class OptimizedParameters:
 
     Args:
         pipeline: This rank's part of the module.
-        group: The pipeline's processes.
         optimizers: Returns the trainer's optimizers, which every fit makes again.
         num_sharing: The number of replicas that divide steps and optimizer state.
         is_declared: The user's ``per_parameter_optimizer``.
@@ -58,7 +56,6 @@ class OptimizedParameters:
     def __init__(
         self,
         pipeline: Pipeline,
-        group: PipelineGroup,
         optimizers: Callable[[], list[Optimizer]],
         num_sharing: int = 1,
         is_declared: bool = False,
@@ -66,7 +63,7 @@ class OptimizedParameters:
         masters: MasterWeights | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._group = group
+        self._group = pipeline.group
         self._optimizers = optimizers
         self._narrowed: list[NarrowedOptimizer] = []
         self._num_sharing = num_sharing

@@ -11,7 +11,6 @@ from lightning_pipeoffload.planning.limits import MachineLimits, device_limit, t
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.measure.block_costs import (
     RankCosts,
     join_costs,
@@ -44,10 +43,10 @@ class Measurements:
 
     step_seconds: Callable[[], float] = staticmethod(lambda: 0.0)
 
-    def __init__(self, executor: Executor, pipeline: Pipeline, group: PipelineGroup) -> None:
+    def __init__(self, executor: Executor, pipeline: Pipeline) -> None:
         self._executor = executor
         self._pipeline = pipeline
-        self._group = group
+        self._group = pipeline.group
         self._latencies: dict[int, float] = {}
         self._at_end: dict[str, list[Any]] | None = None
         self.costs_at_end: Costs | None = None

@@ -244,12 +244,13 @@ class PipelineProcesses(JointProcesses):
         return _sync_ddp_if_available(tensor.clone(), self._group.replicas.group, reduce_op)
 
 
-def gather_tensor(pipeline: Pipeline, group: PipelineGroup, tensor: Tensor) -> Tensor:
+def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     """Return a copy of a parameter, buffer or gradient on every rank; all ranks call it.
 
     Raises:
         ValueError: The tensor is no parameter, buffer or gradient, or ranks pass different ones.
     """
+    group = pipeline.group
     name = next((name for name, found in _known(pipeline) if found is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
     asked = group.gather((name, has_value))

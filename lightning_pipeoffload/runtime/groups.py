@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
+from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.mesh import ProcessGroups, RankMesh
-from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, as_bytes, blaming_peers
@@ -146,18 +147,18 @@ class PipelineGroup(RankMesh, HostGroup):
 
     # Parameters that several ranks have
 
-    def share(self, pipeline: Pipeline) -> None:
+    def share(self, tensors: NamedTensors, records: StepRecords) -> None:
         """Copy shared parameters from their first owner, and common buffers from the root."""
-        sharing = pipeline.tensors.ranks_sharing()
+        sharing = tensors.ranks_sharing()
         self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
         self._shared = []
-        for name, parameter, ranks in pipeline.tensors.shared_parameters():
+        for name, parameter, ranks in tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
             _broadcast(parameter, source, self._sharing[ranks])
-            names = frozenset(pipeline.tensors.aliases(name))
-            trains = partial(pipeline.records.always_train, names)
+            names = frozenset(tensors.aliases(name))
+            trains = partial(records.always_train, names)
             self._shared.append(_Shared(parameter, ranks, self.rank == ranks[0], trains))
-        for buffer in pipeline.tensors.common_buffers():
+        for buffer in tensors.common_buffers():
             _broadcast(buffer, self.root, self._ranks_group)
 
     def sum_shared_gradients(self) -> None:

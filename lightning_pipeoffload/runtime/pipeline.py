@@ -41,6 +41,7 @@ from lightning_pipeoffload.runtime.cut.partition import (
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
+from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
@@ -102,6 +103,7 @@ class Pipeline:
         settings: How to cut.
         device: The device on which the stages compute.
         parts: The module, if it was made in parts.
+        group: The processes of the pipeline, for what sends; None in one process.
 
     Attributes:
         tensors: The names and owners of parameters and buffers.
@@ -128,8 +130,10 @@ class Pipeline:
         settings: CutSettings,
         device: torch.device,
         parts: PartedModule | None = None,
+        group: PipelineGroup | None = None,
     ) -> None:
         self.module = module
+        self._group = group
         self.rank = rank
         self.device = device
         self.stages: dict[int, StageRunner] = {}
@@ -242,6 +246,12 @@ class Pipeline:
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
         mark_slots(find_slots(self.module), self.chain)
+
+    @property
+    def group(self) -> PipelineGroup:
+        """The processes over which the module is cut."""
+        assert self._group is not None
+        return self._group
 
     @property
     def is_split(self) -> bool:

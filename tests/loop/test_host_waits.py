@@ -115,7 +115,7 @@ def steady(monkeypatch):
         forbid(name)
     monkeypatch.setattr(late_values, "start_reading", start_reading)
     monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: isinstance(value, Tensor))
-    comparing = lambda pipeline, group, late: StepExchange(pipeline, group, True)  # noqa: E731
+    comparing = lambda pipeline, late: StepExchange(pipeline, True)  # noqa: E731
     monkeypatch.setattr(fit_module, "StepExchange", comparing)
     return steady
 

@@ -13,7 +13,7 @@ from tests.support.pairs import some
 
 def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_agree():
     group = SimpleNamespace(num_replicas=1, replica=0, world=SimpleNamespace(size=1))
-    exchange = StepExchange(SimpleNamespace(), group, False)
+    exchange = StepExchange(SimpleNamespace(group=group), False)
     exchange.turn(Said(stops=True))
     assert exchange.take() == Said()
     assert exchange.all_stop()

@@ -38,7 +38,6 @@ from lightning_pipeoffload.loop.hooks.sent_values import (
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -55,12 +54,11 @@ class CollectedValues:
         self,
         module: pl.LightningModule,
         pipeline: Pipeline,
-        group: PipelineGroup,
         connector: SharedMetricsConnector,
     ) -> None:
         self._module = module
         self._pipeline = pipeline
-        self._group = group
+        self._group = group = pipeline.group
         self._connector = connector
         self._known: dict[str, Variable] = {}
         self._late: dict[str, str] = {}  # not in any trace: the kind of step that writes it

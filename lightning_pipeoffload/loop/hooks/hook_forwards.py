@@ -24,7 +24,6 @@ from typing_extensions import override
 from lightning_pipeoffload.processes.run_store import Meeting
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.remote_values import Lending
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -32,9 +31,9 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 class HookForwards:
     """The calls of a module that is cut, and of its submodules, outside of its steps."""
 
-    def __init__(self, pipeline: Pipeline, group: PipelineGroup, meeting: Meeting) -> None:
+    def __init__(self, pipeline: Pipeline, meeting: Meeting) -> None:
         self._pipeline = pipeline
-        self._group = group
+        self._group = pipeline.group
         self._meeting = meeting
         self._names: dict[int, str] = {}
         self._named: Ownership | None = None

@@ -195,12 +195,12 @@ class EndHooks(_Wrapped):
         self._wrapped = [WrappedHook(owner, hook, tick_after) for owner, hook in found]
 
 
-def share_gradient_sizes(pipeline: Pipeline, group: PipelineGroup) -> None:
+def share_gradient_sizes(pipeline: Pipeline) -> None:
     """Exchange norm and largest element of each gradient, and whether there is one.
 
     One message of three numbers for each parameter of the model. All ranks call it.
     """
-    parameters = list(pipeline.module.parameters())
+    group, parameters = pipeline.group, list(pipeline.module.parameters())
     table = _measure([_counted_gradient(parameter, group) for parameter in parameters])
     with blaming_peers("lost a rank while comparing gradients"):
         dist.all_reduce(table, group=group.host_group)
