@@ -33,7 +33,7 @@ def describe_cut(report: Mapping[str, Any], pipeline: Pipeline) -> str:
 
 def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:
     """Return what weighs most on a rank, and what to name instead."""
-    work, chain = pipeline.work, pipeline.chain
+    work, chain = pipeline.segment_costs.work, pipeline.chain
     segments = sorted({s for index in stages for s in pipeline.partition[index].segments})
     heaviest = max(segments, key=work.__getitem__)
     names = [chain.block_name(index) for index in range(len(chain))]

@@ -8,6 +8,7 @@ sanity check, the training step) can still add a parameter to a stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +28,7 @@ from lightning_pipeoffload.runtime.cut.checks import (
     check_recompute_full,
     check_shared_weights,
     check_step,
+    impossible_cuts,
 )
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
@@ -36,7 +38,9 @@ from lightning_pipeoffload.runtime.cut.partition import (
     SegmentUses,
     cut,
     estimate_costs,
+    find_segments,
     stage_costs,
+    stages_with,
 )
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
@@ -114,7 +118,7 @@ class Pipeline:
         stage_gradients: For weights that several stages of this rank use, the gradients of all
             these stages but the first, by name.
         flops_of_one: Operations per unit of ``costs``.
-        work: The work of each segment in F, B and W, in that unit, once the chain is cut.
+        segment_costs: The costs of each segment, once the chain is cut.
         batch_records: The records of the microbatches of the last batch that was cut.
         is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
         before_trace: Called before a step is traced.
@@ -463,19 +467,29 @@ class Pipeline:
             self._assign()
 
     def _cut(self, record: StepRecord) -> None:
-        costs = self.settings.agree(estimate_costs(self.module, self.chain, record))
+        costs = estimate_costs(self.module, self.chain, record)
+        self.segment_costs = costs = self.settings.agree(
+            replace(costs, impossible=self._impossible_cuts(record))
+        )
         ranks = self.settings.stage_ranks
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
         self.costs: Costs = stage_costs(costs, self.partition)
         self.flops_of_one = costs.unit
-        self.work = costs.work
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
         ]
 
+    def _impossible_cuts(self, record: StepRecord) -> frozenset[int]:
+        written = record.weight_writes  # for nothing else does it matter which segments need what
+        found = find_segments(self.module, self.chain, record) if written else {}
+        aliases = self.tensors.aliases
+        return impossible_cuts(
+            record, self.chain, lambda name: set().union(*(found[n] for n in aliases(name)))
+        )
+
     def _assign(self) -> None:
         owners = {
-            name: frozenset(s.index for s in self.partition if s.segments & segments)
+            name: stages_with(self.partition, segments)
             for name, segments in self._uses.segments.items()
         }
         if self.parts is not None:

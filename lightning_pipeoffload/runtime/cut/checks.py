@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
-from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
@@ -166,6 +166,28 @@ def check_step(
     """
     for message in _StepChecks(record, chain, stages).refusals(owners_of):
         raise ValueError(message)
+
+
+def impossible_cuts(
+    record: StepRecord, chain: BlockChain, segments_of: Callable[[str], Set[int]]
+) -> frozenset[int]:
+    """Return the blocks before which a step cannot be cut.
+
+    Args:
+        record: The step.
+        chain: The blocks.
+        segments_of: Returns the segments that need a parameter or buffer.
+    """
+
+    def is_refused(*starts: int) -> bool:
+        stages = stages_between((*starts, len(chain)))
+        checks = _StepChecks(record, chain, stages)
+        return any(checks.refusals(lambda name: stages_with(stages, segments_of(name))))
+
+    blocks = range(1, len(chain))
+    if not is_refused(*blocks):
+        return frozenset()
+    return frozenset(block for block in blocks if is_refused(block))
 
 
 class _StepChecks:

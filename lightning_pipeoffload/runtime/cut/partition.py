@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, permutations
+from itertools import accumulate, pairwise, permutations
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -40,6 +41,9 @@ class CutSettings:
 
 # The weight of parameters relative to time: decides where times are equal or unknown.
 _PARAMETER_SHARE = 1e-3
+# The weight of a cut that sends twice as much as the one that sends least, in blocks.
+_SENT_SHARE = 0.02
+_NO_CUT: tuple[float, float, tuple[int, ...]] = inf, inf, ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class SegmentCosts:
     backward_weight: tuple[float, ...]
     parameters: tuple[int, ...]  # numbers of elements
     unit: float = 0.0  # operations that 1 stands for; 0 where they were not counted
+    sent: Mapping[int, int] = field(default_factory=dict)  # bytes over the cut before each block
+    impossible: frozenset[int] = frozenset()  # blocks before which the step cannot be cut
 
     @property
     def work(self) -> list[float]:
@@ -89,7 +95,11 @@ def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> 
     for_input = tuple((n + w) / unit for n, w in zip(record.input_flops, in_b, strict=True))
     for_weight = tuple((n - w) / unit for n, w in zip(weight, in_b, strict=True))
     parameters = _sum_sizes(find_slots(module), find_segments(module, chain, record), chain)
-    return SegmentCosts(forward, for_input, for_weight, tuple(parameters), unit)
+    sent = {
+        block: sum(spec.num_bytes for spec in record.payload_over(block))
+        for block in range(1, len(chain))
+    }
+    return SegmentCosts(forward, for_input, for_weight, tuple(parameters), unit, sent)
 
 
 def costs_by_size(
@@ -187,14 +197,22 @@ def cut(
             f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
             f"num_chunks, or a model of at least {num_stages} blocks{others if proposal else ''}"
         )
-    counts = _count_blocks(costs, num_blocks, stage_ranks, split)
-    ends = list(accumulate(counts))
-    stages = []
-    for index, (end, count) in enumerate(zip(ends, counts, strict=True)):
-        blocks = range(end - count, end)
-        last = {num_blocks} if index == num_stages - 1 else set()
-        stages.append(Stage(index, blocks, frozenset(blocks) | last))
-    return stages
+    return stages_between(accumulate(_count_blocks(costs, num_blocks, stage_ranks, split)))
+
+
+def stages_between(ends: Iterable[int]) -> list[Stage]:
+    """Return the stages that end before these blocks, the last one behind all."""
+    bounds = [0, *ends]
+    stages = [
+        Stage(index, range(start, end), frozenset(range(start, end)))
+        for index, (start, end) in enumerate(pairwise(bounds))
+    ]
+    return [*stages[:-1], replace(stages[-1], segments=stages[-1].segments | {bounds[-1]})]
+
+
+def stages_with(stages: Iterable[Stage], segments: Set[int]) -> frozenset[int]:
+    """Return the stages that run any of some segments."""
+    return frozenset(stage.index for stage in stages if stage.segments & segments)
 
 
 def _count_blocks(
@@ -202,8 +220,11 @@ def _count_blocks(
 ) -> list[int]:
     num_stages = len(stage_ranks)
     if split == "auto":
-        weights = _weights(costs)
-        return _relieve_ranks(_balance(weights, num_stages), weights, stage_ranks)
+        weights, sent = _weights(costs), _weights_of_cuts(costs.sent)
+        best = _balance(weights, sent, num_stages, costs.impossible)
+        if best is None:  # a check says why
+            return _balance(weights, sent, num_stages, frozenset()) or []
+        return _relieve_ranks(best, weights, stage_ranks, costs.impossible)
     if split == "even":
         return [num_blocks // num_stages + (i < num_blocks % num_stages) for i in range(num_stages)]
     counts = [int(count) for count in split]
@@ -226,8 +247,18 @@ def _weights(costs: SegmentCosts) -> list[float]:
     return [*weights[:-2], weights[-2] + weights[-1]]
 
 
-def _balance(weights: list[float], num_stages: int) -> list[int]:
-    """Minimize the heaviest stage, then the differences; O(stages * blocks^2)."""
+def _weights_of_cuts(sent: Mapping[int, int]) -> dict[int, float]:
+    least = min(sent.values(), default=0)
+    return {block: _SENT_SHARE * (count / (least or 1) - 1) for block, count in sent.items()}
+
+
+def _balance(
+    weights: list[float], sent: Mapping[int, float], num_stages: int, impossible: Set[int]
+) -> list[int] | None:
+    """Minimize the heaviest stage, then the differences; O(stages * blocks^2).
+
+    A cut that sends more than others has some weight of its own. None: no cut is possible.
+    """
     total = [0.0, *accumulate(weights)]
 
     @cache
@@ -236,26 +267,30 @@ def _balance(weights: list[float], num_stages: int) -> list[int]:
             return total[end], total[end] ** 2, (end,)
         options = []
         for start in range(stages - 1, end):
+            if start in impossible:
+                continue
             heaviest, squares, counts = best(start, stages - 1)
-            load = total[end] - total[start]
+            load = total[end] - total[start] + sent.get(start, 0.0)
             options.append((max(heaviest, load), squares + load**2, (*counts, end - start)))
-        return min(options)
+        return min(options, default=_NO_CUT)
 
     for stages in range(1, num_stages):  # fills the cache from below: no deep recursion
         for end in range(stages, len(weights) + 1):
             best(end, stages)
-    return list(best(len(weights), num_stages)[2])
+    found = best(len(weights), num_stages)
+    return None if found[0] == inf else list(found[2])
 
 
 def _relieve_ranks(
-    counts: list[int], weights: list[float], stage_ranks: Sequence[int]
+    counts: list[int], weights: list[float], stage_ranks: Sequence[int], impossible: Set[int]
 ) -> list[int]:
     if len(set(stage_ranks)) == len(stage_ranks):
         return counts
     total = [0.0, *accumulate(weights)]
     least = _rank_loads(counts, total, stage_ranks)
     while True:
-        moved = min(_single_moves(counts), key=lambda c: _rank_loads(c, total, stage_ranks))
+        moves = (c for c in _single_moves(counts) if impossible.isdisjoint(accumulate(c)))
+        moved = min(moves, key=lambda c: _rank_loads(c, total, stage_ranks))
         loads = _rank_loads(moved, total, stage_ranks)
         if loads >= least:
             return counts

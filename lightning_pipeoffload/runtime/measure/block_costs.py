@@ -20,7 +20,7 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, Stage, cut
+from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage, cut
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -358,7 +358,13 @@ def cut_by_costs(
     times = [*blocks.compute(num_blocks).values()]
     unit = sum(map(sum, times)) / num_blocks or 1.0
     forward, for_input, for_weight = ((*(t / unit for t in kind), 0.0) for kind in times)
-    costs = SegmentCosts(forward, for_input, for_weight, (0,) * (num_blocks + 1))
+    costs = replace(
+        pipeline.segment_costs,
+        forward=forward,
+        backward_input=for_input,
+        backward_weight=for_weight,
+        parameters=(0,) * (num_blocks + 1),
+    )
     try:
         return cut(pipeline.chain, costs, placement, split)
     except ValueError as error:

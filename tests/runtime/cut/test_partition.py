@@ -5,6 +5,7 @@ import io
 import itertools
 import pickle
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,6 +193,22 @@ def test_cuts(costs, ranks, split, counts):
     assert counts_of(stages) == counts
     assert [i for stage in stages for i in stage.blocks] == [*range(len(costs) - 1)]
     assert stages[-1].segments == {*stages[-1].blocks, len(costs) - 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "counts"),
+    [
+        ({"impossible": {4}}, range(2), [5, 3]),
+        ({"impossible": {2, 6}}, range(4), [3, 2, 2, 1]),
+        ({"impossible": {1, 3, 7}}, [0, 1, 1, 0], [2, 2, 2, 2]),
+        ({"impossible": {*range(1, 8)}}, range(4), [2, 2, 2, 2]),
+        ({"sent": dict.fromkeys(range(1, 8), 8) | {3: 4, 6: 4}}, range(3), [3, 3, 2]),
+        ({"sent": dict.fromkeys(range(1, 8), 8) | {1: 4}}, range(2), [4, 4]),
+    ],
+)
+def test_impossible_cuts_are_avoided_and_equal_ones_send_least(options, ranks, counts):
+    costs = replace(costs_of(*[1] * 8, 0), **options)
+    assert counts_of(cut(chain_of(8), costs, ranks)) == counts
 
 
 def test_parameters_decide_where_nothing_is_known_of_time():

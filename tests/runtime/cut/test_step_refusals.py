@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import (
     Step,
+    assert_same,
     linear_blocks,
     loss_of,
     run_pipeline,
+    run_plain,
     through,
     train_beside,
 )
@@ -276,7 +278,7 @@ REFUSED = {**CALLS, **EARLY, **BESIDE}
 
 def refusal(module):
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        run_pipeline(module, build("1f1b", 2, 2), torch.randn(4, 4), 2)
+        run_pipeline(module, build("1f1b", 2, 2), torch.randn(4, 4), 2, split="even")
     return str(caught.value)
 
 
@@ -284,6 +286,12 @@ def refusal(module):
 def test_a_step_that_cannot_be_cut_is_refused(step, message):
     line = line_of(step) if "{line}" in message else ""
     assert refusal(Step(step)) == message.format(line=line)
+
+
+def test_a_cut_that_would_be_refused_is_avoided_where_another_is_left():
+    module, batch = Step(write_into_a_view).double(), torch.randn(4, 4).double()
+    outcome = run_pipeline(module, build("1f1b", 2, 2), batch, 2)
+    assert_same(outcome, run_plain(module, batch, 2))
 
 
 @pytest.mark.parametrize("write", WRITES)
