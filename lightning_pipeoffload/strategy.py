@@ -45,7 +45,7 @@ from lightning_pipeoffload.schedule import Schedule
 
 # What belongs to this process, and is left out of a trainer that is saved after a fit.
 _OF_THIS_PROCESS = frozenset({
-    *("_group", "_world", "_board", "_metrics_store", "_meeting", "_launched"),
+    *("_group", "_world", "board", "metrics_store", "meeting", "_launched"),
     *("_split", "_fit", "_parameters", "_state", "_masters"),
 })  # fmt: skip
 

@@ -184,8 +184,8 @@ class Fit:
         self._at_end.enter_context(joined_precision(self._precision, totals))
         join_loops(self._trainer, group, self._at_end)
         self._join_metrics()
-        if strategy._meeting is not None:
-            self._hook_forwards = HookForwards(pipeline, strategy._meeting)
+        if strategy.meeting is not None:
+            self._hook_forwards = HookForwards(pipeline, strategy.meeting)
             self._at_end.callback(self._hook_forwards.leave)
         if group.num_ranks > 1:
             self._collected = CollectedValues(self._module, pipeline, self._connector)
@@ -228,7 +228,7 @@ class Fit:
         )
 
     def _join_metrics(self) -> None:
-        store, fail = self._strategy._metrics_store, self._strategy._fail_elsewhere
+        store, fail = self._strategy.metrics_store, self._strategy.fail_elsewhere
         self._connector = join_metrics(self._trainer, self._group, store, fail, self._at_end)
         self._at_end.callback(self._leave_connector)
         if store is not None:
@@ -241,7 +241,7 @@ class Fit:
             self._at_end.callback(hooks.remove)
 
     def _leave_connector(self) -> None:
-        if self._strategy._board is not None:
+        if self._strategy.board is not None:
             self._connector.leave()
 
     def _share_gradient_sizes(self) -> None:
@@ -255,14 +255,14 @@ class Fit:
     def _join_ranks(self) -> JointStop | None:
         """Send a rank's signals (stop, failure, requeue) to all ranks; return what stops them."""
         strategy, group = self._strategy, self._group
-        board, environment = strategy._board, strategy.cluster_environment
+        board, environment = strategy.board, strategy.cluster_environment
         stop = clocks = arrivals = requeue = None
         if board is not None and self._trains:
-            assert strategy._metrics_store is not None
+            assert strategy.metrics_store is not None
             stop = JointStop(self._trainer, group, self._exchange)
             clocks = Clocks(self._trainer, self._exchange)
             self._at_end.callback(clocks.remove)
-            arrivals = Arrivals(strategy._metrics_store, group)
+            arrivals = Arrivals(strategy.metrics_store, group)
             board.also_look = (arrivals.look,)
         if requeues(environment):
             requeue = Requeue(self._trainer, environment)

@@ -294,11 +294,8 @@ class Clocks:
         """Answer the broadcast in a callback's hook without the other ranks."""
 
         def run(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._trainer.strategy.answer = answer
-            try:
+            with self._trainer.strategy.answering(answer):
                 return plain(*args, **kwargs)
-            finally:
-                self._trainer.strategy.answer = None
 
         self._wrapped.append(WrappedHook(callback, "on_train_batch_end", run))
 

@@ -43,9 +43,9 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
         super().setup_environment()
         self._make_groups(self._check_group_size(self.world_size))
         set_replica(self.global_rank, self.world_size)
-        if self._board is not None:
+        if self.board is not None:
             run = self.broadcast(secrets.token_hex(8), 0)
-            self._board.connect(connect_store(run, "board", self._timeout))
+            self.board.connect(connect_store(run, "board", self._timeout))
 
     @override
     def _setup_distributed(self) -> None:

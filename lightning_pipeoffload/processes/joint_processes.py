@@ -69,13 +69,17 @@ class NeedsOthersError(RuntimeError):
 
 
 class JointProcesses(ParallelStrategy):
-    """Ends all ranks together, when one fails or when all are done."""
+    """Ends all ranks together, when one fails or when all are done.
+
+    Attributes:
+        board: Watches for failures of other ranks; None on one rank, and between runs.
+    """
 
     num_nodes = 1
     # Connects all processes; None before the first run.
     _world: HostGroup | None = None
     _timeout: timedelta | None = default_pg_timeout
-    _board: FailureBoard | None = None
+    board: FailureBoard | None = None
     _launched: LaunchedProcesses
     _has_failed = False
     _exception_hooks: Sequence[WrappedHook] = ()
@@ -164,7 +168,7 @@ class JointProcesses(ParallelStrategy):
         if self.world_size > 1:
             children = JointLauncher.started
             self._launched = LaunchedProcesses(self.global_rank, self.local_rank, children)
-            self._board = FailureBoard(
+            self.board = FailureBoard(
                 self.global_rank, self.world_size, self._launched, self._timeout
             )
 
@@ -176,14 +180,14 @@ class JointProcesses(ParallelStrategy):
 
     def _end_together(self) -> None:
         self.give_back()
-        if self._board is not None:  # no rank ends while another one still watches it
+        if self.board is not None:  # no rank ends while another one still watches it
             if self._own_trainer.received_sigterm:  # in one of the last hooks
                 raise SIGTERMException
-            self._board.expect_end()
+            self.board.expect_end()
             assert self._world is not None
             self._world.barrier()
-            self._board.stop()
-            self._board = None
+            self.board.stop()
+            self.board = None
             self._watch_between_runs()
 
     def _watch_between_runs(self, patience: float = 0.0) -> None:
@@ -203,7 +207,7 @@ class JointProcesses(ParallelStrategy):
         if is_interrupt or says_peer_lost(exception):  # this process exits before Lightning does it
             for logger in self._own_trainer.loggers:
                 logger.finalize("failed")
-        board, self._board = self._board, None
+        board, self.board = self.board, None
         if board is None:
             return
         self._has_failed = True
@@ -228,10 +232,10 @@ class JointProcesses(ParallelStrategy):
             end_connections()
             self._watch_between_runs(EXIT_SECONDS)
 
-    def _fail_elsewhere(self, exception: Exception) -> None:
+    def fail_elsewhere(self, exception: Exception) -> None:
         """End the run because the thread that publishes metrics has failed."""
-        if self._board is not None:
-            self._board.fail(exception, "while publishing metrics")
+        if self.board is not None:
+            self.board.fail(exception, "while publishing metrics")
 
     @override
     def on_exception(self, exception: BaseException) -> None:

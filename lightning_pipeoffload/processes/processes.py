@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -44,16 +45,20 @@ _PATIENCE = timedelta(seconds=60)
 
 
 class PipelineProcesses(JointProcesses):
-    """Starts one process for each rank, connects them, and ends them together."""
+    """Starts one process for each rank, connects them, and ends them together.
+
+    Attributes:
+        metrics_store: The run's store, for numbers that ranks publish; None on one rank.
+        meeting: Where ranks wait for each other in hooks; None on one rank.
+    """
 
     settings: PipelineSettings
     _process_group_backend: str | None = None
     _start_method: str | None = None
-    _metrics_store: Store | None = None
-    _meeting: Meeting | None = None
+    metrics_store: Store | None = None
+    meeting: Meeting | None = None
     _group: PipelineGroup | None = None
-    # Replaces the next broadcasts, which would wait: returns the result.
-    answer: Callable[[Any], Any] | None = None
+    _answer: Callable[[Any], Any] | None = None
 
     @property
     def group(self) -> PipelineGroup:
@@ -170,17 +175,17 @@ class PipelineProcesses(JointProcesses):
     def _connect(self, group: PipelineGroup) -> None:
         """Open this rank's connections to the store of one fit or evaluation."""
         run = group.world.broadcast(secrets.token_hex(8), 0)
-        self._metrics_store = connect_store(run, "metrics", self._timeout)
+        self.metrics_store = connect_store(run, "metrics", self._timeout)
         patience = min(self._timeout or _PATIENCE, _PATIENCE)
-        self._meeting = Meeting(
+        self.meeting = Meeting(
             connect_store(run, "meeting", self._timeout),
             self.global_rank,
             group.global_ranks,
             patience,
         )
-        assert self._board is not None
-        self._board.place_of = group.place_of
-        self._board.connect(connect_store(run, "board", self._timeout))
+        assert self.board is not None
+        self.board.place_of = group.place_of
+        self.board.connect(connect_store(run, "board", self._timeout))
 
     def agree_on_randomness(self) -> None:
         """Set every rank's global random generators to the state of global rank 0's."""
@@ -219,9 +224,18 @@ class PipelineProcesses(JointProcesses):
 
     # Collective operations
 
+    @contextmanager
+    def answering(self, answer: Callable[[Any], Any]) -> Iterator[None]:
+        """Have ``answer`` return the result of the next broadcast, which would wait."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        answer, self.answer = self.answer, None
+        answer, self._answer = self._answer, None
         return super().broadcast(obj, src) if answer is None else answer(obj)
 
     @override

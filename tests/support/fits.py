@@ -193,7 +193,7 @@ def outlive_failures(trainer):
 
     def leave(exception):
         trainer.strategy.give_back()
-        if trainer.strategy._board is not None:
-            trainer.strategy._board.stop()
+        if trainer.strategy.board is not None:
+            trainer.strategy.board.stop()
 
     trainer.strategy.launcher._fail = leave
