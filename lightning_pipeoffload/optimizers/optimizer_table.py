@@ -3,8 +3,8 @@
 A rank's optimizer has this rank's parameters only. It gives the same result as on one device if the
 new value and state of a parameter depend only on its own value, gradient and state and the options
 of its group: not on other parameters, random numbers for several parameters, communication, or a
-closure's loss. Libraries' optimizers are identified by their ``step`` function; the user declares
-any other with ``per_parameter_optimizer=True``.
+closure's loss. Optimizers are identified by their ``step`` function; the table has those that tests
+run, and the user declares any other with ``per_parameter_optimizer=True``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from lightning_pipeoffload.optimizers.narrowed_optimizer import narrows
 Group = Mapping[str, Any]
 StateBytes = Callable[[Any, Group, Tensor], float]
 
-# 8-bit optimizers keep the state of smaller parameters in float32.
-_SMALLEST_QUANTIZED = 4096
-
 
 class Row(NamedTuple):
     """The properties of an optimizer whose steps are per parameter.
@@ -34,17 +31,12 @@ class Row(NamedTuple):
     Attributes:
         state_bytes: Returns the bytes of state, without scalars, for optimizer, group and
             parameter.
-        elementwise: Whether an element's new value depends on that element alone.
-        may_step_by_bucket: Whether steps of subsets of the parameters equal one step of all; False
-            if a group counts its steps.
         of_device: Whether its kernels do not exist for the host.
         obstacle: Returns why an optimizer's options make its steps depend on other parameters; ""
             if they do not.
     """
 
     state_bytes: StateBytes
-    elementwise: bool = True
-    may_step_by_bucket: bool = True
     of_device: bool = False
     obstacle: Callable[[Any], str] = lambda optimizer: ""
 
@@ -62,60 +54,22 @@ def _rows_and_columns(p: Tensor) -> float:
     return p.numel() / p.shape[-1] + p.numel() / p.shape[-2]
 
 
-def _factorized(copies: Callable[[Group], float], pairs: int = 1) -> StateBytes:
+def _factorized(copies: Callable[[Group], float]) -> StateBytes:
     def count(optimizer: Any, group: Group, p: Tensor) -> float:
-        return copies(group) * p.nbytes + pairs * _rows_and_columns(p) * p.element_size()
-
-    return count
-
-
-def _preconditioned(copies: int, per_side: int) -> StateBytes:
-    """State of square matrices for each dimension, up to the optimizer's size limit."""
-
-    def count(optimizer: Any, group: Group, p: Tensor) -> float:
-        longest = group.get("max_precond_dim", math.inf)
-        sides = [side for side in p.shape if 1 < side <= longest] if p.dim() > 1 else []
-        return copies * p.nbytes + per_side * sum(side**2 for side in sides) * p.element_size()
+        return copies(group) * p.nbytes + _rows_and_columns(p) * p.element_size()
 
     return count
 
 
 def _blocks_of_bitsandbytes(optimizer: Any, group: Group, p: Tensor) -> float:
     number = 2 if any("Optimizer2State" in kind.__name__ for kind in type(optimizer).__mro__) else 1
-    if optimizer.args.optim_bits == 32 or p.numel() < _SMALLEST_QUANTIZED:
+    if optimizer.args.optim_bits == 32 or p.numel() < optimizer.args.min_8bit_size:
         return number * 4 * p.numel()
     return number * (p.numel() + 4 * p.numel() / 256)
 
 
-def _blocks_of_torchao(optimizer: Any, group: Group, p: Tensor) -> float:
-    number = 2 + bool(group.get("amsgrad"))
-    if p.numel() < _SMALLEST_QUANTIZED:
-        return number * p.nbytes
-    bits = 4 if "4bit" in type(optimizer).__name__ else 8
-    return number * (bits / 8 * p.numel() + 4 * p.numel() / optimizer.block_size)
-
-
 def _momentum(group: Group) -> float:
     return bool(group.get("momentum"))
-
-
-def _has_bf16(optimizer: Any) -> bool:
-    return any(
-        p.dtype is torch.bfloat16 for group in optimizer.param_groups for p in group["params"]
-    )
-
-
-def _rounding(optimizer: Any) -> str:
-    draws = _has_bf16(optimizer) and getattr(optimizer, "bf16_stochastic_round", False)
-    return (
-        "bf16_stochastic_round=True draws random numbers for all parameters in turn"
-        if draws
-        else ""
-    )
-
-
-def _rounding_of_soap(optimizer: Any) -> str:
-    return "it rounds bfloat16 by random numbers for all in turn" if _has_bf16(optimizer) else ""
 
 
 def _overrides(optimizer: Any) -> str:
@@ -125,24 +79,12 @@ def _overrides(optimizer: Any) -> str:
     return ""
 
 
-def _masters(optimizer: Any) -> str:
-    # The attribute's name differs between releases.
-    if any(getattr(optimizer, name, False) for name in ("use_master", "master_weights")):
-        return "master_weights=True keeps copies by a parameter's place in its group"
-    return ""
-
-
 _ADAM = Row(_copies(lambda group: 2 + bool(group.get("amsgrad"))))
 _TWO, _ONE = Row(_copies(2)), Row(_copies(1))
-_LION = Row(_copies(1), elementwise=False)  # options take norms of a gradient
-_CAME = Row(_factorized(lambda group: 1, pairs=2), elementwise=False)
-_SOAP = Row(_preconditioned(copies=2, per_side=2), elementwise=False, obstacle=_rounding_of_soap)
-_TORCHAO = Row(_blocks_of_torchao, elementwise=False, of_device=True, obstacle=_rounding)
-_FREE = Row(_copies(2), may_step_by_bucket=False)
 
 TABLE: dict[str, Row] = {
-    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0), elementwise=False),
-    "torch.optim._muon.Muon": Row(_copies(1), elementwise=False),
+    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0)),
+    "torch.optim._muon.Muon": Row(_copies(1)),
     "torch.optim.adadelta.Adadelta": _TWO,
     "torch.optim.adagrad.Adagrad": _ONE,
     "torch.optim.adam.Adam": _ADAM,  # and AdamW
@@ -158,41 +100,10 @@ TABLE: dict[str, Row] = {
     "torch.optim.sgd.SGD": Row(_copies(_momentum)),
     "torch.optim.sparse_adam.SparseAdam": _TWO,
     "transformers.optimization.Adafactor": Row(
-        _factorized(lambda group: group.get("beta1") is not None), elementwise=False
+        _factorized(lambda group: group.get("beta1") is not None)
     ),
     "bitsandbytes.optim.optimizer.Optimizer8bit": Row(
-        _blocks_of_bitsandbytes, elementwise=False, of_device=True, obstacle=_overrides
-    ),
-    "torchao.optim.adam._AdamBase": _TORCHAO,
-    "torchao.prototype.low_bit_optim.adam._AdamBase": _TORCHAO,
-    "lion_pytorch.lion_pytorch.Lion": _LION,
-    "lion_pytorch.foreach.Lion": _LION,
-    "pytorch_optimizer.optimizer.lion.Lion": _LION._replace(may_step_by_bucket=False),
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": Row(lambda o, group, p: 2 * 4 * p.numel()),
-    "soap.SOAP": _SOAP,
-    "pytorch_optimizer.optimizer.soap.SOAP": Row(
-        _preconditioned(copies=2, per_side=2), elementwise=False, may_step_by_bucket=False
-    ),
-    "torch_optimizer.shampoo.Shampoo": Row(
-        _preconditioned(copies=1, per_side=2), elementwise=False
-    ),
-    "pytorch_optimizer.optimizer.shampoo.Shampoo": Row(
-        _preconditioned(copies=1, per_side=2), elementwise=False, may_step_by_bucket=False
-    ),
-    "came_pytorch.CAME.CAME": _CAME,
-    "pytorch_optimizer.optimizer.came.CAME": _CAME._replace(may_step_by_bucket=False),
-    "muon.SingleDeviceMuon": Row(_copies(1), elementwise=False),
-    "muon.SingleDeviceMuonWithAuxAdam": Row(
-        _copies(lambda group: 1 if group["use_muon"] else 2), elementwise=False
-    ),
-    "schedulefree.adamw_schedulefree.AdamWScheduleFree": _FREE,
-    "schedulefree.radam_schedulefree.RAdamScheduleFree": _FREE,
-    "schedulefree.sgd_schedulefree.SGDScheduleFree": _FREE._replace(state_bytes=_copies(1)),
-    "apex.optimizers.fused_adam.FusedAdam": Row(
-        lambda o, group, p: 2 * 4 * p.numel(),
-        may_step_by_bucket=False,
-        of_device=True,
-        obstacle=_masters,
+        _blocks_of_bitsandbytes, of_device=True, obstacle=_overrides
     ),
 }
 """Classes whose ``step`` is per parameter, by module and name."""
@@ -294,7 +205,7 @@ def may_step_by_bucket(optimizer: Any) -> bool:
         type(optimizer).step
     )
     is_own = is_replaced or bool(_changed_helpers(type(optimizer)))
-    return row is not None and row.may_step_by_bucket and not is_own
+    return row is not None and not is_own
 
 
 def _step_of(optimizer: Any) -> str:
