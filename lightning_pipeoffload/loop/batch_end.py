@@ -32,9 +32,10 @@ from contextlib import AbstractContextManager, nullcontext
 from lightning.pytorch import Trainer
 
 from lightning_pipeoffload.loop.data import Arrivals
+from lightning_pipeoffload.loop.exchange import Exchange, Flags
 from lightning_pipeoffload.loop.requeue import Requeue
 from lightning_pipeoffload.loop.split import Split
-from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, Said, StepExchange
+from lightning_pipeoffload.loop.stops import Clocks, JointStop
 from lightning_pipeoffload.processes.rank_differences import StepOptions
 
 
@@ -56,7 +57,7 @@ class BatchEnd:
         self,
         trainer: Trainer,
         split: Split,
-        exchange: StepExchange,
+        exchange: Exchange,
         options: Callable[[], StepOptions | None],
         stop: JointStop | None,
         arrivals: Arrivals | None,
@@ -81,11 +82,11 @@ class BatchEnd:
         if self._trainer.training:
             plans, wants_stop = self._split.plans, self._wants_stop()
             due = 0 if self.clocks is None else self.clocks.end_batch()
-            self._exchange.turn(plans.said(wants_stop, due), self._options())
-            said = self._exchange.take()
+            self._exchange.end_batch(plans.flags(wants_stop, due), self._options())
+            of_all = self._exchange.pop_flags()
             if self._stop is not None:
-                self._stop.end_batch(wants_stop, said.stops)
-            plans.hear(said)
+                self._stop.end_batch(wants_stop, of_all.stops)
+            plans.receive(of_all)
         if self.requeue is not None:
             self.requeue.end_batch()
 
@@ -107,7 +108,7 @@ class BatchEnd:
         """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
         any_stops = self._settle_exchange()
         if self._stop is not None:
-            self._stop.remember(any_stops)
+            self._stop.note(any_stops)
 
     def finish(self) -> None:
         """Compare what is not compared yet, after the last batch."""
@@ -116,6 +117,6 @@ class BatchEnd:
 
     def _settle_exchange(self) -> bool:
         """Compare now, and wait; returns whether any rank wants to stop."""
-        said = self._exchange.settle(Said(stops=self._wants_stop()), self._options())
-        self._split.plans.hear(said)
-        return said.stops
+        of_all = self._exchange.settle(Flags(stops=self._wants_stop()), self._options())
+        self._split.plans.receive(of_all)
+        return of_all.stops

@@ -43,6 +43,7 @@ from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class,
 _NUM_COMPARED = 2  # one batch alone may be like another's where all are alike
 _TORCHS = default_collate, default_convert
 _ARRIVED = "arrived/"
+_NUM_ARRIVALS = 8  # more milestones than ranks can be apart: they meet at every third
 
 
 class PipelineLoaders:
@@ -303,7 +304,7 @@ class Arrivals:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Count a batch; an error that comes of another rank's having no more says so."""
+        """Count a batch; an error because another rank has no more is explained."""
         milestone, num_batches = self._position
         self._position = milestone, num_batches + 1
         try:
@@ -318,10 +319,12 @@ class Arrivals:
         """Publish that this rank has reached a milestone, unless one with fewer batches has."""
         milestone, num_batches = self._position
         # One key for all: each rank polls it, and global rank 0 answers all of them.
-        said = f"{self._global_rank} {num_batches}"
-        first = self._store.compare_set(f"{_ARRIVED}{milestone}", "", said)
+        arrival = f"{self._global_rank} {num_batches}"
+        first = self._store.compare_set(f"{_ARRIVED}{milestone}", "", arrival)
         if num_batches < int(first.split()[1]):  # in an evaluation ranks may run a batch ahead
-            self._store.set(f"{_ARRIVED}{milestone}", said)
+            self._store.set(f"{_ARRIVED}{milestone}", arrival)
+        if milestone >= _NUM_ARRIVALS and not self._global_rank:
+            self._store.delete_key(f"{_ARRIVED}{milestone - _NUM_ARRIVALS}")
         self._position = milestone + 1, 0
 
     def look(self, store: Store) -> str | None:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
-from lightning_pipeoffload.loop.step_exchange import StepExchange
 from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.microbatch import merge_outputs, shape_signature
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
@@ -30,9 +30,7 @@ class Evaluation:
             step that runs whole on each.
     """
 
-    def __init__(
-        self, split: Split, exchange: StepExchange, send_written: Callable[[], None]
-    ) -> None:
+    def __init__(self, split: Split, exchange: Exchange, send_written: Callable[[], None]) -> None:
         self._split, self._group = split, split.group
         self._exchange, self._send_written = exchange, send_written
         self._runs_whole = split.runs_whole
@@ -58,7 +56,7 @@ class Evaluation:
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
         sizes, shares = split.shares(slices)
         results = split.executor.run(training.of_evaluation(len(slices)), placed(slices))
-        self._exchange.turn()
+        self._exchange.end_batch()
         return StepOutput.of(results, sizes, shares)
 
     def _cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
@@ -113,7 +111,7 @@ class Evaluation:
             with lending.running():
                 values.append(inputs.step(part, call))
             could_be_cut &= lending.could_be_cut
-        self._exchange.turn()
+        self._exchange.end_batch()
         of_whole = [_size_of(inputs.batch)], [1.0]
         sizes, shares = self._split.shares(slices) if slices else of_whole
         if not self._group.is_root:

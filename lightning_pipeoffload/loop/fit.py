@@ -35,6 +35,7 @@ from lightning_pipeoffload.loop.data import (
     leave_out_seen,
 )
 from lightning_pipeoffload.loop.evaluation import Evaluation
+from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.hooks.sent_values import numbers_in
@@ -56,7 +57,7 @@ from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
-from lightning_pipeoffload.loop.step_exchange import Clocks, JointStop, StepExchange
+from lightning_pipeoffload.loop.stops import Clocks, JointStop
 from lightning_pipeoffload.loop.weight_readers import check_weight_readers
 from lightning_pipeoffload.metrics.metric_values import MetricGroups
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
@@ -148,7 +149,7 @@ class Fit:
             self.split.cutter.resume(self._strategy.continued.first_batch)
         pipeline = self.split.pipeline
         self.continued = Continued(self._seed, self.split.cutter.first_batch)
-        self._exchange = StepExchange(pipeline, self._strategy.root_device.type != "cpu")
+        self._exchange = Exchange(pipeline, self._strategy.root_device.type != "cpu")
         self.boundary = StepBoundary(self._trainer, pipeline, masters)
         self.split.plans.join(self.boundary)
         self._at_end.callback(self.boundary.validation.forget)

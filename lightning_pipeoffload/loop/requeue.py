@@ -2,8 +2,8 @@
 
 Lightning saves inside the signal handler, while the ranks of a pipeline are in different actions.
 Here the handler sets a flag, and the threads that watch for failures pass it on, whatever their
-ranks are doing. Each says after which step its own rank will ask; all save after the last of these
-steps, which no rank can have passed.
+ranks are doing. Each publishes after which step its own rank will ask; all save after the last of
+these steps, which no rank can have passed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Requeue:
 
     def end_training(self, group: PipelineGroup) -> None:
         """Save and requeue if that is still to be done; all ranks call it after the last batch."""
-        has_heard = self._has_signal or self._asks
-        if group.world.agree(has_heard and not self._is_over, unanimous=False):
+        is_wanted = self._has_signal or self._asks
+        if group.world.agree(is_wanted and not self._is_over, unanimous=False):
             self._save_and_requeue()
         self._is_over = True
 

@@ -6,7 +6,7 @@ new plan before the next batch that starts a step::
 
     first batch    choose()        by the settings, or by measured blocks
     fourth batch   before_plan()   anew, by what three steps have cost
-    later batches  said() -> heard by all -> before_plan()    outgrown: anew; news: the solver's
+    later batches  flags() -> of all ranks -> before_plan()    outgrown: anew; news: the solver's
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
+from lightning_pipeoffload.loop.exchange import Flags
 from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.run_report import RunReport
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs
-from lightning_pipeoffload.loop.step_exchange import Said
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import (
@@ -94,7 +94,7 @@ class RunPlans:
         )
         self.report = RunReport(settings, pipeline, self.training, measurements)
         self._search = SolverSearch(settings, group, self.training, measurements)
-        self._heard = Said()
+        self._flags = Flags()
         self._largest: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
@@ -189,21 +189,21 @@ class RunPlans:
         if not self._has_measured_steps and self._measurements.suffice:
             self._plan_by_measurement()
         elif is_first:
-            heard, self._heard = self._heard, Said()
-            if heard.outgrown:
+            flags, self._flags = self._flags, Flags()
+            if flags.outgrown:
                 self._plan_anew()
-            elif heard.has_news:
+            elif flags.has_news:
                 self._search.exchange()
 
-    def said(self, stops: bool, due: int) -> Said:
-        """Return what this rank says after a batch; see :class:`Said`."""
+    def flags(self, stops: bool, due: int) -> Flags:
+        """Return this rank's flags after a batch; see :class:`Flags`."""
         has_plan = self._has_measured_steps and self.training.costs is not None
         is_limited = has_plan and self.settings.is_limited(self._on_accelerator)
-        return Said(stops, is_limited and self._breaks_limit(), self._search.has_news, due)
+        return Flags(stops, is_limited and self._breaks_limit(), self._search.has_news, due)
 
-    def hear(self, said: Said) -> None:
+    def receive(self, flags: Flags) -> None:
         """Keep what any rank has sent until the next batch."""
-        self._heard = self._heard.joined(said)
+        self._flags = self._flags.merged(flags)
 
     def _breaks_limit(self) -> bool:
         """Whether a microbatch needs more memory here than planned, and that does not fit."""
@@ -316,7 +316,7 @@ class RunPlans:
     def leave(self) -> None:
         """Leave the plan that runs, after an error in the middle of a step too."""
         self._search.close()
-        self._heard = Said()
+        self._flags = Flags()
         self._executor.abandon()
 
 

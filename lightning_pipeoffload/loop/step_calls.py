@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_pipeoffload.loop.step_exchange import JointStop
+from lightning_pipeoffload.loop.stops import JointStop
 from lightning_pipeoffload.metrics.log_capture import LogCapture, ignore_log
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.microbatch import merge_outputs

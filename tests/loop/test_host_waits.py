@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
 from lightning_pipeoffload.loop import fit as fit_module
-from lightning_pipeoffload.loop.step_exchange import StepExchange
+from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.runtime import late_values
 from tests.support.fits import SILENT
 
@@ -115,8 +115,8 @@ def steady(monkeypatch):
         forbid(name)
     monkeypatch.setattr(late_values, "start_reading", start_reading)
     monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: isinstance(value, Tensor))
-    comparing = lambda pipeline, late: StepExchange(pipeline, True)  # noqa: E731
-    monkeypatch.setattr(fit_module, "StepExchange", comparing)
+    comparing = lambda pipeline, late: Exchange(pipeline, True)  # noqa: E731
+    monkeypatch.setattr(fit_module, "Exchange", comparing)
     return steady
 
 

@@ -1,27 +1,33 @@
 """Ranks compare each batch, and all that decides the optimizers' steps."""
 
+import threading
+from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
+import lightning as L
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
-from lightning_pipeoffload.loop.step_exchange import Said, StepExchange
+from lightning_pipeoffload.loop.exchange import Exchange, Flags
 from tests.support import fits
 from tests.support.pairs import some
 
 
 def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_agree():
     group = SimpleNamespace(num_replicas=1, replica=0, world=SimpleNamespace(size=1))
-    exchange = StepExchange(SimpleNamespace(group=group), False)
-    exchange.turn(Said(stops=True))
-    assert exchange.take() == Said()
+    exchange = Exchange(SimpleNamespace(group=group), False)
+    exchange.end_batch(Flags(stops=True))
+    assert exchange.pop_flags() == Flags()
     assert exchange.all_stop()
-    exchange.turn(Said(outgrown=True, due=2))
-    assert exchange.take() == Said(stops=True)
+    exchange.end_batch(Flags(outgrown=True, due=2))
+    assert exchange.pop_flags() == Flags(stops=True)
     assert not exchange.all_stop()
-    exchange.turn()  # a batch of an evaluation
-    assert exchange.settle(Said()) == Said(outgrown=True, due=2)
+    exchange.end_batch()  # a batch of an evaluation
+    assert exchange.settle(Flags()) == Flags(outgrown=True, due=2)
 
 
 class Apart(fits.Net):
@@ -100,3 +106,38 @@ def test_ranks_that_set_other_options_end_with_what_differs(ranks, variant):
 def test_replicas_that_set_other_options_end_too(ranks):
     said = ranks(2).run(partial(refusal, data_parallel_size=2), 2, "on_train_batch_end")
     assert all(RATE in words for words in said)
+
+
+class Counting(L.Callback):
+    """Counts the main thread's calls of stores in three steps of a fit, behind its first three."""
+
+    def __init__(self):
+        self.calls, self.is_on = Counter(), False
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.is_on = batch_idx in (3, 4, 5)
+
+    def method(self, name):
+        plain = getattr(PrefixStore, name)
+
+        def call(store, *args):
+            if self.is_on and threading.current_thread() is threading.main_thread():
+                self.calls[name] += 1
+            return plain(store, *args)
+
+        return mock.patch.object(PrefixStore, name, call)
+
+
+def count_calls():
+    counting = Counting()
+    with ExitStack() as stack:
+        for name in ("set", "get", "check", "wait", "add", "compare_set", "multi_get"):
+            stack.enter_context(counting.method(name))
+        trainer = fits.trainer(2, max_steps=8, callbacks=[counting], num_sanity_val_steps=0)
+        trainer.fit(fits.Net(depth=4), fits.loader(batch_size=4))
+    return dict(counting.calls)
+
+
+def test_a_healthy_step_makes_no_request_to_a_store_but_publishes_its_numbers(ranks):
+    # The root publishes after the step and after the hooks of the batch's end, and waits for none.
+    assert ranks(2).run(count_calls) == [{"set": 6}, {}]

@@ -1,0 +1,192 @@
+"""The exchange between batches: one vector of each rank, which is read a batch later.
+
+A batch takes every rank, so the vectors that were sent at the end of one are there at the end of
+the next, and no rank waits::
+
+    end of batch 7   send this rank's vector        read the maximum of those of batch 6
+    end of batch 8   send                           read the maximum of those of batch 7
+
+The vector is reduced by its maximum. Numbers that have to be alike are sent with their complement:
+the maximum of both shows the minimum too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipeoffload.processes.rank_differences import StepOptions, refuse_differences
+from lightning_pipeoffload.runtime.microbatch import start_checksum
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.transport import blaming_peers
+
+_SET_ALIKE = (
+    "set options of optimizers, freeze parameters and call optimizer.step alike on all ranks; a "
+    "value that only some ranks have goes to all of them by self.log and "
+    "trainer.callback_metrics, or by trainer.strategy.broadcast"
+)
+_LEAST = torch.iinfo(torch.int64).min
+
+
+class Flags(NamedTuple):
+    """What a rank sends after a batch; of all ranks the maximum.
+
+    Attributes:
+        stops: Training is to stop.
+        outgrown: A microbatch keeps more memory than the plan allows.
+        has_news: A solver has a better plan, or has ended.
+        due: Which of global rank 0's clocks are due, one bit each; see ``Clocks``.
+    """
+
+    stops: bool = False
+    outgrown: bool = False
+    has_news: bool = False
+    due: int = 0
+
+    def merged(self, other: Flags) -> Flags:
+        """Return the maximum of both."""
+        return Flags(
+            self.stops or other.stops,
+            self.outgrown or other.outgrown,
+            self.has_news or other.has_news,
+            max(self.due, other.due),
+        )
+
+
+_NO_FLAGS = Flags()
+
+
+class _Batch(NamedTuple):
+    """A batch to compare; ``kind`` is empty where there is none."""
+
+    kind: str = ""
+    checksum: Callable[[], int] = int
+
+
+class _Sent(NamedTuple):
+    wait: Callable[[], list[int]]
+    checksum: int
+    batch: _Batch
+    options: StepOptions | None
+
+
+class Exchange:
+    """This rank's side of the exchange.
+
+    Args:
+        pipeline: This rank's part of the module.
+        is_late: Whether batches are on an accelerator: the checksum of each is sent a batch later,
+            so that the host does not wait for it.
+    """
+
+    def __init__(self, pipeline: Pipeline, is_late: bool) -> None:
+        self._pipeline, self._group, self._is_late = pipeline, pipeline.group, is_late
+        self._batch = self._before = _Batch()
+        self._sent: _Sent | None = None
+        self._flags_of_all, self._all_stop = Flags(), False
+
+    def note(self, batch: Any, kind: str) -> None:
+        """Start to compute the checksum of a batch, which errors call ``kind``."""
+        self._batch = _Batch(kind, start_checksum(batch))
+
+    def end_batch(self, flags: Flags = _NO_FLAGS, options: StepOptions | None = None) -> None:
+        """Read the vectors of the batch before, and send this batch's.
+
+        Args:
+            flags: This rank's flags.
+            options: What decides the optimizers' steps; None: not compared.
+
+        Raises:
+            RuntimeError: The ranks of a pipeline have read different batches.
+            ValueError: The optimizers' options are different.
+        """
+        self.read()
+        batch, self._batch = self._batch, _Batch()
+        if self._is_late:
+            batch, self._before = self._before, batch
+        self._send(flags, batch, options)
+
+    def pop_flags(self) -> Flags:
+        """Return all ranks' flags that were read since the last call."""
+        flags, self._flags_of_all = self._flags_of_all, Flags()
+        return flags
+
+    def all_stop(self) -> bool:
+        """Wait for the vectors that were sent last; return whether all ranks want to stop."""
+        self.read()
+        return self._all_stop
+
+    def settle(self, flags: Flags, options: StepOptions | None = None) -> Flags:
+        """Compare the batches that are not compared yet, and wait; return the ranks' maximum.
+
+        Raises:
+            RuntimeError: As by :meth:`end_batch`.
+            ValueError: As by :meth:`end_batch`.
+        """
+        self.end_batch(flags, options)
+        if self._before.kind:
+            self.end_batch(flags, options)
+        before = self.pop_flags()
+        last = self.read()
+        self.pop_flags()
+        # A wish to stop is sent again as long as it stands: only the last one counts.
+        return before.merged(last)._replace(stops=last.stops)
+
+    def _send(self, flags: Flags, batch: _Batch, options: StepOptions | None) -> None:
+        digest = 0 if options is None else options.digest()
+        checksums = [_LEAST] * (2 * self._group.num_replicas)
+        own = batch.checksum()
+        first = 2 * self._group.replica
+        checksums[first : first + 2] = own, ~own
+        numbers = [*map(int, flags), int(not flags.stops), digest, ~digest, *checksums]
+        self._sent = _Sent(self._reduce(numbers), own, batch, options)
+
+    def _reduce(self, numbers: list[int]) -> Callable[[], list[int]]:
+        """Start to reduce a vector; return a function that waits for its maximum."""
+        world = self._group.world
+        if world.size == 1:
+            return lambda: numbers
+        vector = torch.tensor(numbers)
+        work = world.side_group.allreduce([vector], dist.ReduceOp.MAX)
+
+        def wait() -> list[int]:
+            with blaming_peers("lost a rank while comparing batches"):
+                work.wait()
+            return vector.tolist()
+
+        return wait
+
+    def read(self) -> Flags:
+        """Read the vectors that were sent last; return all flags since :meth:`pop_flags`."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return self._flags_of_all
+        stops, outgrown, has_news, due, lacks, most, least, *checksums = sent.wait()
+        flags = Flags(bool(stops), bool(outgrown), bool(has_news), due)
+        self._flags_of_all, self._all_stop = self._flags_of_all.merged(flags), not lacks
+        if most != ~least:
+            self._refuse_options(sent.options)
+        first = 2 * self._group.replica
+        if checksums[first] != ~checksums[first + 1]:
+            self._refuse_batch(sent)
+        return self._flags_of_all
+
+    def _refuse_batch(self, sent: _Sent) -> None:
+        group = self._group
+        found = dict(zip(group.global_ranks, group.gather(sent.checksum), strict=True))
+        apart = [rank for rank in sorted(found) if found[rank] != found[group.root]]
+        raise RuntimeError(
+            f"global ranks {apart} read another {sent.batch.kind} than global rank {group.root}; "
+            f"the ranks of a pipeline must read the same data in the same order: call "
+            f"L.seed_everything(...) before the data is made, seed generators of your own alike in "
+            f"every process, and share samples out by nothing but "
+            f"lightning_pipeoffload.data_parallel_rank()"
+        )
+
+    def _refuse_options(self, options: StepOptions | None) -> None:
+        names = [name for name, _ in self._pipeline.module.named_parameters()]
+        described = {} if options is None else options.describe(names)
+        refuse_differences(described, self._group.world.host_group, _SET_ALIKE)

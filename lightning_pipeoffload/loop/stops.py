@@ -1,0 +1,155 @@
+"""What stops all ranks, and what they do by global rank 0's clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+
+from lightning_pipeoffload.loop.exchange import Exchange
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
+
+
+class JointStop:
+    """``trainer.should_stop`` of any rank, for all ranks.
+
+    At the end of a batch each rank sends whether it wants to stop, and reads the vectors of the
+    batch before. Only a rank that wants to stop waits for those of this batch, since all may want
+    it. So a stop that all ranks set ends this batch, and one that some set the next. A stop that a
+    step sets behind the blocks, on the last stage, reaches the others before they end that batch.
+    """
+
+    def __init__(self, trainer: Trainer, group: PipelineGroup, exchange: Exchange) -> None:
+        self._trainer, self._group, self._exchange = trainer, group, exchange
+        self._wants = self._any_stopped = False
+        self._num_steps = 0
+        self._of_root: Callable[[], int] | None = None
+
+    def start_batch(self, num_microbatches: int) -> None:
+        self.wants()  # of the same batch, if an optimizer evaluates it again
+        self._num_steps = num_microbatches if self._group.is_root else 0
+        if not self._group.is_root:
+            self._of_root = self._group.start_sharing(0, self._group.root)
+
+    def end_step(self) -> None:
+        """Count a microbatch whose step has come to its end; called on the last stage."""
+        self._num_steps -= 1
+        if self._num_steps == 0:
+            self._of_root = self._group.start_sharing(
+                self._wants or self._trainer.should_stop, self._group.root
+            )
+
+    def wants(self) -> bool:
+        """Whether this rank wants to stop, or the last stage's step did."""
+        of_root, self._of_root = self._of_root, None
+        if of_root is not None and of_root():
+            self._wants = True
+        return self._wants or self._trainer.should_stop
+
+    def note(self, any_stops: bool) -> None:
+        """Count at the batch's end what was read in the middle of it."""
+        self._any_stopped = self._any_stopped or any_stops
+
+    def end_batch(self, wants: bool, any_stopped: bool) -> None:
+        """Set ``should_stop`` as all ranks do.
+
+        Args:
+            wants: What this rank has sent after this batch.
+            any_stopped: Whether any rank wanted to stop after the batch before.
+        """
+        any_stopped, self._any_stopped = any_stopped or self._any_stopped, False
+        stops = any_stopped or (wants and self._exchange.all_stop())
+        self._trainer.should_stop = stops
+        self._wants = wants and not stops
+
+    def settle(self, any_stops: bool) -> None:
+        """Set ``should_stop`` where ranks have waited for each other."""
+        self._trainer.should_stop = any_stops
+        self._wants = self._any_stopped = False
+
+
+class Clocks:
+    """Saves and validates by global rank 0's clock, a batch after it is due.
+
+    Lightning's ``ModelCheckpoint(train_time_interval=...)`` makes all ranks wait for global rank 0
+    at each batch, and a ``val_check_interval`` of time reads a clock on each rank::
+
+        global rank 0   end of batch 7: its clock is due    end of batch 8: saves
+        other ranks     end of batch 7: not due             end of batch 8: 7 was due, save
+
+    A Timer stops its own rank, and :class:`JointStop` the others.
+    """
+
+    _OF_VALIDATION = 1
+
+    def __init__(self, trainer: Trainer, exchange: Exchange) -> None:
+        self._trainer: Any = trainer
+        self._exchange = exchange
+        self._due = 0
+        self._validates = False
+        self._wrapped: list[WrappedHook] = []
+        bit = self._OF_VALIDATION
+        for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
+            if isinstance(callback, Timer):
+                self._wrap(callback, bool)
+            elif isinstance(callback, ModelCheckpoint):
+                interval = callback._train_time_interval  # private: nothing else says it
+                bit *= 2
+                if interval:
+                    self._wrap(callback, partial(self._skips, bit))
+                elif interval is not None:  # of no length: after each batch
+                    self._wrap(callback, bool)
+
+    def _wrap(self, callback: Any, answer: Callable[[bool], bool]) -> None:
+        """Answer the broadcast in a callback's hook without the other ranks."""
+
+        def run(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self._trainer.strategy.answering(answer):
+                return plain(*args, **kwargs)
+
+        self._wrapped.append(WrappedHook(callback, "on_train_batch_end", run))
+
+    def _skips(self, bit: int, skips: bool) -> bool:
+        return not self._is_due(bit, not skips)
+
+    def _is_due(self, bit: int, is_due_here: bool) -> bool:
+        """Whether a clock of global rank 0 was due after the batch before."""
+        if self._exchange.read().due & bit:
+            self._due &= ~bit
+            return True
+        if is_due_here and self._trainer.is_global_zero:
+            self._due |= bit
+        return False
+
+    def end_batch(self) -> int:
+        """Return which clocks of this rank are due."""
+        interval = self._trainer._val_check_time_interval  # private, and the other: as Lightning
+        if interval is not None:
+            is_due = time.monotonic() - self._trainer._last_val_time >= interval
+            # An interval of no length is over on all ranks.
+            self._validates = not interval or self._is_due(self._OF_VALIDATION, is_due)
+        return self._due
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Lightning decides in here whether to validate, and asks no clock."""
+        trainer = self._trainer
+        interval = trainer._val_check_time_interval
+        if interval is not None:
+            # No time is as long as NaN.
+            trainer._val_check_time_interval = -math.inf if self._validates else math.nan
+        try:
+            yield
+        finally:
+            trainer._val_check_time_interval = interval
+
+    def remove(self) -> None:
+        while self._wrapped:
+            self._wrapped.pop().remove()
