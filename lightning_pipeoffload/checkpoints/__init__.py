@@ -1,1 +1,25 @@
-"""Checkpoints of all ranks' state: gathered, written atomically, and read safely."""
+"""Checkpoints of all ranks' state: brought together, written completely or not at all, read safely.
+
+The life of a value that is saved::
+
+    1  SplitState             split_state.py   its owner has it, others a shape: ShapeOnly
+    2  on_save_checkpoint                      the user's hooks read and change each rank's dict
+    3  SavedValues            saved_values.py  owner and number of each value that rank 0 lacks
+    4  torch.save on rank 0                    writes the structure: LateTensor
+    5  LateTensor                              its bytes are due: the owner sends the value
+    6  replacing              file.py          flushed, and moved to the checkpoint's name
+
+In a folder each rank writes its own values at 3 (write_checkpoint_folder, folder.py), then 6.
+
+The life of a value that is loaded, by every rank::
+
+    1  load_later, StoredFolder                its place in the file: StoredTensor
+    2  on_load_checkpoint                      the user's hooks may read it, which reads the file
+    3  load_model_state_dict                   is read into the module; once it is split, its own
+    4  load_optimizer_state_dict               is put into the optimizer's state unread
+    5  OptimizedParameters.leave_remote        first batch: those of other ranks' parameters go, and
+                                               the others are read and moved to the device
+    6  MasterWeights                           first step: a master is read, where there is one
+
+Each of the three stand-ins is made and ends at one of these numbers; none of them is trained.
+"""

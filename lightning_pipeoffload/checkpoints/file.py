@@ -1,10 +1,14 @@
-"""Checkpoint files: replaced in one step, and read one tensor at a time.
+"""Checkpoint files: replaced when they are complete, and read one tensor at a time.
 
 A checkpoint is written under another name and then moved, so that at any moment, even after a kill,
-its name refers to a complete file, the old one or the new one::
+there is a complete one, the old or the new::
 
-    being-written.NODE.1a2b3c4d.part   new: written, flushed        old: deleted
-    last.ckpt                          old             <- exchange ->      new
+    being-written.NODE.1a2b3c4d.part   new: written, flushed   |
+    last.ckpt                          old                     |   new     a file, in one step
+
+    being-written.NODE.1a2b3c4d.part   new    |   new   |
+    last.ckpt                          old    |         |   new            a folder
+    last.being-replaced.ckpt                  |   old   |   old    | deleted
 """
 
 from __future__ import annotations
@@ -48,8 +52,6 @@ _TOKEN_LENGTH = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # An unfinished file that nothing was written to for so long is that of a killed run.
 _DEAD_SECONDS = 24 * 3600.0
-_AT_CURRENT_FOLDER = -100  # AT_FDCWD of fcntl.h
-_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 class MovingCheckpointIO(TorchCheckpointIO):
@@ -170,9 +172,7 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_leftovers(path.parent)
-    part = _new_part(path)
-    part.mkdir() if folder else part.touch()
-    lock = _lock(part)
+    part, lock = _begin(path, folder)
     try:
         yield part
         _move_into_place(part, path)
@@ -181,6 +181,17 @@ def replacing(path: str | Path, folder: bool = False) -> Iterator[Path]:
         raise OSError(error.errno, f"the checkpoint was not saved: {reason}", str(path)) from error
     finally:
         delete(part)
+        if lock is not None:
+            os.close(lock)
+
+
+def _begin(path: Path, folder: bool) -> tuple[Path, int | None]:
+    while True:
+        part = _new_part(path)
+        part.mkdir() if folder else part.touch()
+        lock = _lock(part, waits=True)
+        if part.exists():  # else a run that cleaned up has found it before it was locked
+            return part, lock
         if lock is not None:
             os.close(lock)
 
@@ -199,7 +210,7 @@ def showing_first_error() -> Iterator[None]:
 def _move_into_place(part: Path, path: Path) -> None:
     """Move a file or a folder to ``path``; at any moment the old or the new one is complete.
 
-    If the file system cannot exchange two names (NFS), the old folder is first renamed to a name
+    Nothing is moved to the place of a folder with files, so that one is first renamed to a name
     that :func:`present` finds.
     """
     _flush(part)
@@ -207,8 +218,6 @@ def _move_into_place(part: Path, path: Path) -> None:
         part.replace(path)
         delete(_aside(path))
         return
-    if _exchange(part, path):
-        return  # the part is now the old checkpoint, which the caller deletes
     aside = _aside(path)
     delete(aside)
     path.rename(aside)
@@ -280,7 +289,7 @@ def _aside(path: Path) -> Path:
     return path.with_name(f"{path.stem}.being-replaced{path.suffix}")
 
 
-def _lock(part: Path) -> int | None:
+def _lock(part: Path, waits: bool = False) -> int | None:
     """Lock an unfinished file; None if another process holds it, or there are no file locks.
 
     The lock ends with the process, even when it is killed.
@@ -290,7 +299,7 @@ def _lock(part: Path) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except OSError:  # held by another, or the file system has no locks
         os.close(descriptor)
         return None
@@ -310,13 +319,3 @@ def _flush(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False if the file system cannot."""
-    # Python has no renameat2, and rename refuses a folder that is not empty.
-    rename = getattr(_LIBC, "renameat2", None)
-    if rename is None:
-        return False
-    here = _AT_CURRENT_FOLDER
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), _EXCHANGE) == 0)

@@ -1,4 +1,4 @@
-"""A checkpoint is replaced in one step: a kill at any moment leaves the old or the new one."""
+"""A checkpoint is replaced when it is complete: a kill at any moment leaves the old or the new."""
 
 import os
 import resource
@@ -20,13 +20,6 @@ from lightning_pipeoffload.checkpoints.folder import PartWriter
 
 # A fork: importing torch anew would take longer than all that is killed.
 FORK = get_context("fork")
-
-
-@pytest.fixture(params=[True, False], ids=["exchange", "no_exchange"], autouse=True)
-def can_exchange(request, monkeypatch):
-    """Run with and without a file system that exchanges two names in one step."""
-    if not request.param:
-        monkeypatch.setattr(checkpoint_file, "_exchange", lambda one, other: False)
 
 
 def save(path, form, content):
@@ -109,6 +102,20 @@ def test_what_another_run_is_writing_stays(tmp_path):
         save(tmp_path / "last.ckpt", "file", "new")
         part.write_text("other")
     assert read(tmp_path / "other.ckpt") == ["other"]
+
+
+def test_what_another_run_takes_for_a_killed_one_s_is_begun_again(tmp_path, monkeypatch):
+    plain, num_begun = checkpoint_file._lock, count()
+
+    def lock(part, waits=False):
+        if waits and not next(num_begun):
+            checkpoint_file.delete_leftovers(tmp_path)  # of a run that saves at that moment
+        return plain(part, waits)
+
+    monkeypatch.setattr(checkpoint_file, "_lock", lock)
+    save(tmp_path / "last.ckpt", "folder", "new")
+    assert read(tmp_path / "last.ckpt") == ["new", "new"]
+    assert next(num_begun) == 2
 
 
 @pytest.mark.parametrize(("days", "stays"), [(0, True), (2, False)])
