@@ -8,7 +8,7 @@ an empty folder of plans; "second" is another start of the run with a memory lim
 first has left in it. "Seconds" are the slowest rank's, from the hook ``setup`` on, before which all
 processes have met; "CPU" those of the busiest rank's process, which another program on the machine
 does not lengthen. "Traces" are the runs of the step without values and "stages" the measured ones
-of all cuts, on rank 0. ``--profile`` prints where rank 0's seconds go.
+of all cuts, on rank 0. ``--profile`` prints where rank 0's CPU seconds go.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FirstBatch(Callback):
     """Measures this rank from the hook ``setup`` to the end of the first batch."""
 
     def __init__(self, is_profiled: bool) -> None:
-        self._profile = cProfile.Profile() if is_profiled else None
+        self._profile = cProfile.Profile(time.process_time) if is_profiled else None
         self.seconds = self.busy = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,7 +136,7 @@ def main(line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 48])
     parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=[*STRATEGIES])
-    parser.add_argument("--profile", action="store_true", help="print where rank 0's seconds go")
+    parser.add_argument("--profile", action="store_true", help="print where rank 0's CPU seconds go")
     parser.add_argument("--results", help="set where a row's ranks are started")
     given = parser.parse_args(line)
     if given.results:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
-from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
@@ -45,7 +44,7 @@ from lightning_pipeoffload.runtime.cut.record import (
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import forked_randomness
@@ -299,7 +298,7 @@ class StepTrace:
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if not self.observes:
             return
-        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
         for tensor in tensors:
             name = self._stripped.weight_name(tensor)
             if name is not None:
@@ -311,7 +310,7 @@ class StepTrace:
         if self._is_in_block:
             self._note_input_writes(func, args)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
-        for leaf in tree_iter(result):
+        for leaf in leaves_of(result):
             if isinstance(leaf, ShapeOnly):
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)

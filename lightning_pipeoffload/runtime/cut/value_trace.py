@@ -18,7 +18,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
-from torch.utils._pytree import tree_iter  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
@@ -152,8 +151,8 @@ class ValueTrace(CallCounter):
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Assign a port to new tensors."""
         place = -1
-        given = {id(leaf) for leaf in tree_iter(args)}
-        for leaf in tree_iter(result):
+        given = {id(leaf) for leaf in leaves_of(args)}
+        for leaf in leaves_of(result):
             place += isinstance(leaf, Tensor)
             # w.to(x.device) may return the weight itself.
             if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in given):
@@ -342,7 +341,7 @@ def _up_to(last: _Source | None, lineage: tuple[_Source, ...]) -> tuple[_Source,
 
 def _with_source(tree: Any) -> Iterator[Any]:
     return (
-        leaf for leaf in tree_iter(tree) if isinstance(leaf, ShapeOnly) and hasattr(leaf, "source")
+        leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly) and hasattr(leaf, "source")
     )
 
 
