@@ -136,7 +136,7 @@ def main(line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 48])
     parser.add_argument("--ways", nargs="+", choices=STRATEGIES, default=[*STRATEGIES])
-    parser.add_argument("--profile", action="store_true", help="print where rank 0's CPU seconds go")
+    parser.add_argument("--profile", action="store_true", help="print rank 0's CPU seconds")
     parser.add_argument("--results", help="set where a row's ranks are started")
     given = parser.parse_args(line)
     if given.results:

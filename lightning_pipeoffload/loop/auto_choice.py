@@ -16,7 +16,7 @@ from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
-from lightning_pipeoffload.loop.stored_choice import ChoiceStore, StoredChoice
+from lightning_pipeoffload.loop.stored_choice import ChoiceStore, StoredChoice, digest_work
 from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
@@ -111,6 +111,7 @@ class AutoChoice:
         self._measurements, self._cutter = measurements, cutter
         self._has_step_barrier = has_step_barrier
         self._trial: BlockMeasurement | None = None
+        self._works: dict[int, str] = {}  # by number of microbatches
         trainer: Any = pipeline.module.trainer
         has_bar = getattr(trainer, "progress_bar_callback", None) is not None
         self._progress = Progress(self._group.reports and has_bar)
@@ -132,11 +133,18 @@ class AutoChoice:
 
         def cut_batch(count: int) -> list[Microbatch]:
             copied = replace(inputs, batch=copy_batch(inputs.batch))
-            return self._cutter.cut_into(copied, count, batch_size)
+            slices = self._cutter.cut_into(copied, count, batch_size)
+            self._works[count] = digest_work(slices[0].record)
+            return slices
 
+        conditions = num_microbatches, batch_size, self._has_step_barrier, self._is_limited
+        given = self._settings, self._pipeline, inputs.batch, conditions
+        store = ChoiceStore(*given)
+        chosen = self._choose_again(store, cut_batch)
+        if chosen is not None:
+            return chosen
         first = cut_batch(num_microbatches)[0]
-        self._shared = self._pipeline.shared_segments()
-        self._left_out = self._find_recompute_risk()
+        self._note_trace()
         cache = ChoiceCache(
             self._settings, self._pipeline, num_microbatches, self._has_step_barrier, self._ways()
         )
@@ -145,12 +153,6 @@ class AutoChoice:
             if found is None:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
-        conditions = num_microbatches, batch_size, self._has_step_barrier, self._ways()
-        given = self._settings, self._pipeline, first.record, conditions
-        store = ChoiceStore(*given)
-        chosen = self._choose_again(store)
-        if chosen is not None:
-            return chosen
         known, limits = self._know(cut_batch, first, num_microbatches, batch_size)
         chosen = self._decide(known, limits, self._options(known))
         if self._group.reports and chosen.plan is not None:
@@ -158,12 +160,22 @@ class AutoChoice:
         self._store(store, known, chosen)
         return chosen
 
-    def _choose_again(self, store: ChoiceStore) -> Chosen | None:
+    def _note_trace(self) -> None:
+        self._shared = self._pipeline.shared_segments()
+        self._left_out = self._find_recompute_risk()
+
+    def _choose_again(self, store: ChoiceStore, cut_batch: CutBatch) -> Chosen | None:
         """Plan what an earlier start has chosen; None if there is none, or it does not fit."""
-        if self._pipeline.is_split:  # its cut stays
+        # A cut of a module in parts stays, and what is measured is not deterministic.
+        if self._pipeline.is_split or torch.are_deterministic_algorithms_enabled():
             return None
         found = store.find()
         if found is None:
+            return None
+        cut_batch(found.option.num_microbatches)
+        self._note_trace()
+        is_same = self._works[found.option.num_microbatches] == found.work
+        if not self._group.world.broadcast(is_same, 0):
             return None
         by_way = {(found.option.recompute, found.option.num_microbatches): found.measured}
         known = _KnownCosts(self._pipeline, by_way, self._settings, True)
@@ -182,7 +194,8 @@ class AutoChoice:
         option = chosen.plan.best.option
         costs, beside = known.by_way[option.recompute, option.num_microbatches]
         bytes_beside = self._group.world.gather(self._trial.bytes_beside)
-        store.store(StoredChoice(option, costs, beside, chosen.num_classes, bytes_beside))
+        work = self._works[option.num_microbatches]
+        store.store(StoredChoice(option, work, costs, beside, chosen.num_classes, bytes_beside))
 
     def _know(
         self, cut_batch: CutBatch, first: Microbatch, num_microbatches: int, batch_size: int

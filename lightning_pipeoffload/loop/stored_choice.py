@@ -1,8 +1,8 @@
 """The choice of an earlier start of the same run, with the costs that it was made by.
 
-Another start plans that choice under its own limits, and measures nothing. It is the same run where
-the step's operations and shapes, the blocks, the settings, optimizers, precision, versions and all
-ranks' devices are the same.
+Another start traces the microbatches of that choice only, plans it under its own limits, and
+measures nothing. It is the same run where the batch's shapes, the step's operations, the blocks,
+the settings, optimizers, precision, versions and all ranks' devices are the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.accelerator import accelerator_module
 from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import BesideBlocks
+from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs
 from lightning_pipeoffload.schedule.candidates import Option
@@ -39,6 +40,7 @@ class StoredChoice:
 
     Attributes:
         option: What was chosen.
+        work: A digest of the operations of its microbatches.
         costs: The costs of its blocks.
         beside: The overhead of an action beside them.
         num_classes: The number of classes of alike blocks.
@@ -46,6 +48,7 @@ class StoredChoice:
     """
 
     option: Option
+    work: str
     costs: Costs
     beside: BesideBlocks
     num_classes: int
@@ -59,7 +62,7 @@ class StoredChoice:
     def read(cls, text: str) -> StoredChoice:
         values = json.loads(text)
         option, costs = Option(**values.pop("option")), Costs(**values.pop("costs"))
-        return cls(option, costs, **values)
+        return cls(option=option, costs=costs, **values)
 
 
 class ChoiceStore:
@@ -73,13 +76,14 @@ class ChoiceStore:
         self,
         settings: PipelineSettings,
         pipeline: Pipeline,
-        record: StepRecord,
+        batch: Any,
         conditions: Sequence[Any],
     ) -> None:
         group = self._group = pipeline.group
         trainer: Any = pipeline.module.trainer
         described = (
-            *(type(pipeline.module).__qualname__, record.work, describe_blocks(pipeline.chain)),
+            *(type(pipeline.module).__qualname__, describe_blocks(pipeline.chain)),
+            *(shape_signature(batch),),
             *([*map(_name_of, trainer.optimizers)], trainer.precision),
             *(_describe_settings(settings), pipeline.settings.stage_ranks, conditions),
             *(torch.__version__, _nodes_as_numbers(group.world.gather(_device(pipeline.device)))),
@@ -104,6 +108,11 @@ class ChoiceStore:
         """Keep a choice for another start."""
         if self._group.reports:
             store_text(self.path, json.dumps(asdict(choice)), "choice-*.json")
+
+
+def digest_work(record: StepRecord) -> str:
+    """Return a digest of a step's operations, their shapes and numbers."""
+    return sha256("".join(record.work).encode()).hexdigest()
 
 
 def _name_of(optimizer: Any) -> str:

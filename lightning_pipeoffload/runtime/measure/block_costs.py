@@ -13,7 +13,7 @@ Where few blocks are alike, the stages of the first cut are measured too, for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, product
 from statistics import mean
@@ -42,7 +42,7 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.schedule import stages_on
 
-_NUM_MEASURED = 3  # microbatches, of which the median counts; before them as many warm up
+_NUM_MEASURED = 3  # microbatches, of which the median counts
 _TIMES = ("forward", "backward_input", "backward_weight")
 
 BesideBlocks = Mapping[str, float]
@@ -203,6 +203,7 @@ class BlockMeasurement:
         self._sampled = SampledCut.of(classes, ranks)
         self._cut = self._cut_into_samples(stages)
         records = pipeline.records.known.values()
+        self._warm: set[int] = set()  # ids of records
         self._written = {write.name for record in records for write in record.weight_writes}
 
     def _cut_into_samples(self, stages: Sequence[int]) -> CutSettings:
@@ -270,13 +271,20 @@ class BlockMeasurement:
         executor = Executor(
             pipeline.rank, pipeline.stages, self._transport, ActionTimer(device), memory
         )
-        for count in (1, _NUM_MEASURED):  # the first pass warms up
+        for count in self._passes(slices[0]):
             executor.timer = ActionTimer(device)
             memory.forget_peaks()
             plan = lower(_one_by_one(placement, max(placement) + 1, count))
             executor.run(plan, placed(slices[:count]))
         self.bytes_beside = max(self.bytes_beside, memory.peak_beside_activations)
         return measure_costs(executor, speed, measure_latencies(executor, plan, device))
+
+    def _passes(self, first: Microbatch) -> Iterator[int]:
+        """Yield the microbatches of each pass, the last of which counts."""
+        if id(first.record) not in self._warm:  # its shapes run for the first time
+            self._warm.add(id(first.record))
+            yield 1
+        yield _NUM_MEASURED
 
 
 def _silent(part: Microbatch) -> Microbatch:
