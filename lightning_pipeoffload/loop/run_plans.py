@@ -25,6 +25,7 @@ from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import (
+    first_plan,
     keeps_limits,
     plan_for_all,
     request_by_name,
@@ -32,7 +33,7 @@ from lightning_pipeoffload.planning.plan_request import (
 )
 from lightning_pipeoffload.planning.report import print_anew, print_gain
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.planning.training_plan import TrainingPlan, is_worth_changing
+from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -64,7 +65,6 @@ class RunPlans:
     """Makes the plans of one module's fits.
 
     Attributes:
-        settings: The settings; once ``schedule="auto"`` is decided with the schedule's name.
         training: The plan in use.
         report: Describes the run.
         boundary: What ranks wait for between steps; None before the first fit.
@@ -78,7 +78,6 @@ class RunPlans:
         measurements: Measurements,
         cutter: BatchCutter,
     ) -> None:
-        self.settings = settings
         self._pipeline, self._executor, self._cutter = pipeline, executor, cutter
         group = pipeline.group
         self._group, self._measurements = group, measurements
@@ -92,15 +91,19 @@ class RunPlans:
             self._has_barrier,
             self._final_kind,
         )
-        self.report = RunReport(settings, pipeline, self.training, measurements)
-        self._search = SolverSearch(settings, group, self.training, measurements)
+        self.report = RunReport(pipeline, self.training, measurements)
+        self._search = SolverSearch(group, self.training, measurements)
         self._flags = Flags()
         self._largest: dict[str, dict[int, int | None]] = {}
         self._chosen: Chosen | None = None
         self._has_measured_steps = False
         self._has_taken_memory = False
         self._is_solved = settings.is_solved
-        self._limits = MachineLimits()
+
+    @property
+    def settings(self) -> PipelineSettings:
+        """The settings of the plan in use."""
+        return self.training.current.settings
 
     def join(self, boundary: StepBoundary) -> None:
         """Begin an entry of the trainer."""
@@ -131,29 +134,31 @@ class RunPlans:
         Returns:
             The number of microbatches that the batch is cut into.
         """
-        if self.settings.is_chosen:
-            self._choose_automatically(inputs, total)
-        count = self._choose_count(total)
-        self.training.make(count)
+        is_chosen = self.settings.is_chosen
+        settings = self._choose_automatically(inputs, total) if is_chosen else self.settings
+        count = self._choose_count(settings, total)
+        schedule, offloaded = first_plan(
+            settings, self._group.num_ranks, count, self._on_accelerator
+        )
+        self.training.adopt(Current(settings, schedule, offloaded=offloaded))
+        if is_chosen and not self._pipeline.is_split:
+            self._group.place(schedule)
+            self._pipeline.cut_anew(self._group.rank, settings.cut_settings(self._group))
+            self._executor.rank = self._group.rank
+            self._executor.transport = self._group.transport
         return count
 
-    def _choose_count(self, total: int) -> int:
+    def _choose_count(self, settings: PipelineSettings, total: int) -> int:
         least = least_samples(self._pipeline.module)
-        return self.settings.choose_num_microbatches(self._group.num_ranks, total, least)
+        return settings.choose_num_microbatches(self._group.num_ranks, total, least)
 
-    def _choose_automatically(self, inputs: StepInputs, total: int) -> None:
-        """Replace "auto" or "optpipe" by the schedule that is chosen for this run."""
-        count = self._choose_count(total)
+    def _choose_automatically(self, inputs: StepInputs, total: int) -> PipelineSettings:
+        """Return the settings with the schedule that is chosen for "auto" or "optpipe"."""
+        count = self._choose_count(self.settings, total)
         known = self.settings, self._pipeline, self._measurements, self._cutter
         choice = AutoChoice(*known, self._has_step_barrier)
         self._chosen = self.report.chosen = choice.choose(inputs, count, total)
-        self.settings = self._chosen.settings
-        self.training.use(self.settings)
-        if not self._pipeline.is_split:
-            self._group.place(self.training.schedule)
-            self._pipeline.cut_anew(self._group.rank, self.settings.cut_settings(self._group))
-            self._executor.rank = self._group.rank
-            self._executor.transport = self._group.transport
+        return self._chosen.settings
 
     def begin(self) -> None:
         """Make the plan of the first step with the costs that it was chosen by; all ranks call it.
@@ -163,18 +168,19 @@ class RunPlans:
         self._executor.memory.forget_peaks()  # an evaluation before training took others
         if self._chosen is None or self._chosen.plan is None or not self._chosen.is_measured:
             return
-        self._limits = self._chosen.limits
-        self._adopt(self._plan_by_name(self._chosen.costs_with(self.report.needs)))
+        costs = self._chosen.costs_with(self.report.needs)
+        self._plan_by_name(costs, self._chosen.limits)
 
-    def _plan_by_name(self, costs: Costs) -> Plan:
+    def _plan_by_name(self, costs: Costs, limits: MachineLimits) -> None:
+        """Plan the schedule that the settings name, by these costs and limits."""
         count, barrier = self.training.schedule.num_microbatches, self.training.has_barrier()
-        given = self.settings, self._group.num_ranks, count, costs, self._limits
+        given = self.settings, self._group.num_ranks, count, costs, limits
         request = request_by_name(*given, barrier, self.training.steps_early)
-        return plan_for_all(self._group, request)
+        self._adopt(self.settings, plan_for_all(self._group, request), limits)
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
         """Run by a plan from now on, and measure it anew."""
-        self.training.adopt(plan.schedule, plan.costs, plan.report)
+        self.training.adopt(Current(settings, plan.schedule, plan.costs, plan.report, limits))
         self._measurements.start_anew(plan.costs.copy_lanes)
 
     def before_plan(self, is_first: bool) -> None:
@@ -197,7 +203,7 @@ class RunPlans:
 
     def flags(self, stops: bool, due: int) -> Flags:
         """Return this rank's flags after a batch; see :class:`Flags`."""
-        has_plan = self._has_measured_steps and self.training.costs is not None
+        has_plan = self._has_measured_steps and self.training.current.costs is not None
         is_limited = has_plan and self.settings.is_limited(self._on_accelerator)
         return Flags(stops, is_limited and self._breaks_limit(), self._search.has_news, due)
 
@@ -213,30 +219,32 @@ class RunPlans:
             "weight_input": {i: stage.memory.weight_input_bytes for i, stage in stages.items()},
             "weight_residue": {i: stage.memory.residue_bytes for i, stage in stages.items()},
         }
-        schedule, costs, limits = self.training.schedule, self.training.costs, self._limits
+        current = self.training.current
+        costs, limits = current.costs, current.limits
         if found == self._largest or costs is None:
             return False
         self._largest = found
-        planned = {name: list(costs.per_stage(name, schedule.num_stages)) for name in found}
+        num_stages = current.schedule.num_stages
+        planned = {name: list(costs.per_stage(name, num_stages)) for name in found}
         most: dict[str, Any] = {
             name: [max(size, found[name].get(i) or 0) for i, size in enumerate(sizes)]
             for name, sizes in planned.items()
         }
         limit = self.settings.limit_on(limits.device)
         grown = replace(costs, **most)
-        return most != planned and not keeps_limits(schedule, grown, limit, limits)
+        return most != planned and not keeps_limits(current.schedule, grown, limit, limits)
 
     def _plan_anew(self) -> None:
         self._search.close()
         costs = self._measurements.gather_costs(self.training.schedule, self.training.may_copy)
-        self._limits = self._gather_limits()
-        after = self._take_better(costs)
+        limits = self._gather_limits()
+        after = self._adopt_better(costs, limits)
         if self._group.reports:
             print_anew(self.training.schedule.name, after)
         if self._is_solved:
-            self._search.start(costs, self._limits)
+            self._search.start(costs, limits)
 
-    def _take_better(self, costs: Costs) -> float | None:
+    def _adopt_better(self, costs: Costs, limits: MachineLimits) -> float | None:
         """Adopt the best plan for these costs if it is faster, or if the one in use breaks a limit.
 
         ``schedule="auto"`` may take any family of the same placement but those that search for
@@ -246,11 +254,11 @@ class RunPlans:
         Returns:
             Seconds of a step by the new plan; None where the plan in use stays.
         """
-        used, limits = self.training.schedule, self._limits
+        used = self.training.schedule
         limit = self.settings.limit_on(limits.device)
         keeps_limit = keeps_limits(used, costs, limit, limits)
         before = self.training.period(used, costs)
-        self.training.costs = costs
+        self.training.adopt(replace(self.training.current, costs=costs, limits=limits))
         given = self.settings, self._group.num_ranks, self._options(), lambda option: costs, limits
         training = self.training
         request = request_for(*given, lambda option: training.has_barrier(), training.steps_early)
@@ -265,8 +273,8 @@ class RunPlans:
         after = self.training.period(plan.schedule, costs)
         if keeps_limit and not is_worth_changing(before, after):
             return None
-        self.settings = replace(self.settings, schedule=plan.best.option.schedule)
-        self._adopt(plan)
+        settings = replace(self.settings, schedule=plan.best.option.schedule)
+        self._adopt(settings, plan, limits)
         return after
 
     def _options(self) -> list[Option]:
@@ -300,14 +308,14 @@ class RunPlans:
         if not (training.may_copy or training.steps_early or self._is_solved):
             return
         costs = self._measurements.gather_costs(self.training.schedule)
-        self._limits = self._gather_limits()
+        limits = self._gather_limits()
         if self._is_solved:
-            self._search.start(costs, self._limits)
+            self._search.start(costs, limits)
         elif self._chosen is not None and self._chosen.is_measured:
-            self._take_better(costs)
+            self._adopt_better(costs, limits)
         else:
-            self._adopt(self._plan_by_name(costs))
-        self.report.print_plan(self._limits)
+            self._plan_by_name(costs, limits)
+        self.report.print_plan(limits)
 
     def _gather_limits(self) -> MachineLimits:
         heeds_devices = self.settings.keeps_device_limit(self._on_accelerator)
@@ -328,16 +336,10 @@ class SolverSearch:
     """
 
     def __init__(
-        self,
-        settings: PipelineSettings,
-        group: PipelineGroup,
-        training: TrainingPlan,
-        measurements: Measurements,
+        self, group: PipelineGroup, training: TrainingPlan, measurements: Measurements
     ) -> None:
-        self._settings, self._group = settings, group
-        self._training, self._measurements = training, measurements
+        self._group, self._training, self._measurements = group, training, measurements
         self._solver: PlanSolver | None = None
-        self._limits = MachineLimits()
         self._problem: PlanProblem | None = None
         self._to_beat = 0.0
 
@@ -346,25 +348,28 @@ class SolverSearch:
 
         The solver starts from a plan that has W apart from B everywhere.
         """
-        used = self._training.schedule
-        self._limits = limits
+        used, settings = self._training.schedule, self._training.current.settings
         self._problem = problem = PlanProblem(
             used.num_microbatches,
             used.placement,
             costs,
-            self._settings.limit_on(limits.device),
+            settings.limit_on(limits.device),
             self._training.has_barrier(),
         )
         start = self._start(problem)
-        self._training.adopt(start, costs)
-        self._measurements.start_anew(costs.copy_lanes)
-        if not self._settings.solver_seconds:
+        self._adopt(start, costs, limits)
+        if not settings.solver_seconds:
             return
         self._to_beat = problem.seconds(start)
         if self._group.reports:
             self._solver = PlanSolver(
-                problem, start, self._settings.solver_seconds, self._settings.cache_folder
+                problem, start, settings.solver_seconds, settings.cache_folder
             )
+
+    def _adopt(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
+        settings = self._training.current.settings
+        self._training.adopt(Current(settings, schedule, costs, limits=limits))
+        self._measurements.start_anew(costs.copy_lanes)
 
     def _start(self, problem: PlanProblem) -> Schedule:
         """Return the families' best plan for a problem, found on one process for all."""
@@ -403,8 +408,7 @@ class SolverSearch:
             self._to_beat = self._problem.seconds(plan)
             costs = self._measurements.gather_costs(self._training.schedule)
             if self._is_worth_it(plan, costs):
-                self._training.adopt(plan, costs)
-                self._measurements.start_anew(costs.copy_lanes)
+                self._adopt(plan, costs, self._training.current.limits)
         if is_over:
             self.close()
 
@@ -412,7 +416,7 @@ class SolverSearch:
         assert self._problem is not None
         before = self._training.period(self._training.schedule, costs)
         after = self._training.period(plan, costs)
-        fits = keeps_limits(plan, costs, self._problem.memory_limit, self._limits)
+        fits = keeps_limits(plan, costs, self._problem.memory_limit, self._training.current.limits)
         if not fits or not is_worth_changing(before, after):
             return False
         if self._group.reports:

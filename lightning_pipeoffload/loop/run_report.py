@@ -31,7 +31,6 @@ from lightning_pipeoffload.planning.report import (
     print_prediction,
     print_reads,
 )
-from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -54,12 +53,10 @@ class RunReport:
 
     def __init__(
         self,
-        settings: PipelineSettings,
         pipeline: Pipeline,
         training: TrainingPlan,
         measurements: Measurements,
     ) -> None:
-        self._settings = settings
         self._pipeline = pipeline
         self._training = training
         self._measurements = measurements
@@ -71,12 +68,13 @@ class RunReport:
 
     def estimate_memory(self, first: Microbatch, optimizers: Sequence[Any]) -> None:
         """Compute from shapes the memory that training needs; all ranks call it."""
+        settings = self._training.current.settings
         try:
-            num_sharing = self._settings.num_sharing(self._group.num_replicas)
-            has_masters = self._settings.master_weights is not None
+            num_sharing = settings.num_sharing(self._group.num_replicas)
+            has_masters = settings.master_weights is not None
             states = measure_states(optimizers, has_masters)
             needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
-            if self._settings.optimizer_offload:
+            if settings.optimizer_offload:
                 by_bucket = all(map(may_step_by_bucket, optimizers))
                 needs = replace(needs, hosted=HostedOptimizer(by_bucket, has_masters))
             self.needs = needs
@@ -89,7 +87,7 @@ class RunReport:
             raise RuntimeError("there is nothing to report before the first batch")
         plan = self._training.plan
         barrier = self._training.has_barrier()
-        report = predict(plan, self._pipeline, self._training.costs, barrier)
+        report = predict(plan, self._pipeline, self._training.current.costs, barrier)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = self._memory(plan)
         report["steps_taken_back"] = self._num_taken_back
@@ -99,8 +97,8 @@ class RunReport:
             tried = self.chosen.plan.candidates if self.chosen.plan is not None else ()
             report["candidates"] = [candidate.figures() for candidate in tried]
             report["num_block_classes"] = self.chosen.num_classes
-        if self._training.offloaded is not None:
-            report["offload"] = asdict(self._training.offloaded)
+        if self._training.current.offloaded is not None:
+            report["offload"] = asdict(self._training.current.offloaded)
         measured = self._measurements.report()
         if measured is not None:
             report["measured"] = dict(measured)
@@ -140,7 +138,7 @@ class RunReport:
     def print_plan(self, limits: MachineLimits) -> None:
         """Print the plan that was made with measured costs, within these limits."""
         if self._group.reports:
-            print_offload(self.make(), self._settings.limit_on(limits.device))
+            print_offload(self.make(), self._training.current.settings.limit_on(limits.device))
 
     def print_end(self) -> None:
         """Gather the measurements of all ranks, and print them; all ranks call it."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
-from lightning_pipeoffload.planning.plan_request import first_plan
+from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.schedule import (
@@ -49,8 +49,29 @@ class Accumulation:
     watched_by: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Current:
+    """The plan in use, and what it was made by; another one replaces it as a whole.
+
+    Attributes:
+        settings: The strategy's settings; once ``schedule="auto"`` is decided with the schedule's
+            name, its microbatches, stages, split and recomputation.
+        schedule: The schedule of a full training batch; before the first batch, with a provisional
+            number of microbatches.
+        costs: The measured costs by which it was planned; None before there are any.
+        offloaded: The report on the schedule's offload, if one was planned.
+        limits: The memory of the machines that it has to keep.
+    """
+
+    settings: PipelineSettings
+    schedule: Schedule
+    costs: Costs | None = None
+    offloaded: OffloadReport | None = None
+    limits: MachineLimits = field(default_factory=MachineLimits)
+
+
 class TrainingPlan:
-    """The schedule in use, and its lowered forms.
+    """The plan in use, and its lowered forms.
 
     Args:
         settings: The strategy's settings.
@@ -63,10 +84,7 @@ class TrainingPlan:
             the module is cut.
 
     Attributes:
-        schedule: The schedule of a full training batch; before the first batch, with a provisional
-            number of microbatches.
-        offloaded: The report on the schedule's offload, if one was planned.
-        costs: The measured costs by which it was planned; None before there are any.
+        current: The plan in use.
         is_cold: Whether the shapes of the current batch are new on an accelerator. It runs one
             microbatch at a time then: compiling, loading and allocating wait for all queued work of
             the device, which would be a deadlock between ranks with several microbatches.
@@ -81,17 +99,22 @@ class TrainingPlan:
         has_barrier: Callable[[], bool] = lambda: False,
         final_kind: Callable[[], Kind | None] = lambda: None,
     ) -> None:
-        self._settings = settings
-        self._num_ranks = num_ranks
+        self.current = Current(settings, settings.provisional_schedule(num_ranks))
         self._executor = executor
         self._on_accelerator = on_accelerator
         self.is_cold = False
         self.has_barrier, self.final_kind = has_barrier, final_kind
-        self.schedule = settings.provisional_schedule(num_ranks)
-        self.offloaded: OffloadReport | None = None
-        self.costs: Costs | None = None
         self._lowered = cache(_lower)
         self._used: tuple[Schedule, int, Kind | None, Schedule] | None = None
+
+    def adopt(self, current: Current) -> None:
+        """Replace the plan between two steps."""
+        self.current = current
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a full training batch."""
+        return self.current.schedule
 
     @property
     def plan(self) -> Schedule:
@@ -111,7 +134,7 @@ class TrainingPlan:
     @property
     def may_copy(self) -> bool:
         """Whether activations go to the host, or may once costs are known."""
-        return self._settings.plans_memory(self._on_accelerator) or self.schedule.has_copies
+        return self.current.settings.plans_memory(self._on_accelerator) or self.schedule.has_copies
 
     def of_evaluation(self, num_microbatches: int) -> Schedule:
         """Return the lowered plan of the forwards of ``num_microbatches`` microbatches."""
@@ -141,27 +164,12 @@ class TrainingPlan:
         """Prepare for a batch, before it runs; ``estimate`` stands for costs not yet measured."""
         self.is_cold = shapes_are_new and self._on_accelerator
         self._executor.memory.measures_all = self.is_cold
-        self._executor.plan_messages(self.schedule, self.costs or estimate)
+        current = self.current
+        self._executor.plan_messages(current.schedule, current.costs or estimate)
         # A larger microbatch may break the limit: what each of these keeps is measured.
-        is_measured = shapes_are_new and self._settings.is_limited(self._on_accelerator)
+        is_measured = shapes_are_new and current.settings.is_limited(self._on_accelerator)
         for stage in self._executor.stages.values():
             stage.memory.measures_all = is_measured
-
-    def use(self, settings: PipelineSettings) -> None:
-        """Plan ``schedule="auto"`` from estimates, before anything has run."""
-        self._settings = settings
-        self.schedule = settings.provisional_schedule(self._num_ranks)
-
-    def make(self, num_microbatches: int) -> None:
-        """Make the schedule of ``num_microbatches`` microbatches before costs are known."""
-        sizes = self._num_ranks, num_microbatches
-        self.schedule, self.offloaded = first_plan(self._settings, *sizes, self._on_accelerator)
-
-    def adopt(
-        self, schedule: Schedule, costs: Costs, offloaded: OffloadReport | None = None
-    ) -> None:
-        """Replace the schedule between two steps by one of as many microbatches."""
-        self.schedule, self.offloaded, self.costs = schedule, offloaded, costs
 
 
 def _lower(
