@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,10 +28,10 @@ from torchmetrics import MeanMetric
 
 from lightning_pipeoffload.runtime.step import checkpoint_replay
 from lightning_pipeoffload.schedule import Action
+from tests.support.package_source import PACKAGE, imported_in, root_of
 
 TRAINER = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
 OPTIMIZER = torch.optim.SGD([torch.ones(1)])
-PACKAGE = Path(__file__).parents[1] / "lightning_pipeoffload"
 
 
 def sharded_linear():
@@ -163,7 +162,7 @@ OWNERS = [
 USED = {name: owner for owner, names in OWNERS for name in names.split()}
 READ_BY_TORCH = {"_is_param"}  # tested below
 # Of the package's own objects, each read from another file than that of its class.
-OWN = {"_board", "_fail_elsewhere", "_meeting", "_metrics_store", "_use"}
+OWN = {"_use"}
 
 
 def test_what_torch_shares_says_where_it_is_and_whether_to_wait():
@@ -200,25 +199,6 @@ def defined_in(file):
 
 def is_own_object(node):
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
-def imported_in(file):
-    """Names by which the nodes of a file use other packages."""
-    names = set()
-    for node in file:
-        if isinstance(node, ast.Import):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif (
-            isinstance(node, ast.ImportFrom) and f"{node.module}.".partition(".")[0] != PACKAGE.name
-        ):
-            names |= set() if node.level else {a.asname or a.name for a in node.names}
-    return names
-
-
-def root_of(node):
-    while isinstance(node, (ast.Attribute, ast.Call)):
-        node = node.value if isinstance(node, ast.Attribute) else node.func
-    return getattr(node, "id", "")
 
 
 def private_uses():

@@ -51,6 +51,7 @@ from lightning_pipeoffload.loop.lightning_patches import (
     join_loops,
     join_metrics,
     joined_precision,
+    silencing,
 )
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
@@ -190,6 +191,8 @@ class Fit:
             self._at_end.callback(self._hook_forwards.leave)
         if group.num_ranks > 1:
             self._collected = CollectedValues(self._module, pipeline, self._connector)
+        if group.num_replicas == 1:  # then there is nobody to gather from
+            self._at_end.enter_context(silencing(".*sync_dist=True.*"))
         self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
         stop = self._join_ranks()
         self._evaluation = Evaluation(self.split, self._exchange, self._send_in_step)

@@ -8,14 +8,12 @@ computes. Between replicas a metric gathers over this rank's counterparts.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -170,9 +168,6 @@ class MetricGroups:
     """
 
     def __init__(self, replicas: Replicas, refuse: Callable[[Metric], None]) -> None:
-        if replicas.num == 1:
-            warnings.filterwarnings("ignore", ".*sync_dist=True.*", category=PossibleUserWarning)
-
         self._num, self._group = replicas.num, replicas.group
         self._is_alone_with: Callable[[Tensor], bool] = replicas.is_alone_with
         self._refuse = refuse
