@@ -321,7 +321,7 @@ class Fit:
 
     def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
         split = self.split
-        split.report.estimate_memory(first, self._strategy.optimizers)
+        split.plans.estimate_memory(first, self._strategy.optimizers)
         split.parameters.leave_remote()
         split.parameters.reserve_host(
             split.executor.memory.settings.host, self.boundary.validation.is_on
@@ -342,7 +342,8 @@ class Fit:
         with muted, sharing_casts(self._strategy.root_device), self.end.counted():
             self._first_batches.start_step()
             training.expect(split.pipeline.is_new, split.pipeline.costs)
-            split.plans.before_plan(accumulation.is_first)
+            if split.plans.before_plan(accumulation.is_first):
+                split.report.print_plan()
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.shares(slices)
             weights = [share / accumulation.num_batches for share in shares]

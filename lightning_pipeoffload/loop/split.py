@@ -22,7 +22,8 @@ from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.loop.auto_choice import compile_ahead
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples
-from lightning_pipeoffload.loop.run_plans import RunPlans
+from lightning_pipeoffload.loop.plans import Plans
+from lightning_pipeoffload.loop.report import Report
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
@@ -95,10 +96,8 @@ class Split:
         )
         self.measurements = Measurements(self.executor, self.pipeline)
         self.cutter = BatchCutter(self.pipeline, settings)
-        self.plans = RunPlans(
-            settings, self.pipeline, self.executor, self.measurements, self.cutter
-        )
-        self.report = self.plans.report
+        self.plans = Plans(settings, self.pipeline, self.executor, self.measurements, self.cutter)
+        self.report = Report(self.pipeline, self.plans, self.measurements)
         self.weights = MicrobatchWeights(module, settings.microbatch_weight)
         self.reduction: GradientReduction | None = None
         self.runs_whole: dict[Hashable, bool] = {}
@@ -136,7 +135,7 @@ class Split:
         Raises:
             ValueError: The batch has no samples, or it or the step cannot be cut.
         """
-        is_first = not self.report.size
+        is_first = not self.plans.microbatch_size
         slices = self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
         if is_first and self.group.reports:
             self.weights.note_class_weights(slices)
@@ -149,12 +148,12 @@ class Split:
                 f"{inputs.kind} got a batch without samples, which makes no microbatch; leave it "
                 f"out where batches are made (batch_sampler, collate_fn, or the dataset)"
             )
-        if not self.report.size:
+        if not self.plans.microbatch_size:
             first = self.cutter.count_first(total)
-            self.report.size = first // self.plans.choose(inputs, first)
-            if self.report.size < total and self.group.reports:
+            self.plans.set_size(first // self.plans.choose(inputs, first))
+            if self.plans.microbatch_size < total and self.group.reports:
                 self.weights.note_ignored_labels(inputs.batch)
-        size = max(self.report.size, self.smallest_size(total))
+        size = max(self.plans.microbatch_size, self.smallest_size(total))
         if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
             # The last one would have no statistics.
             size = next(more for more in range(size, total + 1) if total % more != 1)
@@ -167,12 +166,12 @@ class Split:
             raise
 
     def _cut_by_user(self, inputs: StepInputs) -> list[Microbatch]:
-        is_first = not self.report.size
+        is_first = not self.plans.microbatch_size
         if is_first:
             self.plans.choose(inputs)
         cut = self.make_parts(inputs, may_be_fewer=not is_first)
         if is_first:
-            self.report.size = -(-sum(cut.sizes) // len(cut.parts))
+            self.plans.set_size(-(-sum(cut.sizes) // len(cut.parts)))
             if self.group.reports:
                 self.weights.note_ignored_labels(inputs.batch)
         return self.cutter.trace(inputs, cut)

@@ -12,7 +12,7 @@ from unittest import mock
 import lightning as L
 import pytest
 
-from lightning_pipeoffload.loop import run_plans
+from lightning_pipeoffload.loop import solver_search
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
 from lightning_pipeoffload.schedule import Costs, accept, build, offload_activations
@@ -96,8 +96,8 @@ def fit(num_devices, max_steps, options):
 def by_script(num_devices, max_steps, options):
     """Change the plan twice: to one that copies, and to another order."""
     with (
-        mock.patch.object(run_plans, "PlanSolver", Scripted),
-        mock.patch.object(run_plans, "is_worth_changing", return_value=True),
+        mock.patch.object(solver_search, "PlanSolver", Scripted),
+        mock.patch.object(solver_search, "is_worth_changing", return_value=True),
     ):
         return fit(num_devices, max_steps, {**options, "memory_limit": "4MiB"})
 
@@ -113,7 +113,7 @@ def with_solver(num_devices, folder, options):
     """Fit while a solver searches for plans; return the end of its process, too."""
     _STARTED.clear()
     options = {"plan_cache": folder, "solver_seconds": 60, **options}
-    with mock.patch.object(run_plans, "PlanSolver", Watched):
+    with mock.patch.object(solver_search, "PlanSolver", Watched):
         try:
             done = fit(num_devices, 8, options)
         except RuntimeError as error:

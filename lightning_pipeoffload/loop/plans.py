@@ -12,6 +12,7 @@ new plan before the next batch that starts a step::
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,13 @@ from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.exchange import Flags
 from lightning_pipeoffload.loop.microbatches import least_samples
-from lightning_pipeoffload.loop.run_report import RunReport
+from lightning_pipeoffload.loop.solver_search import SolverSearch
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs
+from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket, measure_states
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.memory_needs import HostedOptimizer, MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import (
     first_plan,
     keeps_limits,
@@ -31,16 +34,15 @@ from lightning_pipeoffload.planning.plan_request import (
     request_by_name,
     request_for,
 )
-from lightning_pipeoffload.planning.report import print_anew, print_gain
+from lightning_pipeoffload.planning.report import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
-    MemoryLimitError,
     Schedule,
     ScheduleError,
     sums_alike,
@@ -48,25 +50,24 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
-from lightning_pipeoffload.schedule.text import bytes_text
 
 log = logging.getLogger(__name__)
 
+_NO_ESTIMATE = "the memory that training needs is not known before it runs: %s"
 _NONE_FITS = (
     "measured anew, the plan in use keeps no memory limit, and none would: %s; training goes on "
     "with the plan in use"
 )
 
 
-class RunPlans:
+class Plans:
     """Makes the plans of one module's fits.
 
     Attributes:
         training: The plan in use.
-        report: Describes the run.
+        chosen: The decision of ``schedule="auto"``; None where a schedule was named.
+        needs: The memory that stages need by their shapes; None while that is not known.
+        microbatch_size: Samples of a microbatch; 0 before the first batch.
         boundary: What ranks wait for between steps; None before the first fit.
     """
 
@@ -91,11 +92,12 @@ class RunPlans:
             self._has_barrier,
             self._final_kind,
         )
-        self.report = RunReport(pipeline, self.training, measurements)
+        self.needs: MemoryNeeds | None = None
+        self.microbatch_size = 0
         self._search = SolverSearch(group, self.training, measurements)
         self._flags = Flags()
         self._largest: dict[str, dict[int, int | None]] = {}
-        self._chosen: Chosen | None = None
+        self.chosen: Chosen | None = None
         self._has_measured_steps = False
         self._has_taken_memory = False
         self._is_solved = settings.is_solved
@@ -107,7 +109,7 @@ class RunPlans:
 
     def join(self, boundary: StepBoundary) -> None:
         """Begin an entry of the trainer."""
-        self.boundary = self.report.boundary = boundary
+        self.boundary = boundary
 
     def _has_barrier(self) -> bool:
         """Whether the ranks wait for each other at a step's end, be it for tied weights.
@@ -148,6 +150,10 @@ class RunPlans:
             self._executor.transport = self._group.transport
         return count
 
+    def set_size(self, microbatch_size: int) -> None:
+        """Keep the samples of a microbatch of the first batch."""
+        self.microbatch_size = microbatch_size
+
     def _choose_count(self, settings: PipelineSettings, total: int) -> int:
         least = least_samples(self._pipeline.module)
         return settings.choose_num_microbatches(self._group.num_ranks, total, least)
@@ -157,8 +163,23 @@ class RunPlans:
         count = self._choose_count(self.settings, total)
         known = self.settings, self._pipeline, self._measurements, self._cutter
         choice = AutoChoice(*known, self._has_step_barrier)
-        self._chosen = self.report.chosen = choice.choose(inputs, count, total)
-        return self._chosen.settings
+        self.chosen = choice.choose(inputs, count, total)
+        return self.chosen.settings
+
+    def estimate_memory(self, first: Microbatch, optimizers: Sequence[Any]) -> None:
+        """Compute from shapes the memory that training needs; all ranks call it."""
+        settings = self.settings
+        try:
+            num_sharing = settings.num_sharing(self._group.num_replicas)
+            has_masters = settings.master_weights is not None
+            states = measure_states(optimizers, has_masters)
+            needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
+            if settings.optimizer_offload:
+                by_bucket = all(map(may_step_by_bucket, optimizers))
+                needs = replace(needs, hosted=HostedOptimizer(by_bucket, has_masters))
+            self.needs = needs
+        except Exception as error:  # the user's own code, which may not go without values
+            log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])
 
     def begin(self) -> None:
         """Make the plan of the first step with the costs that it was chosen by; all ranks call it.
@@ -166,10 +187,10 @@ class RunPlans:
         The memory of these stages, computed from shapes, replaces that of measured blocks.
         """
         self._executor.memory.forget_peaks()  # an evaluation before training took others
-        if self._chosen is None or self._chosen.plan is None or not self._chosen.is_measured:
+        if self.chosen is None or self.chosen.plan is None or not self.chosen.is_measured:
             return
-        costs = self._chosen.costs_with(self.report.needs)
-        self._plan_by_name(costs, self._chosen.limits)
+        costs = self.chosen.costs_with(self.needs)
+        self._plan_by_name(costs, self.chosen.limits)
 
     def _plan_by_name(self, costs: Costs, limits: MachineLimits) -> None:
         """Plan the schedule that the settings name, by these costs and limits."""
@@ -183,23 +204,27 @@ class RunPlans:
         self.training.adopt(Current(settings, plan.schedule, plan.costs, plan.report, limits))
         self._measurements.start_anew(plan.costs.copy_lanes)
 
-    def before_plan(self, is_first: bool) -> None:
+    def before_plan(self, is_first: bool) -> bool:
         """Change the plan if there is reason to; called between two batches by all ranks.
 
         Args:
             is_first: Whether gradients start to add up anew.
+
+        Returns:
+            Whether the plan was made by the first steps.
         """
         if not self._has_taken_memory and self._measurements.has_run:
             self._has_taken_memory = True
             self._measurements.take_memory(self.settings.limit_bytes)
         if not self._has_measured_steps and self._measurements.suffice:
-            self._plan_by_measurement()
-        elif is_first:
+            return self._plan_by_measurement()
+        if is_first:
             flags, self._flags = self._flags, Flags()
             if flags.outgrown:
                 self._plan_anew()
             elif flags.has_news:
                 self._search.exchange()
+        return False
 
     def flags(self, stops: bool, due: int) -> Flags:
         """Return this rank's flags after a batch; see :class:`Flags`."""
@@ -280,7 +305,7 @@ class RunPlans:
     def _options(self) -> list[Option]:
         """Return the options that the plan in use may be changed to."""
         used = self.training.schedule
-        if self._chosen is None:
+        if self.chosen is None:
             return [self.settings.option(used.num_microbatches)]
         sizes = [used.num_microbatches], None, used.num_chunks, [self.settings.recompute]
         return [
@@ -297,8 +322,10 @@ class RunPlans:
             by_weight[key] = by_weight.get(key, frozenset()) | stages
         return sums_alike(self.training.schedule, found, by_weight.values())
 
-    def _plan_by_measurement(self) -> None:
+    def _plan_by_measurement(self) -> bool:
         """Make the plan anew with what the first steps cost, and measure that one from now on.
+
+        Returns whether that plan may differ.
 
         The ranks wait for each other here, once. What was chosen by measured blocks stays where
         nothing is better, for by other costs its family may not fit.
@@ -306,16 +333,16 @@ class RunPlans:
         self._has_measured_steps = True
         training = self.training
         if not (training.may_copy or training.steps_early or self._is_solved):
-            return
+            return False
         costs = self._measurements.gather_costs(self.training.schedule)
         limits = self._gather_limits()
         if self._is_solved:
             self._search.start(costs, limits)
-        elif self._chosen is not None and self._chosen.is_measured:
+        elif self.chosen is not None and self.chosen.is_measured:
             self._adopt_better(costs, limits)
         else:
             self._plan_by_name(costs, limits)
-        self.report.print_plan(limits)
+        return True
 
     def _gather_limits(self) -> MachineLimits:
         heeds_devices = self.settings.keeps_device_limit(self._on_accelerator)
@@ -326,105 +353,3 @@ class RunPlans:
         self._search.close()
         self._flags = Flags()
         self._executor.abandon()
-
-
-class SolverSearch:
-    """Better plans that a solver finds while training goes on, adopted between two steps.
-
-    The solver is a process beside global rank 0's. Where it has news all ranks wait for each other,
-    measure, and decide by the same numbers.
-    """
-
-    def __init__(
-        self, group: PipelineGroup, training: TrainingPlan, measurements: Measurements
-    ) -> None:
-        self._group, self._training, self._measurements = group, training, measurements
-        self._solver: PlanSolver | None = None
-        self._problem: PlanProblem | None = None
-        self._to_beat = 0.0
-
-    def start(self, costs: Costs, limits: MachineLimits) -> None:
-        """Run by the best plan of the families, and search for better ones; all ranks call it.
-
-        The solver starts from a plan that has W apart from B everywhere.
-        """
-        used, settings = self._training.schedule, self._training.current.settings
-        self._problem = problem = PlanProblem(
-            used.num_microbatches,
-            used.placement,
-            costs,
-            settings.limit_on(limits.device),
-            self._training.has_barrier(),
-        )
-        start = self._start(problem)
-        self._adopt(start, costs, limits)
-        if not settings.solver_seconds:
-            return
-        self._to_beat = problem.seconds(start)
-        if self._group.reports:
-            self._solver = PlanSolver(
-                problem, start, settings.solver_seconds, settings.cache_folder
-            )
-
-    def _adopt(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
-        settings = self._training.current.settings
-        self._training.adopt(Current(settings, schedule, costs, limits=limits))
-        self._measurements.start_anew(costs.copy_lanes)
-
-    def _start(self, problem: PlanProblem) -> Schedule:
-        """Return the families' best plan for a problem, found on one process for all."""
-        start, error = None, ""
-        if self._group.reports:
-            try:
-                start = best_of_families(problem)
-            except MemoryLimitError as refused:
-                error = refused.told(bytes_text)
-        start, error = self._group.world.broadcast((start, error), 0)
-        if start is None:
-            raise ScheduleError(error)
-        return start
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the solver of this rank has a better plan for what was measured, or has ended."""
-        if self._solver is None or not self._measurements.are_enough:
-            return False
-        self._solver.look()
-        return self._better is not None or self._solver.is_over
-
-    @property
-    def _better(self) -> Schedule | None:
-        """The solver's plan, if it is better than the one in use and all that were compared."""
-        if self._solver is None or self._solver.best is None or self._problem is None:
-            return None
-        is_better = is_worth_changing(self._to_beat, self._problem.seconds(self._solver.best))
-        return self._solver.best if is_better else None
-
-    def exchange(self) -> None:
-        """Send the plan to all ranks, which decide on it by what was measured last."""
-        is_over = self._solver is not None and self._solver.is_over
-        plan, is_over = self._group.world.broadcast((self._better, is_over), 0)
-        if plan is not None and self._problem is not None:
-            self._to_beat = self._problem.seconds(plan)
-            costs = self._measurements.gather_costs(self._training.schedule)
-            if self._is_worth_it(plan, costs):
-                self._adopt(plan, costs, self._training.current.limits)
-        if is_over:
-            self.close()
-
-    def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:
-        assert self._problem is not None
-        before = self._training.period(self._training.schedule, costs)
-        after = self._training.period(plan, costs)
-        fits = keeps_limits(plan, costs, self._problem.memory_limit, self._training.current.limits)
-        if not fits or not is_worth_changing(before, after):
-            return False
-        if self._group.reports:
-            print_gain(before, after)
-        return True
-
-    def close(self) -> None:
-        """End the solver, if this rank has it."""
-        if self._solver is not None:
-            self._solver.close()
-            self._solver = None

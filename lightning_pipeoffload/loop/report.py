@@ -1,0 +1,107 @@
+"""The description of a run: predicted before its first step, and measured after it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning_pipeoffload.loop.plans import Plans
+from lightning_pipeoffload.optimizers.optimizer_snapshot import bytes_usable
+from lightning_pipeoffload.planning.balance import describe_cut
+from lightning_pipeoffload.planning.figures import PlannedStep
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.memory_needs import add_step_copies, describe_needs
+from lightning_pipeoffload.planning.report import (
+    predict,
+    print_accumulation,
+    print_choice,
+    print_line,
+    print_measurement,
+    print_offload,
+    print_prediction,
+    print_reads,
+)
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.schedule import Schedule
+
+
+class Report:
+    """Describes the fits of a module that is cut; one process of all prints."""
+
+    def __init__(self, pipeline: Pipeline, plans: Plans, measurements: Measurements) -> None:
+        self._pipeline, self._group = pipeline, pipeline.group
+        self._plans, self._training = plans, plans.training
+        self._measurements = measurements
+
+    def make(self, live_bytes: bool = False) -> dict[str, Any]:
+        """Describe the pipeline; see ``PipeOffloadStrategy.report``."""
+        if not self._pipeline.stages:
+            raise RuntimeError("there is nothing to report before the first batch")
+        plan = self._training.plan
+        barrier = self._training.has_barrier()
+        report = predict(plan, self._pipeline, self._training.current.costs, barrier)
+        report["num_replicas"] = self._group.num_replicas
+        report["memory"] = self._memory(plan)
+        report["steps_taken_back"] = self._num_taken_back
+        reads = self._pipeline.records.device_reads.items()
+        report["device_reads"] = [{"part": part, "line": line} for line, part in reads]
+        chosen, offloaded = self._plans.chosen, self._training.current.offloaded
+        if chosen is not None:
+            tried = chosen.plan.candidates if chosen.plan is not None else ()
+            report["candidates"] = [candidate.figures() for candidate in tried]
+            report["num_block_classes"] = chosen.num_classes
+        if offloaded is not None:
+            report["offload"] = asdict(offloaded)
+        measured = self._measurements.report()
+        if measured is not None:
+            report["measured"] = dict(measured)
+            if not live_bytes:
+                del report["measured"]["live_bytes"]
+            num_microbatches = plan.num_microbatches * self._group.num_replicas
+            num_samples = num_microbatches * self._plans.microbatch_size
+            seconds = max(filter(None, measured["step_seconds"]))
+            report["samples_per_second"] = num_samples / seconds
+        return report
+
+    @property
+    def _num_taken_back(self) -> int:
+        boundary = self._plans.boundary
+        return 0 if boundary is None else boundary.validation.num_taken_back
+
+    def _memory(self, plan: Schedule) -> dict[str, list[int]] | None:
+        needs, boundary = self._plans.needs, self._plans.boundary
+        if needs is None:
+            return None
+        memory = describe_needs(needs.of_ranks(plan))
+        if boundary is not None and boundary.validation.is_on:
+            add_step_copies(memory, needs.copied(plan), bytes_usable(self._pipeline.device))
+        return memory
+
+    def print_start(self, num_accumulated: int) -> None:
+        """Print the plan, and how many batches accumulate for an optimizer step."""
+        if self._group.reports:
+            chosen = self._plans.chosen
+            if chosen is not None and chosen.plan is not None:
+                print_choice(chosen.plan, chosen.is_measured)
+            report = self.make()
+            print_prediction(report)
+            if self._group.num_ranks > 1:
+                print_line(describe_cut(report, self._pipeline))
+            if self._pipeline.device.type != "cpu":
+                print_reads(report["device_reads"])
+            if num_accumulated > 1:
+                print_accumulation(num_accumulated, self._training.schedule.num_microbatches)
+
+    def print_plan(self) -> None:
+        """Print the plan that was made with measured costs, and its limit."""
+        if self._group.reports:
+            current = self._training.current
+            print_offload(self.make(), current.settings.limit_on(current.limits.device))
+
+    def print_end(self) -> None:
+        """Gather the measurements of all ranks, and print them; all ranks call it."""
+        if self._measurements.end_training(self._training.may_copy) and self._group.reports:
+            costs = self._measurements.costs_at_end
+            assert costs is not None
+            step = PlannedStep(self._training.plan, costs, self._training.has_barrier())
+            print_measurement(self.make(), step.timeline.peak_memory, step.bubble)

@@ -1,0 +1,117 @@
+"""Better plans that a solver finds while training goes on."""
+
+from __future__ import annotations
+
+from lightning_pipeoffload.planning.limits import MachineLimits
+from lightning_pipeoffload.planning.measurements import Measurements
+from lightning_pipeoffload.planning.plan_request import keeps_limits
+from lightning_pipeoffload.planning.report import print_gain
+from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
+from lightning_pipeoffload.schedule.text import bytes_text
+
+
+class SolverSearch:
+    """Better plans that a solver finds while training goes on, adopted between two steps.
+
+    The solver is a process beside global rank 0's. Where it has news all ranks wait for each other,
+    measure, and decide by the same numbers.
+    """
+
+    def __init__(
+        self, group: PipelineGroup, training: TrainingPlan, measurements: Measurements
+    ) -> None:
+        self._group, self._training, self._measurements = group, training, measurements
+        self._solver: PlanSolver | None = None
+        self._problem: PlanProblem | None = None
+        self._to_beat = 0.0
+
+    def start(self, costs: Costs, limits: MachineLimits) -> None:
+        """Run by the best plan of the families, and search for better ones; all ranks call it.
+
+        The solver starts from a plan that has W apart from B everywhere.
+        """
+        used, settings = self._training.schedule, self._training.current.settings
+        self._problem = problem = PlanProblem(
+            used.num_microbatches,
+            used.placement,
+            costs,
+            settings.limit_on(limits.device),
+            self._training.has_barrier(),
+        )
+        start = self._start(problem)
+        self._adopt(start, costs, limits)
+        if not settings.solver_seconds:
+            return
+        self._to_beat = problem.seconds(start)
+        if self._group.reports:
+            self._solver = PlanSolver(
+                problem, start, settings.solver_seconds, settings.cache_folder
+            )
+
+    def _adopt(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
+        settings = self._training.current.settings
+        self._training.adopt(Current(settings, schedule, costs, limits=limits))
+        self._measurements.start_anew(costs.copy_lanes)
+
+    def _start(self, problem: PlanProblem) -> Schedule:
+        """Return the families' best plan for a problem, found on one process for all."""
+        start, error = None, ""
+        if self._group.reports:
+            try:
+                start = best_of_families(problem)
+            except MemoryLimitError as refused:
+                error = refused.told(bytes_text)
+        start, error = self._group.world.broadcast((start, error), 0)
+        if start is None:
+            raise ScheduleError(error)
+        return start
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the solver of this rank has a better plan for what was measured, or has ended."""
+        if self._solver is None or not self._measurements.are_enough:
+            return False
+        self._solver.look()
+        return self._better is not None or self._solver.is_over
+
+    @property
+    def _better(self) -> Schedule | None:
+        """The solver's plan, if it is better than the one in use and all that were compared."""
+        if self._solver is None or self._solver.best is None or self._problem is None:
+            return None
+        is_better = is_worth_changing(self._to_beat, self._problem.seconds(self._solver.best))
+        return self._solver.best if is_better else None
+
+    def exchange(self) -> None:
+        """Send the plan to all ranks, which decide on it by what was measured last."""
+        is_over = self._solver is not None and self._solver.is_over
+        plan, is_over = self._group.world.broadcast((self._better, is_over), 0)
+        if plan is not None and self._problem is not None:
+            self._to_beat = self._problem.seconds(plan)
+            costs = self._measurements.gather_costs(self._training.schedule)
+            if self._is_worth_it(plan, costs):
+                self._adopt(plan, costs, self._training.current.limits)
+        if is_over:
+            self.close()
+
+    def _is_worth_it(self, plan: Schedule, costs: Costs) -> bool:
+        assert self._problem is not None
+        before = self._training.period(self._training.schedule, costs)
+        after = self._training.period(plan, costs)
+        fits = keeps_limits(plan, costs, self._problem.memory_limit, self._training.current.limits)
+        if not fits or not is_worth_changing(before, after):
+            return False
+        if self._group.reports:
+            print_gain(before, after)
+        return True
+
+    def close(self) -> None:
+        """End the solver, if this rank has it."""
+        if self._solver is not None:
+            self._solver.close()
+            self._solver = None
