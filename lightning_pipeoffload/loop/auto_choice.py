@@ -49,10 +49,10 @@ _AGAIN = (
     "Chosen {} as at an earlier start of the same run, by what it measured; to measure and choose "
     "anew delete {}"
 )
-_WAYS = ("none", "cheap", "full")
+_RECOMPUTATIONS = ("none", "cheap", "full")
 
 _NOTHING: BesideBlocks = {}
-_ByWay = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
+_ByRecompute = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
 
 CutBatch = Callable[[int], list[Microbatch]]
 """Cuts the first batch into so many microbatches."""
@@ -146,18 +146,22 @@ class AutoChoice:
         first = cut_batch(num_microbatches)[0]
         self._note_trace()
         cache = ChoiceCache(
-            self._settings, self._pipeline, num_microbatches, self._has_step_barrier, self._ways()
+            self._settings,
+            self._pipeline,
+            num_microbatches,
+            self._has_step_barrier,
+            self._recomputations(),
         )
         if torch.are_deterministic_algorithms_enabled():
             found = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
             if found is None:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
-        known, limits = self._know(cut_batch, first, num_microbatches, batch_size)
-        chosen = self._decide(known, limits, self._options(known))
+        cut_costs, limits = self._find_costs(cut_batch, first, num_microbatches, batch_size)
+        chosen = self._decide(cut_costs, limits, self._options(cut_costs))
         if self._group.reports and chosen.plan is not None:
             cache.store(chosen.plan.best, chosen.settings)
-        self._store(store, known, chosen)
+        self._store(store, cut_costs, chosen)
         return chosen
 
     def _note_trace(self) -> None:
@@ -177,29 +181,29 @@ class AutoChoice:
         is_same = self._works[found.option.num_microbatches] == found.work
         if not self._group.world.broadcast(is_same, 0):
             return None
-        by_way = {(found.option.recompute, found.option.num_microbatches): found.measured}
-        known = _KnownCosts(self._pipeline, by_way, self._settings, True)
+        by_recompute = {(found.option.recompute, found.option.num_microbatches): found.measured}
+        cut_costs = _CutCosts(self._pipeline, by_recompute, self._settings, True)
         limits = self._limits(found.bytes_beside[self._group.global_rank])
         try:
-            chosen = self._decide(known, limits, [found.option], must_fit=True)
+            chosen = self._decide(cut_costs, limits, [found.option], must_fit=True)
         except ScheduleError:
             return None
         if self._group.reports:
             print_line(_AGAIN.format(found.option.schedule, store.path))
         return replace(chosen, num_classes=found.num_classes)
 
-    def _store(self, store: ChoiceStore, known: _KnownCosts, chosen: Chosen) -> None:
+    def _store(self, store: ChoiceStore, cut_costs: _CutCosts, chosen: Chosen) -> None:
         if self._trial is None or not chosen.is_measured or chosen.plan is None:
             return
         option = chosen.plan.best.option
-        costs, beside = known.by_way[option.recompute, option.num_microbatches]
+        costs, beside = cut_costs.by_recompute[option.recompute, option.num_microbatches]
         bytes_beside = self._group.world.gather(self._trial.bytes_beside)
         work = self._works[option.num_microbatches]
         store.store(StoredChoice(option, work, costs, beside, chosen.num_classes, bytes_beside))
 
-    def _know(
+    def _find_costs(
         self, cut_batch: CutBatch, first: Microbatch, num_microbatches: int, batch_size: int
-    ) -> tuple[_KnownCosts, MachineLimits]:
+    ) -> tuple[_CutCosts, MachineLimits]:
         counts = [num_microbatches]
         more = self._settings.more_microbatches(num_microbatches, batch_size)
         if more and not sees_its_size(self._pipeline):
@@ -208,10 +212,10 @@ class AutoChoice:
         blocks = self._measure(cut_batch, counts, first)
         limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
         if blocks is not None:
-            return _KnownCosts(self._pipeline, blocks, self._settings, True), limits
+            return _CutCosts(self._pipeline, blocks, self._settings, True), limits
         cut_batch(num_microbatches)  # the first cut again
         counted = {(self._settings.recompute, num_microbatches): (self._count(first), _NOTHING)}
-        return _KnownCosts(self._pipeline, counted, self._settings, False), limits
+        return _CutCosts(self._pipeline, counted, self._settings, False), limits
 
     def _count(self, first: Microbatch) -> Costs:
         """Return the costs of the first cut's stages by operations and shapes."""
@@ -227,7 +231,7 @@ class AutoChoice:
 
     def _measure(
         self, cut_batch: CutBatch, counts: Sequence[int], first: Microbatch
-    ) -> _ByWay | None:
+    ) -> _ByRecompute | None:
         """Return the costs of each block, by recomputation and number of microbatches.
 
         None where blocks cannot be measured: a hook of the user's would see the microbatches.
@@ -244,32 +248,34 @@ class AutoChoice:
         trial = BlockMeasurement(self._pipeline, self._group.transport, classes)
         self._trial = trial
         found = {}
-        ways = [*product(self._ways(), counts)]
-        for index, (way, count) in enumerate(ways, start=1):
-            self._progress.show(f"measuring {index} of {len(ways)}")
+        recomputations = [*product(self._recomputations(), counts)]
+        for index, (recompute, count) in enumerate(recomputations, start=1):
+            self._progress.show(f"measuring {index} of {len(recomputations)}")
             try:
-                own = self._group.gather(trial.measure(partial(cut_batch, count), way, speed))
+                own = self._group.gather(trial.measure(partial(cut_batch, count), recompute, speed))
             except ScheduleError as error:
                 self._log(str(error).partition("\n")[0])
                 return None
-            found[way, count] = trial.costs_of_blocks(*map(join_costs, zip(*own, strict=True)))
+            found[recompute, count] = trial.costs_of_blocks(
+                *map(join_costs, zip(*own, strict=True))
+            )
         return self._group.replicas.first(found)
 
     def _log(self, obstacle: str) -> None:
         if self._group.reports:
             log.info(_NOT_MEASURED, obstacle)
 
-    def _ways(self) -> Sequence[str]:
+    def _recomputations(self) -> Sequence[str]:
         """Return the values of ``recompute`` to try; without a memory limit, the configured one."""
         given = self._settings.recompute
         if given != "none" or not self._is_limited:
             return (given,)
-        return _WAYS if not self._left_out else [way for way in _WAYS if way != "full"]
+        return [each for each in _RECOMPUTATIONS if each != "full" or not self._left_out]
 
     def _find_recompute_risk(self) -> str:
         """Return why no block is computed again as a whole, alike on all ranks; "" if some may."""
-        known = self._pipeline.records.known.values()
-        risks = (recompute_risk(record, self._pipeline.chain) for record in known)
+        records = self._pipeline.records.known.values()
+        risks = (recompute_risk(record, self._pipeline.chain) for record in records)
         own = next(filter(None, risks), "")
         return next(filter(None, self._group.world.gather(own)), "")
 
@@ -299,29 +305,29 @@ class AutoChoice:
         states = measure_states(trainer.optimizers, has_masters)
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
-    def _options(self, known: _KnownCosts) -> list[Option]:
+    def _options(self, cut_costs: _CutCosts) -> list[Option]:
         num_chunks = self._settings.num_chunks
         asked = num_chunks if isinstance(num_chunks, int) else None
         return [
             option
-            for way, count in known.by_way
-            for option in options([count], None, asked, [way])
-            if known.covers(option)
+            for recompute, count in cut_costs.by_recompute
+            for option in options([count], None, asked, [recompute])
+            if cut_costs.covers(option)
         ]
 
     def _decide(
         self,
-        known: _KnownCosts,
+        cut_costs: _CutCosts,
         limits: MachineLimits,
         wanted: Sequence[Option],
         must_fit: bool = False,
     ) -> Chosen:
-        given = self._settings, self._group.num_ranks, wanted, known.costs_of, limits
-        request = request_for(*given, partial(self._has_barrier, known))
+        given = self._settings, self._group.num_ranks, wanted, cut_costs.costs_of, limits
+        request = request_for(*given, partial(self._has_barrier, cut_costs))
         must_fit |= request.must_fit
         request = replace(request, must_fit=must_fit, show=self._progress.show)
         plan = plan_for_all(self._group, request)
-        plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(known)])
+        plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(cut_costs)])
         option = plan.best.option
         settings = replace(
             self._settings,
@@ -329,31 +335,31 @@ class AutoChoice:
             num_chunks=option.num_chunks,
             num_microbatches=option.num_microbatches,
             recompute=option.recompute,
-            split=[len(stage.blocks) for stage in known.stages(option)],
+            split=[len(stage.blocks) for stage in cut_costs.stages(option)],
         )
         num_classes = 0 if self._trial is None else self._trial.num_classes
-        return Chosen(settings, plan, limits, known.is_measured, num_classes)
+        return Chosen(settings, plan, limits, cut_costs.is_measured, num_classes)
 
-    def _candidates_left_out(self, known: _KnownCosts) -> list[Candidate]:
-        if not (self._left_out and known.is_measured and len(self._ways()) > 1):
+    def _candidates_left_out(self, cut_costs: _CutCosts) -> list[Candidate]:
+        if not (self._left_out and cut_costs.is_measured and len(self._recomputations()) > 1):
             return []
         num_chunks = self._settings.num_chunks
         asked = num_chunks if isinstance(num_chunks, int) else None
-        counts = {count: None for _, count in known.by_way}
+        counts = {count: None for _, count in cut_costs.by_recompute}
         return [
             Candidate(option, str(self._settings.offload), f"recompute=full: {self._left_out}")
             for option in options(counts, None, asked, ["full"])
-            if known.covers(option)
+            if cut_costs.covers(option)
         ]
 
-    def _has_barrier(self, known: _KnownCosts, option: Option) -> bool:
+    def _has_barrier(self, cut_costs: _CutCosts, option: Option) -> bool:
         """Whether an option's ranks wait for each other at a step's end, be it for tied weights.
 
         These are on the first and the last stage: where one waits for the other, all follow.
         """
         if self._has_step_barrier or not self._shared:
             return self._has_step_barrier
-        placement, stages = option.placement(self._group.num_ranks), known.stages(option)
+        placement, stages = option.placement(self._group.num_ranks), cut_costs.stages(option)
         owners = (
             {placement[stage.index] for stage in stages if stage.segments & shared}
             for shared in self._shared
@@ -361,19 +367,19 @@ class AutoChoice:
         return any(len(ranks) > 1 for ranks in owners)
 
 
-class _KnownCosts:
+class _CutCosts:
     """Costs of any cut, from measured blocks; or of the first cut, from operations and shapes.
 
     Attributes:
-        by_way: Costs of each block, and what of them counts once in a stage; or of each stage of
-            the first cut; by recomputation and number of microbatches.
+        by_recompute: Costs of each block, and what of them counts once in a stage; or of each stage
+            of the first cut; by recomputation and number of microbatches.
         is_measured: Whether they are of blocks, in seconds.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        by_way: _ByWay,
+        by_recompute: _ByRecompute,
         settings: PipelineSettings,
         is_measured: bool,
     ) -> None:
@@ -381,7 +387,7 @@ class _KnownCosts:
         self._partition = list(pipeline.partition)
         self._placement = tuple(pipeline.settings.stage_ranks)
         self._num_ranks = max(self._placement) + 1
-        self.by_way, self._split, self.is_measured = by_way, settings.split, is_measured
+        self.by_recompute, self._split, self.is_measured = by_recompute, settings.split, is_measured
 
     def covers(self, option: Option) -> bool:
         if self.is_measured:
@@ -399,7 +405,7 @@ class _KnownCosts:
         return costs_of_stages(costs, self.stages(option), beside) if self.is_measured else costs
 
     def _of(self, option: Option) -> tuple[Costs, BesideBlocks]:
-        return self.by_way[option.recompute, option.num_microbatches]
+        return self.by_recompute[option.recompute, option.num_microbatches]
 
 
 class ChoiceCache:
@@ -414,7 +420,7 @@ class ChoiceCache:
         pipeline: Pipeline,
         num_microbatches: int,
         has_barrier: bool,
-        ways: Sequence[str],
+        recomputations: Sequence[str],
     ) -> None:
         self._cache = PlanCache(settings.plan_cache)
         names = ("offload", "recompute", "num_chunks", "split")
@@ -424,7 +430,7 @@ class ChoiceCache:
         )
         stages = pipeline.settings.stage_ranks
         self._question = PlanQuestion(
-            f"auto {kind} {asked} barrier={has_barrier} {' '.join(ways)}",
+            f"auto {kind} {asked} barrier={has_barrier} {' '.join(recomputations)}",
             max(stages) + 1,
             num_microbatches,
             0,

@@ -111,7 +111,7 @@ class BatchBackward(BackwardHooks):
 
     def end(self, output: Any, accumulation: Accumulation) -> Any:
         """Do what Lightning does after a backward; return the output, or a zero for the loss."""
-        if accumulation.is_last or accumulation.watched_by:
+        if accumulation.is_last or accumulation.gradient_hooks:
             self._pipeline.sum_stage_gradients()
             self._group.sum_shared_gradients()
             self._is_summed = True

@@ -151,7 +151,7 @@ class Fit:
         pipeline = self.split.pipeline
         self.continued = Continued(self._seed, self.split.cutter.first_batch)
         self._exchange = Exchange(pipeline, self._strategy.root_device.type != "cpu")
-        self.boundary = StepBoundary(self._trainer, pipeline, masters)
+        self.boundary = StepBoundary(self._trainer, pipeline, self.split.masters)
         self.split.plans.join(self.boundary)
         self._at_end.callback(self.boundary.validation.forget)
         self.is_running = True
@@ -362,7 +362,7 @@ class Fit:
             num_batches,
             is_first=not self.backward.adds_up,
             is_last=not steps_later,
-            watched_by=hooks_between_batches(self._trainer) if num_batches > 1 else (),
+            gradient_hooks=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )
 
     @contextmanager

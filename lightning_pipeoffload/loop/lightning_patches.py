@@ -153,7 +153,7 @@ def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replac
     """Make a rank that a signal stops end after its batch, and the others with it."""
     # Private: Lightning's own makes every rank wait for global rank 0 before each batch.
     epoch = trainer.fit_loop.epoch_loop
-    replace(epoch, "_broadcast_sigterm_tensor", _stop_if_told, trainer)
+    replace(epoch, "_broadcast_sigterm_tensor", _stop_after_signal, trainer)
     # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
     replace(trainer._signal_connector, "_sigterm_notifier_fn", _note_sigterm, trainer)
 
@@ -343,6 +343,6 @@ def _note_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None
     trainer._signal_connector.received_sigterm = True
 
 
-def _stop_if_told(trainer: Any, plain: Any) -> None:
+def _stop_after_signal(trainer: Any, plain: Any) -> None:
     if trainer.received_sigterm:
         raise SIGTERMException

@@ -161,8 +161,8 @@ class Plans:
     def _choose_automatically(self, inputs: StepInputs, total: int) -> PipelineSettings:
         """Return the settings with the schedule that is chosen for "auto" or "optpipe"."""
         count = self._choose_count(self.settings, total)
-        known = self.settings, self._pipeline, self._measurements, self._cutter
-        choice = AutoChoice(*known, self._has_step_barrier)
+        given = self.settings, self._pipeline, self._measurements, self._cutter
+        choice = AutoChoice(*given, self._has_step_barrier)
         self.chosen = choice.choose(inputs, count, total)
         return self.chosen.settings
 

@@ -64,7 +64,7 @@ class Clipping(NamedTuple):
         norm = squares.sum().sqrt()
         return norm.to(self.parameters[0].dtype.to_real()) if self.parameters else norm
 
-    def is_needless(self, norm: Tensor) -> Tensor:
+    def never_clips(self, norm: Tensor) -> Tensor:
         """Return whether clipping leaves gradients of this norm unchanged; False for NaN."""
         return self.most / (norm + 1e-6) >= 1  # as torch has it
 
@@ -213,7 +213,7 @@ class PostValidation:
         """Whether the step is neither clipped nor skipped."""
         if total[0] or self._clipping is None:
             return not total[0]
-        return bool(self._clipping.is_needless(self._clipping.norm(total[2:])))
+        return bool(self._clipping.never_clips(self._clipping.norm(total[2:])))
 
     def _clip(self, total: Tensor) -> None:
         if self._clipping is not None:

@@ -94,13 +94,6 @@ class Split:
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
             group.replicas.pending,
         )
-        self.measurements = Measurements(self.executor, self.pipeline)
-        self.cutter = BatchCutter(self.pipeline, settings)
-        self.plans = Plans(settings, self.pipeline, self.executor, self.measurements, self.cutter)
-        self.report = Report(self.pipeline, self.plans, self.measurements)
-        self.weights = MicrobatchWeights(module, settings.microbatch_weight)
-        self.reduction: GradientReduction | None = None
-        self.runs_whole: dict[Hashable, bool] = {}
         self.parameters = OptimizedParameters(
             self.pipeline,
             optimizers,
@@ -109,7 +102,14 @@ class Split:
             settings.optimizer_offload,
             masters,
         )
-        self.measurements.step_seconds = self.parameters.host_step_seconds
+        seconds = self.parameters.host_step_seconds
+        self.measurements = Measurements(self.executor, self.pipeline, seconds)
+        self.cutter = BatchCutter(self.pipeline, settings)
+        self.plans = Plans(settings, self.pipeline, self.executor, self.measurements, self.cutter)
+        self.report = Report(self.pipeline, self.plans, self.measurements)
+        self.weights = MicrobatchWeights(module, settings.microbatch_weight)
+        self.reduction: GradientReduction | None = None
+        self.runs_whole: dict[Hashable, bool] = {}
         self.state = SplitState(self.pipeline, self.parameters, masters)
 
     @property

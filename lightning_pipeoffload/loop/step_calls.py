@@ -184,4 +184,4 @@ class PrintQuiet:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Say nothing."""
+    """Do nothing; replaces print and what logs."""

@@ -187,7 +187,7 @@ class RankFigures:
 
 
 def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:
-    """Start to bring numbers to the host; return a function that waits for them, as floats."""
+    """Start to copy numbers to the host; return a function that waits for them, as floats."""
     names = [(kind, name) for kind, values in metrics.items() for name in values]
     values = [metrics[kind][name] for kind, name in names]
     # Never from the host to the accelerator, which would wait for all that it was given.

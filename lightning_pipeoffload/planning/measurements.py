@@ -36,15 +36,19 @@ _NO_COPIES = CopySpeed(float("inf"), float("inf"), 1.0)
 class Measurements:
     """The measurements of this rank; the ``gather`` methods are called by all ranks, between steps.
 
+    Args:
+        executor: Runs this rank's actions.
+        pipeline: This rank's part of the module.
+        step_seconds: Returns the seconds of this rank's optimizer step on the host.
+
     Attributes:
         costs_at_end: Costs of all ranks' stages, once training has ended; None before.
-        step_seconds: Returns the seconds of this rank's optimizer step on the host.
     """
 
-    step_seconds: Callable[[], float] = staticmethod(lambda: 0.0)
-
-    def __init__(self, executor: Executor, pipeline: Pipeline) -> None:
-        self._executor = executor
+    def __init__(
+        self, executor: Executor, pipeline: Pipeline, step_seconds: Callable[[], float]
+    ) -> None:
+        self._executor, self._step_seconds = executor, step_seconds
         self._pipeline = pipeline
         self._group = pipeline.group
         self._latencies: dict[int, float] = {}
@@ -164,7 +168,7 @@ class Measurements:
 
     def _costs(self, may_copy: bool) -> RankCosts:
         costs = measure_costs(self._executor, self.copy_speed(may_copy), self._latencies)
-        return replace(costs, step=self.step_seconds())
+        return replace(costs, step=self._step_seconds())
 
 
 def times_of(step: TimedStep, ledger: Ledger, read: Callable[[Any], float]) -> RankStep:

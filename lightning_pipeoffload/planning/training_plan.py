@@ -40,13 +40,13 @@ class Accumulation:
         num_batches: How many there are.
         is_first: Whether gradients are set to zero before this batch's backward.
         is_last: Whether the optimizer steps after it.
-        watched_by: Hooks of the user that may read gradients in between.
+        gradient_hooks: Hooks of the user that may read gradients in between.
     """
 
     num_batches: int = 1
     is_first: bool = True
     is_last: bool = True
-    watched_by: tuple[str, ...] = ()
+    gradient_hooks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

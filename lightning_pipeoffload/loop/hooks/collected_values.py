@@ -60,7 +60,7 @@ class CollectedValues:
         self._pipeline = pipeline
         self._group = group = pipeline.group
         self._connector = connector
-        self._known: dict[str, Variable] = {}
+        self._variables: dict[str, Variable] = {}
         self._late: dict[str, str] = {}  # not in any trace: the kind of step that writes it
         self._due: set[str] = set()
         self._lacking: dict[str, str] = {}  # with the error of its use
@@ -72,14 +72,16 @@ class CollectedValues:
         self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
         # Global rank 0 runs the step to its end, and so every line that writes.
         self._late_writes = (
-            LateWrites(module, self._known, self._metrics, self._learn) if group.is_root else None
+            LateWrites(module, self._variables, self._metrics, self._learn)
+            if group.is_root
+            else None
         )
-        self._told_kinds = {""}
+        self._exchanged_kinds = {""}
         self._takes_outputs: dict[str, bool] = {}
         for path, part in module.named_modules():  # placeholders that an earlier run has left
             for name, value in vars(part).items():
                 if isinstance(value, Elsewhere):
-                    label = self._know(Variable(path, part, name))
+                    label = self._add(Variable(path, part, name))
                     self._lacking[label] = value.message
 
     @contextmanager
@@ -96,8 +98,8 @@ class CollectedValues:
             self._hide()
             raise
         self._end_step()
-        if kind not in self._told_kinds:  # once, in the first batch
-            self._told_kinds.add(kind)
+        if kind not in self._exchanged_kinds:  # once, in the first batch
+            self._exchanged_kinds.add(kind)
             mine = [label for label, late in self._late.items() if late == kind]
             for labels in self._group.gather(mine):
                 self._late.update(dict.fromkeys(labels, kind))
@@ -119,7 +121,7 @@ class CollectedValues:
 
     def _end_step(self) -> None:
         if self._late_writes is not None and self._kind:
-            self._written_in_batch()  # adds it to what is known
+            self._written_in_batch()  # adds it to the variables
             self._late_writes.end()
         for label, place in self._written_in_batch().items():
             self._due.add(label)
@@ -164,18 +166,18 @@ class CollectedValues:
 
     # Which variables
 
-    def _know(self, variable: Variable) -> str:
-        self._known.setdefault(variable.label, variable)
+    def _add(self, variable: Variable) -> str:
+        self._variables.setdefault(variable.label, variable)
         return variable.label
 
     def _now(self, label: str) -> Variable:
         """Return a variable of the present submodule: a hook may replace a metric."""
-        if label in self._known:
-            path, name = self._known[label].path, self._known[label].name
+        if label in self._variables:
+            path, name = self._variables[label].path, self._variables[label].name
         else:
             path, _, name = label.removeprefix("self.").rpartition(".")
-        self._known[label] = Variable(path, self._module.get_submodule(path), name)
-        return self._known[label]
+        self._variables[label] = Variable(path, self._module.get_submodule(path), name)
+        return self._variables[label]
 
     def _written_in_batch(self) -> dict[str, StepPoint]:
         behind = StepPoint(len(self._pipeline.chain), is_in_block=False)
@@ -195,7 +197,7 @@ class CollectedValues:
     def _written_in(self, record: StepRecord) -> Iterator[tuple[str, StepPoint]]:
         for write in record.writes:
             if _is_sent(write.variable):
-                yield self._know(write.variable), write.point
+                yield self._add(write.variable), write.point
 
     def _has(self, point: StepPoint) -> bool:
         if point.is_in_block:
@@ -226,7 +228,7 @@ class CollectedValues:
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
         path = label.rpartition(".")[0]
         for found in (label, *(f"{path}.{name}" for name in names)):
-            self._known[found] = self._now(found)
+            self._variables[found] = self._now(found)
             self._late[found] = self._kind
 
     # Sending
@@ -274,7 +276,7 @@ class CollectedValues:
             else:
                 self._lacking.pop(label, None)
                 if not is_mine:
-                    self._take(label, data)
+                    self._receive(label, data)
 
     def _pack(self, labels: Sequence[str]) -> dict[str, bytes | str | None]:
         packed: dict[str, bytes | str | None] = {}
@@ -290,7 +292,7 @@ class CollectedValues:
                 room -= len(data or b"")
         return packed
 
-    def _take(self, label: str, data: bytes | None) -> None:
+    def _receive(self, label: str, data: bytes | None) -> None:
         variable = self._now(label)
         value = GONE if data is None else unpack(data, self._group.device)
         own = variable.value

@@ -29,7 +29,7 @@ class LateWrites:
 
     Args:
         module: The module whose step runs.
-        known: Labels of attributes that need no comparison, "self.count".
+        skipped: Labels of attributes that need no comparison, "self.count".
         metrics: Returns the module's metrics with their paths.
         learn: Called with the label of each attribute that a step has written.
     """
@@ -37,12 +37,12 @@ class LateWrites:
     def __init__(
         self,
         module: pl.LightningModule,
-        known: Container[str],
+        skipped: Container[str],
         metrics: Callable[[], list[tuple[str, Metric]]],
         learn: Callable[[str], None],
     ) -> None:
         self._module = module
-        self._known = known
+        self._skipped = skipped
         self._metrics = metrics
         self._learn = learn
         self._attributes: dict[str, Any] = {}  # the same object while none of them is another
@@ -58,7 +58,7 @@ class LateWrites:
         if self._attributes is not self._before:
             for name in self._attributes.keys() - OF_LIGHTNING:
                 was, now = self._before.get(name, GONE), self._attributes[name]
-                if f"self.{name}" not in self._known and not is_unchanged([(was, 0)], [(now, 0)]):
+                if f"self.{name}" not in self._skipped and not is_unchanged([(was, 0)], [(now, 0)]):
                     self._learn(f"self.{name}")
         for label, after in self._fingerprint_insides().items():
             if not is_unchanged(self._inside.get(label, []), after):
@@ -76,10 +76,10 @@ class LateWrites:
         found = {
             f"self.{name}": _fingerprint_with_metrics(self._attributes[name])
             for name in self._holding
-            if f"self.{name}" not in self._known
+            if f"self.{name}" not in self._skipped
         }
         for path, metric in self._metrics():
-            if f"self.{path}._update_count" not in self._known:
+            if f"self.{path}._update_count" not in self._skipped:
                 found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
         return found
 
