@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
@@ -14,7 +15,11 @@ from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code.users_lines import (
+    calling_line,
+    in_brackets,
+    running_frames,
+)
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 
@@ -69,10 +74,10 @@ class CallChecks:
         )
 
     def _check_gradients(self, index: int) -> None:
-        if self._training and not torch.is_grad_enabled():
+        if self._training and is_in_function():
             raise CallsError(
-                f"the step calls {self._chain.block_name(index)} without gradients"
-                f"{in_brackets(calling_line())}: leave out torch.no_grad(), and write "
+                f"the step calls {self._chain.block_name(index)} in an autograd function"
+                f"{in_brackets(calling_line())}, which makes its graph in the backward: write "
                 f"checkpoint(..., use_reentrant=False)"
             )
 
@@ -100,6 +105,18 @@ class CallChecks:
         for index, before in enumerate(self._num_hooks):
             if _count_hooks(self._chain.blocks[index]) < before:
                 yield index
+
+
+def is_in_function() -> bool:
+    """Whether the forward of an autograd function is running, such as a reentrant checkpoint."""
+    if torch.is_grad_enabled():
+        return False
+    named = ((frame.f_code.co_varnames[:1], frame) for frame in running_frames())
+    return any(
+        isinstance(frame.f_locals.get(name), FunctionCtx)
+        for names, frame in named
+        for name in names
+    )
 
 
 def _count_hooks(block: nn.Module) -> int:

@@ -79,6 +79,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 
 aten = torch.ops.aten
 _CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_WHOLE = {aten.linear, aten.conv1d, aten.conv2d, aten.conv3d}
 _MEAN = 1  # of at::Reduction
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
@@ -315,7 +316,8 @@ class StepTrace:
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
-        self._count(flops, trains, weights)
+        is_frozen = not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        self._count(flops, trains, weights, has_backward=not (self._training and is_frozen))
 
     def _note_input_writes(self, func: Any, args: tuple[Any, ...]) -> None:
         for written in shape_only_leaves(list(written_arguments(func, args))):
@@ -323,13 +325,16 @@ class StepTrace:
                 obstacle = f"writes its input in place{in_brackets(calling_line())}"
                 self.record.recompute_obstacles.setdefault(self.segment, obstacle)
 
-    def _count(self, flops: int, trains: bool, weights: list[bool]) -> None:
+    def _count(self, flops: int, trains: bool, weights: list[bool], has_backward: bool) -> None:
         """Add the work of a product and of its gradients: one per operand that trains."""
         record, segment = self.record, self.segment
+        record.forward_flops[segment] += flops
+        if not has_backward:
+            record.training_flops += flops
+            return
         for_weight = flops if trains and not all(weights) else 0
         num_gradients = 2 if trains or not any(weights) else 1
         for_input = flops * num_gradients - for_weight
-        record.forward_flops[segment] += flops
         record.input_flops[segment] += for_input
         record.weight_flops[segment] += for_weight
         record.training_flops += flops + torch.is_grad_enabled() * (for_input + for_weight)
@@ -462,10 +467,15 @@ def _same_grad_mode() -> Iterator[None]:
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
     """Return the operations of a matrix product, convolution or attention; 0 for others."""
     packet = func.overloadpacket
-    if packet.__name__.startswith("_scaled_dot_product"):  # torch has no formula for all of them
+    # Torch has no formula for all of these.
+    if packet.__name__.lstrip("_").startswith("scaled_dot_product"):
         query, key, value = args[:3]
         rows = query.shape[:-1].numel()
         return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+    if packet in _WHOLE:  # as they arrive in inference mode, where torch takes none of them apart
+        return int(2 * result.numel() * args[1][0].numel())
+    if packet is aten.matmul:
+        return int(2 * result.numel() * args[0].shape[-1])
     if packet is torch.ops.aten._grouped_mm:  # each row of the left with its group's matrix
         return int(2 * args[0].numel() * args[1].shape[-1])
     if packet.__name__ == "gemm_4bit":  # of bitsandbytes, whose weight is packed

@@ -13,6 +13,7 @@ from torch.nn.modules import module as torchs
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, chain_of_calls
 from lightning_pipeoffload.runtime.cut.called_blocks import Call, CalledChains, as_argument
+from lightning_pipeoffload.runtime.cut.checks import is_in_function
 from lightning_pipeoffload.runtime.cut.trace import LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
@@ -135,7 +136,7 @@ class _CallNotes:
         if part in self._names:
             call = Call(begin, self._count, now[0] - work, now[1] > reads)
             # Two of what cannot be cut.
-            found = [call] if torch.is_grad_enabled() == self._trains else [call, call]
+            found = [call, call] if self._trains and is_in_function() else [call]
             self._calls.setdefault(self._names[part], []).extend(found)
 
     def _seen(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ the last stage runs the head and the loss. Three blocks, one in each stage::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -362,7 +362,7 @@ class StagePass:
     def _hand_over(self, output: BlockOutput) -> Any:
         # Here, not before the step: its beginning runs while the tensors are on their way.
         tensors = self._receive()
-        entered = tensors if self._received is None else enter(tensors, self._received)
+        entered = tensors if self._received is None else _enter(tensors, self._received)
         count = len(output.payload)
         if self._carried:
             self._carried.deliver(entered[count:])
@@ -400,6 +400,14 @@ class StagePass:
             f"{in_brackets(users_line(error))}; let the blocks take it and return it beside their "
             f"output, or compute it from the batch"
         )
+
+
+def _enter(tensors: list[Tensor], received: Received) -> Sequence[Tensor]:
+    if torch.is_grad_enabled():
+        return enter(tensors, received)
+    # The step is in a no_grad of its own, behind which values that are carried have a graph.
+    with torch.inference_mode(False), torch.enable_grad():
+        return enter(tensors, received)
 
 
 def _exit_before(error: BaseException) -> StageExit | None:

@@ -151,6 +151,7 @@ FOUND = [
     (two_chains(two_towers), names("encoder", 3) + names("decoder", 3)),
     (of_stages, names("layer1", 2) + names("layer2", 2) + names("layer3", 2)),
     (of_levels, [f"levels.{i}.blocks.{j}" for i, n in enumerate((2, 6, 2)) for j in range(n)]),
+    (of_a_tower, names("tower", 6) + names("trained", 3)),
     (of_pairs, [f"pairs.{i}.{part}" for i in range(3) for part in ("0.0", "1", "2")]),
     (with_a_small_head, names("layers", 4)),
 ]
@@ -202,7 +203,6 @@ def test_a_resumed_fit_has_the_blocks_it_was_saved_with():
 
 # What each message names, until what it names trains.
 NAMED = [
-    (of_a_tower, ["trained"]),
     (of_attributes, [["first", "second", "head"]]),
     (lambda: Parts(norms_between, norms=listed(), layers=listed(4)), ["norms"]),
 ]

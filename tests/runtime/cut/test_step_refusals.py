@@ -45,12 +45,6 @@ def out_of_order(m, x):
     return loss_of(m, m.blocks[3](m.blocks[1](x)))
 
 
-def without_gradients(m, x):
-    with torch.no_grad():
-        x = m.blocks[0](x)  # <- named in the message
-    return loss_of(m, through(m.blocks[1:], x))
-
-
 def reentrant(m, x):
     for block in m.blocks:
         x = checkpoint(block, x.requires_grad_(), use_reentrant=True)  # <- named in the message
@@ -72,13 +66,12 @@ def functional_gradient(m, x):
 
 
 ONCE = "a pipeline needs each entry of blocks called once and in order"
-NO_GRAD = "leave out torch.no_grad(), and write checkpoint(..., use_reentrant=False)"
+REENTRANT = "which makes its graph in the backward: write checkpoint(..., use_reentrant=False)"
 OTHERS = '; it could be cut with blocks=["blocks.1", "blocks.2", "blocks.3"]'
 IN_ORDER = '; it could be cut with blocks=["blocks.0", "blocks.2", "blocks.1", "blocks.3"]'
 CALLS = {
     block_twice: f"the step calls blocks.0 again {{line}}; {ONCE}{OTHERS}",
     out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {ONCE}{IN_ORDER}",
-    without_gradients: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}{OTHERS}",
     two_in_a_checkpoint: (
         "the step checkpoints blocks.1 and blocks.2 together {line}; a stage can only compute its "
         'own blocks again, so checkpoint each by itself, or leave it to recompute="full"'
@@ -88,7 +81,7 @@ CALLS = {
         "saved_tensors_hooks only, and a pipeline needs these; call torch.autograd.grad("
         "..., create_graph=True) instead"
     ),
-    reentrant: f"the step calls blocks.0 without gradients {{line}}: {NO_GRAD}",
+    reentrant: f"the step calls blocks.0 in an autograd function {{line}}, {REENTRANT}",
 }
 
 
