@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_pipeoffload.loop.data import is_collated_by_torch, loader_size
+from lightning_pipeoffload.loop.data import check_rows, is_collated_by_torch, loader_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch_structure import (
@@ -34,6 +34,8 @@ class BatchCutter:
         self._weighs_by_samples = settings.microbatch_weight == "samples"
         self._collations: dict[bool, Collation] = {}  # of training, of evaluations
         self._training_sizes: set[int] = set()
+        self._settings = settings
+        self._packed: dict[bool, bool] = {}  # of training, of evaluations
         self._structures: dict[str, BatchStructure] = {}
         self.first_batch: dict[str, Any] = {"lists": {}}
 
@@ -52,6 +54,11 @@ class BatchCutter:
             collation.sizes.add(size)
         if size is not None and is_training:
             self._training_sizes.add(size)
+        self._packed[is_training] = check_rows(loader, self._settings if is_training else None)
+
+    def packs_rows(self, kind: str) -> bool:
+        """Whether a row of a batch is one microbatch in a kind of step ("training_step")."""
+        return self._packed.get(kind == "training_step", False)
 
     def resume(self, first_batch: Mapping[str, Any]) -> None:
         """Continue with what the first batches of a fit that was saved have decided."""

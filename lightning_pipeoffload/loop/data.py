@@ -33,12 +33,16 @@ from torch.utils.data import (
     default_convert,
 )
 
+from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch_structure import refuse_unclear_list
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.microbatch import start_checksum
 from lightning_pipeoffload.runtime.randomness import mix_seed, seeded
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
+from lightning_pipeoffload.texts.index_groups import GroupSampler
+from lightning_pipeoffload.texts.minibatch import MinibatchSampler
+from lightning_pipeoffload.texts.packed_rows import PackedRows, PackedRowsSampler
 
 _NUM_COMPARED = 2  # one batch alone may be like another's where all are alike
 _TORCHS = default_collate, default_convert
@@ -125,6 +129,56 @@ def loader_size(loader: Any) -> int | None:
         if type(size) is int:
             return size
     return None
+
+
+def check_rows(loader: Any, settings: PipelineSettings | None) -> bool:
+    """Return whether a loader makes batches of packed rows, of which each is a microbatch.
+
+    Args:
+        loader: The loader.
+        settings: What training cuts its batches by; None: it is of an evaluation.
+
+    Raises:
+        ValueError: Its sampler and its collate function do not go together, or the settings do not
+            go with packed rows.
+    """
+    sampler, collate = (getattr(loader, name, None) for name in ("batch_sampler", "collate_fn"))
+    if isinstance(sampler, MinibatchSampler):
+        raise ValueError(
+            'MinibatchSampler makes minibatches for strategy="odc"; for a pipeline pack the texts '
+            "into rows: batch_sampler=PackedRowsSampler(...), collate_fn=PackedRows(...)"
+        )
+    if isinstance(sampler, PackedRowsSampler) != isinstance(collate, PackedRows):
+        raise ValueError(
+            f"batch_sampler={type(sampler).__name__} and collate_fn={_name_of(collate)} do not go "
+            f"together: texts are packed by batch_sampler=PackedRowsSampler(...) with "
+            f"collate_fn=PackedRows(...)"
+        )
+    if settings is not None and isinstance(collate, PackedRows):
+        _check_packing(collate, settings)
+    return isinstance(collate, PackedRows)
+
+
+def _name_of(collate: Any) -> str:
+    return getattr(collate, "__name__", type(collate).__name__)
+
+
+def _check_packing(collate: PackedRows, settings: PipelineSettings) -> None:
+    if settings.make_microbatches is not None:
+        raise ValueError(
+            "PackedRows makes rows that are a microbatch each; leave out make_microbatches"
+        )
+    if settings.microbatch_weight == "samples":
+        raise ValueError(
+            "the rows of PackedRows count unlike numbers of labels; give the strategy "
+            'microbatch_weight="tokens", or a callable of the microbatch'
+        )
+    if settings.num_microbatches not in ("auto", collate.num_rows):
+        raise ValueError(
+            f"num_microbatches={settings.num_microbatches} with PackedRows(num_rows="
+            f"{collate.num_rows}): each row is a microbatch, since attention tells texts apart in "
+            f"a batch of one row; leave num_microbatches out, or set num_rows to it"
+        )
 
 
 def is_collated_by_torch(loader: Any) -> bool:
@@ -282,9 +336,23 @@ def _explain(name: str, one: int, other: int) -> str:
     )
 
 
+def leave_group_samplers(trainer: Trainer) -> None:
+    """Let Lightning put no sampler of its own where one reads this replica's part already."""
+    connector: Any = trainer._data_connector  # private, with the method that decides it
+    plain = type(connector)._requires_distributed_sampler
+
+    def requires(loader: DataLoader[Any]) -> bool:
+        is_grouped = isinstance(loader.batch_sampler, GroupSampler)
+        return not is_grouped and plain(connector, loader)
+
+    connector._requires_distributed_sampler = requires
+
+
 def _is_shared_out(loader: Any) -> bool:
     if not isinstance(loader, DataLoader):
         return False
+    if isinstance(loader.batch_sampler, GroupSampler):
+        return True
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
 

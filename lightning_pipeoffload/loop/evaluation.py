@@ -54,7 +54,7 @@ class Evaluation:
         split, training = self._split, self._split.plans.training
         training.expect(split.pipeline.is_new, split.pipeline.costs)
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
-        sizes, shares = split.shares(slices)
+        sizes, shares = split.shares(inputs, slices)
         results = split.executor.run(training.of_evaluation(len(slices)), placed(slices))
         self._exchange.end_batch()
         return StepOutput.of(results, sizes, shares)
@@ -82,7 +82,7 @@ class Evaluation:
     def _slice(self, inputs: StepInputs) -> list[Microbatch]:
         cutter = self._split.cutter
         total = cutter.count(inputs)
-        size = self._split.smallest_size(total)
+        size = self._split.smallest_size(inputs, total)
         if inputs.kind != "predict_step" or size == total:
             return cutter.cut(inputs, size)
         if inputs.loader not in self._cuts_predictions:
@@ -113,7 +113,7 @@ class Evaluation:
             could_be_cut &= lending.could_be_cut
         self._exchange.end_batch()
         of_whole = [_size_of(inputs.batch)], [1.0]
-        sizes, shares = self._split.shares(slices) if slices else of_whole
+        sizes, shares = self._split.shares(inputs, slices) if slices else of_whole
         if not self._group.is_root:
             return StepOutput(None, sizes, shares), could_be_cut
         whole = values[0] if len(values) == 1 else merge_outputs(values, shares, sizes)

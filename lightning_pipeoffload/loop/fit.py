@@ -32,6 +32,7 @@ from lightning_pipeoffload.loop.data import (
     PipelineLoaders,
     count_seen,
     epoch_to_read,
+    leave_group_samplers,
     leave_out_seen,
 )
 from lightning_pipeoffload.loop.evaluation import Evaluation
@@ -54,6 +55,7 @@ from lightning_pipeoffload.loop.lightning_patches import (
     silencing,
 )
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
+from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
@@ -100,6 +102,7 @@ class Fit:
     continued: Continued
     _steps: StepCalls
     _evaluation: Evaluation
+    _packed_rows: PackedRowCheck
     _connector: SharedMetricsConnector
     _collected: CollectedValues | None = None
     _hook_forwards: HookForwards | None = None
@@ -185,6 +188,7 @@ class Fit:
         totals = GradientTotals(self._precision, group, pipeline.gradient_age, validation)
         self._at_end.enter_context(joined_precision(self._precision, totals))
         join_loops(self._trainer, group, self._at_end)
+        leave_group_samplers(self._trainer)
         self._join_metrics()
         if strategy.meeting is not None:
             self._hook_forwards = HookForwards(pipeline, strategy.meeting)
@@ -200,6 +204,7 @@ class Fit:
         seed = mix_seed(self._seed, group.replica) if group.replica else self._seed
         self._steps = steps = StepCalls(self._module, seed, stop)
         group.replicas.in_trace = lambda: steps.is_tracing
+        self._packed_rows = PackedRowCheck(self._module, steps, self.split, self._evaluation.run)
         self.backward = BatchBackward(self._module, self._precision, pipeline, self._collected)
 
     def _choose_seed(self) -> int:
@@ -313,6 +318,7 @@ class Fit:
             accumulation = self._accumulation(steps_later)
             if not split.pipeline.committed:
                 self._begin_training(slices[0], accumulation)
+            self._packed_rows.check("training_step", args, kwargs)
             done = self._run(inputs, slices, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last:
@@ -345,8 +351,9 @@ class Fit:
             if split.plans.before_plan(accumulation.is_first):
                 split.report.print_plan()
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
-            sizes, shares = split.shares(slices)
-            weights = [share / accumulation.num_batches for share in shares]
+            sizes, shares = split.shares(inputs, slices)
+            of_replica = split.share_of_replica(slices)
+            weights = [share * of_replica / accumulation.num_batches for share in shares]
             results = split.executor.run(
                 training.of_training(len(slices), accumulation.is_last),
                 placed(slices, weights, backward.differentiate),
@@ -398,6 +405,7 @@ class Fit:
         """Run a batch of an evaluation; return what its step has returned."""
         with self._between_hooks(kind), self.end.counted():
             inputs = self._steps.inputs(kind, args, kwargs)
+            self._packed_rows.check(kind, args, kwargs)
             done = self._evaluation.run(inputs)
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)

@@ -41,18 +41,34 @@ class MicrobatchWeights:
         self._module, self._weight = module, weight
         self._check: Callable[[], None] = lambda: None
 
-    def shares(self, parts: list[Any], sizes: list[int]) -> Sequence[Any]:
-        """Return the shares of a batch's microbatches, given their numbers of samples."""
+    def shares(self, parts: list[Any], sizes: list[int], are_packed: bool = False) -> Sequence[Any]:
+        """Return the shares of a batch's microbatches.
+
+        Args:
+            parts: The microbatches.
+            sizes: Their numbers of samples.
+            are_packed: Whether they are rows of packed texts.
+        """
         if self._weight == "samples":
             return [size / sum(sizes) for size in sizes]
-        weigh = self._weight if callable(self._weight) else self._count_tokens
         self.check()
-        shares, self._check = weigh_parts(weigh, parts)
+        shares, self._check = weigh_parts(self._weigh(are_packed), parts)
         return shares
 
+    def total(self, rows: list[Any]) -> Tensor:
+        """Return the sum of the weights of packed rows."""
+        weights = map(self._weigh(are_packed=True), rows)
+        return torch.stack([torch.as_tensor(w, dtype=torch.float64) for w in weights]).sum()
+
+    def _weigh(self, are_packed: bool) -> Callable[[Any], Any]:
+        if callable(self._weight):
+            return self._weight
+        # Of packed rows each text's first label is -100 already, or is the one of its second token.
+        return partial(count_tokens, drops_first=not are_packed and self._drops_first)
+
     @cached_property
-    def _count_tokens(self) -> Callable[[Any], Any]:
-        return partial(count_tokens, drops_first=drops_first_label(self._module))
+    def _drops_first(self) -> bool:
+        return drops_first_label(self._module)
 
     def check(self) -> None:
         """Check the last batch's weights that were on an accelerator; raises a ValueError."""

@@ -156,7 +156,8 @@ class Plans:
 
     def _choose_count(self, settings: PipelineSettings, total: int) -> int:
         least = least_samples(self._pipeline.module)
-        return settings.choose_num_microbatches(self._group.num_ranks, total, least)
+        packed = self._cutter.packs_rows("training_step")
+        return settings.choose_num_microbatches(self._group.num_ranks, total, least, packed)
 
     def _choose_automatically(self, inputs: StepInputs, total: int) -> PipelineSettings:
         """Return the settings with the schedule that is chosen for "auto" or "optpipe"."""

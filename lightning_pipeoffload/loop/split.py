@@ -153,7 +153,7 @@ class Split:
             self.plans.set_size(first // self.plans.choose(inputs, first))
             if self.plans.microbatch_size < total and self.group.reports:
                 self.weights.note_ignored_labels(inputs.batch)
-        size = max(self.plans.microbatch_size, self.smallest_size(total))
+        size = max(self.plans.microbatch_size, self.smallest_size(inputs, total))
         if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
             # The last one would have no statistics.
             size = next(more for more in range(size, total + 1) if total % more != 1)
@@ -181,8 +181,13 @@ class Split:
         count = self.plans.training.schedule.num_microbatches
         return self.cutter.make_parts(inputs, count, may_be_fewer)
 
-    def smallest_size(self, total: int) -> int:
-        """Return the microbatch size by which a batch has no more slices than the plan has."""
+    def smallest_size(self, inputs: StepInputs, total: int) -> int:
+        """Return the microbatch size by which a batch has no more slices than the plan has.
+
+        Of packed rows each is one slice.
+        """
+        if self.cutter.packs_rows(inputs.kind):
+            return 1
         return -(-total // self.plans.training.schedule.num_microbatches)
 
     def _blame_cutting(self, error: Exception, inputs: StepInputs, total: int, size: int) -> None:
@@ -198,10 +203,23 @@ class Split:
             f"with drop_last=True"
         ) from error
 
-    def shares(self, slices: list[Microbatch]) -> tuple[list[int], Sequence[Any]]:
+    def shares(
+        self, inputs: StepInputs, slices: list[Microbatch]
+    ) -> tuple[list[int], Sequence[Any]]:
         """Return the samples of a batch's slices, and their shares in its means."""
-        sizes = [cut.num_samples for cut in slices]
-        return sizes, self.weights.shares([cut.part for cut in slices], sizes)
+        sizes, is_packed = [cut.num_samples for cut in slices], self.cutter.packs_rows(inputs.kind)
+        return sizes, self.weights.shares([cut.part for cut in slices], sizes, is_packed)
+
+    def share_of_replica(self, slices: list[Microbatch]) -> Any:
+        """Return what this replica's part of a training batch weighs; 1 is the mean.
+
+        All replicas call it. Batches of packed rows weigh by their labels, others alike.
+        """
+        if self.group.num_replicas == 1 or not self.cutter.packs_rows("training_step"):
+            return 1.0
+        own = self.weights.total([cut.part for cut in slices])
+        of_all = self.group.replicas.gather_tensor(own, differentiable=False)
+        return own * len(of_all) / of_all.sum()
 
     # From the first training batch to the end
 

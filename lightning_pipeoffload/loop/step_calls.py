@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
 
 from lightning_pipeoffload.loop.stops import JointStop
 from lightning_pipeoffload.metrics.log_capture import LogCapture, ignore_log
@@ -117,6 +118,10 @@ class StepCalls:
     def log(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log once for the whole batch what its steps have logged; see :class:`StepOutput`."""
         self._capture.replay(sizes, shares)
+
+    def take_logged(self) -> list[Tensor]:
+        """Return the tensors that the steps have logged, and log none of them."""
+        return self._capture.take_tensors()
 
 
 class QuietLogger:

@@ -71,6 +71,13 @@ class LogCapture:
             self._log_once(name, entries, sizes, shares)
         self._metrics.forget()
 
+    def take_tensors(self) -> list[Tensor]:
+        """Return the tensors that were logged, and log none of them."""
+        calls, self._calls, self._num_passes = self._calls, {}, 0
+        self._metrics.forget()
+        values = (call.value for entries in calls.values() for call in entries)
+        return [value for value in values if isinstance(value, Tensor)]
+
     def _log_once(
         self, name: str, entries: list[_Call], sizes: Sequence[int], shares: Sequence[Any]
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.loop.data import count_seen, leave_out_seen
+from lightning_pipeoffload.loop.data import count_seen, leave_group_samplers, leave_out_seen
 from lightning_pipeoffload.loop.lightning_patches import (
     BackwardInStep,
     LaterSteps,
@@ -142,7 +142,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._connect(module)
-        self._join_loaders(trainer)
+        leave_group_samplers(trainer)
         self._join_evaluations(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             with explaining_optimizers():
@@ -174,13 +174,6 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         self._run = OnDemandRun(module, self._world, make_transport, replicas)
         self._training = MinibatchTraining(
             module, self.precision_plugin, self._run, self.world_size, device
-        )
-
-    def _join_loaders(self, trainer: Trainer) -> None:
-        connector = trainer._data_connector
-        # Private: Lightning's decision to put its own sampler into a loader.
-        connector._requires_distributed_sampler = partial(  # type: ignore[method-assign]
-            _requires_distributed_sampler, type(connector)._requires_distributed_sampler, connector
         )
 
     def _join_evaluations(self, trainer: Trainer) -> None:
@@ -350,10 +343,3 @@ def _reads_minibatches(loader: DataLoader[Any]) -> bool:
 
 def _reads_ungrouped(loader: DataLoader[Any]) -> bool:
     return _reads_minibatches(loader) and not isinstance(loader.collate_fn, MinibatchCollate)
-
-
-def _requires_distributed_sampler(
-    plain: Callable[[Any, DataLoader[Any]], bool], connector: Any, loader: DataLoader[Any]
-) -> bool:
-    """Return False for a loader that already reads this rank's part; else ask Lightning."""
-    return not _reads_minibatches(loader) and plain(connector, loader)

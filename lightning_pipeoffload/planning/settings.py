@@ -289,7 +289,11 @@ class PipelineSettings:
         return self.make_schedule(num_ranks, fixed.num_microbatches if fixed else 2 * num_ranks)
 
     def choose_num_microbatches(
-        self, num_ranks: int, batch_size: int, least_samples: int = 1
+        self,
+        num_ranks: int,
+        batch_size: int,
+        least_samples: int = 1,
+        has_packed_rows: bool = False,
     ) -> int:
         """Choose how many microbatches the first batch is cut into.
 
@@ -297,6 +301,7 @@ class PipelineSettings:
             num_ranks: The number of ranks of the pipeline.
             batch_size: The samples of the batch; 0: ``make_microbatches`` cuts it, whatever it has.
             least_samples: The samples that a microbatch needs, where the number is chosen.
+            has_packed_rows: Whether each sample is a row of packed texts, which is a microbatch.
 
         Raises:
             ValueError: The batch cannot be cut so.
@@ -306,6 +311,8 @@ class PipelineSettings:
             wanted = self.num_microbatches
         elif fixed:
             wanted = fixed.num_microbatches
+        elif has_packed_rows:
+            wanted = batch_size
         else:
             wanted = self._legal_divisor(num_ranks, batch_size, least_samples)
         if batch_size % wanted:
@@ -313,6 +320,11 @@ class PipelineSettings:
                 f"a first batch of {batch_size} samples cannot be cut into {wanted} equal "
                 f"microbatches; use a batch_size that is a multiple of {wanted}, or another "
                 f"num_microbatches"
+            )
+        if has_packed_rows and wanted != batch_size:
+            raise ValueError(
+                f"the schedule has {wanted} microbatches, and a batch has {batch_size} packed "
+                f"rows, each of which is one; set num_rows={wanted}"
             )
         return wanted
 

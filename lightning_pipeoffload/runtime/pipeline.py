@@ -7,7 +7,8 @@ sanity check, the training step) can still add a parameter to a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -331,6 +332,15 @@ class Pipeline:
         for record in new:
             record.has_run = True
         return slices
+
+    @contextmanager
+    def keeping_batch(self) -> Iterator[None]:
+        """Go on afterwards with the batch that was cut last, whatever is cut meanwhile."""
+        before = self.is_new, self.batch_records
+        try:
+            yield
+        finally:
+            self.is_new, self.batch_records = before
 
     @property
     def batch_flops(self) -> int:

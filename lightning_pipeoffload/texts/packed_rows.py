@@ -234,6 +234,11 @@ class PackedRows:
         return tokens, torch.cat([ignored, labels[1:]])
 
 
+def find_texts(position_ids: Tensor) -> list[int]:
+    """Return where the texts of a row begin, and what they leave of it."""
+    return position_ids.flatten().eq(0).nonzero().flatten().tolist()
+
+
 def _check_sizes(num_rows: int, max_tokens: int) -> None:
     for name, value in (("num_rows", num_rows), ("max_tokens", max_tokens)):
         if type(value) is not int or value < 1:

@@ -1,0 +1,171 @@
+"""What batches of packed rows need: settings by which a row is a microbatch, and texts kept apart.
+
+A model that looks past a text's start trains on mixed texts, which no error would show. So the
+first row of two texts runs twice, with other tokens in its first text, and only the labels of its
+second one: the loss must be the same, to the bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_pipeoffload.loop.split import Split
+from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
+from lightning_pipeoffload.texts.packed_rows import find_texts
+
+log = logging.getLogger(__name__)
+
+_ROUNDING = 2e-6  # of differences of losses in float32
+_ROUTERS = (
+    "the loss of the experts' routers in %s is over all texts of a row, not over each alone: it "
+    "is %.1e of the loss that changes with another text of the row"
+)
+
+
+class PackedRowCheck:
+    """Checks once for each kind of step that texts of a row do not see each other.
+
+    Args:
+        module: The module.
+        steps: Its steps.
+        split: The module as it is cut.
+        evaluate: Runs the forwards of a batch; all ranks call it.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        steps: StepCalls,
+        split: Split,
+        evaluate: Callable[[StepInputs], StepOutput],
+    ) -> None:
+        self._module, self._steps = module, steps
+        self._split, self._evaluate = split, evaluate
+        self._done: set[str] = set()
+
+    def check(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare a batch's steps on two texts of a row, where it is one of packed rows.
+
+        Args:
+            kind: The kind of step ("training_step").
+            args: Its positional arguments.
+            kwargs: The others.
+
+        Raises:
+            ValueError: A text's loss depends on the text before it.
+        """
+        if kind in self._done or not self._split.cutter.packs_rows(kind):
+            return
+        inputs = self._steps.inputs(kind, args, kwargs)
+        rows = rows_that_differ(inputs.batch)
+        if not self._split.group.world.agree(rows is not None, unanimous=True):
+            return  # until each replica has a row of two texts
+        self._done.add(kind)
+        assert rows is not None
+        if any(map(_has_routers, self._module.modules())):
+            rows += [*map(with_other_labels, rows)]
+        kept = self._split.pipeline.keeping_batch(), leaving_no_trace(self._module, ())
+        with kept[0], kept[1], torch.no_grad():
+            self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
+
+    def _numbers_of(self, inputs: StepInputs) -> list[float]:
+        done = self._evaluate(inputs)
+        found = [*tensors_in(done.value), *self._steps.take_logged()]
+        return [float(tensor) for tensor in found if tensor.numel() == 1]
+
+    def _compare(self, kind: str, numbers: list[list[float]]) -> None:
+        group = self._split.group
+        # A loss of routers does not depend on labels: it is no part of what other labels change.
+        first, second, *others = numbers
+        of_all = [_difference(first, second), _difference(first, second, *others)]
+        found = group.world.gather(of_all)
+        most, without_routers = (max(values) for values in zip(*found, strict=True))
+        if not most:
+            return
+        if others and without_routers < _ROUNDING:
+            if group.reports:
+                log.warning(_ROUTERS, kind, most)
+            return
+        raise ValueError(
+            f"in {kind} the texts of a packed row see each other: {most:.1e} of a text's loss "
+            f"changes with the tokens of the text before it; the model must find where texts begin "
+            f"by position_ids: give a Hugging Face model use_cache=False and no attention_mask; "
+            f"one without such attention (Mamba, Bloom, OPT) trains on padded batches"
+        )
+
+
+def _difference(
+    first: list[float],
+    second: list[float],
+    first_by_others: list[float] | None = None,
+    second_by_others: list[float] | None = None,
+) -> float:
+    """Return the largest relative difference of two texts' numbers.
+
+    Of numbers by other labels, the differences to these are compared.
+    """
+    zeros = [0.0] * len(first)
+    of_other = first_by_others or zeros, second_by_others or zeros
+    numbers = zip(first, second, *of_other, strict=True)
+    return max((abs((a - c) - (b - d)) / (abs(a) or 1.0) for a, b, c, d in numbers), default=0.0)
+
+
+def _has_routers(part: Any) -> bool:
+    return bool(getattr(getattr(part, "config", None), "output_router_logits", False))
+
+
+def rows_that_differ(batch: Any) -> list[Any] | None:
+    """Return two batches of a row in which only the first text differs; None: no row serves.
+
+    Only the second text has labels.
+
+    Raises:
+        ValueError: The batch has no positions by which a model could tell texts apart.
+    """
+    if not isinstance(batch, Mapping) or not {"input_ids", "position_ids", "labels"} <= {*batch}:
+        raise ValueError(
+            "a batch of PackedRows has come to the step without its input_ids, position_ids and "
+            "labels, by which the texts of a row are told apart; leave them as they are"
+        )
+    size = len(batch["input_ids"])
+    for number in range(size):
+        row = {name: _row_of(value, number, size) for name, value in batch.items()}
+        tokens = row["input_ids"].cpu()
+        starts = find_texts(row["position_ids"].cpu())
+        labels = row["labels"].cpu()
+        others = tokens.unique()
+        if len(starts) < 2 or len(others) < 2:
+            continue
+        start, end = [*starts, tokens.numel()][1:3]
+        first, second = slice(0, start), slice(start, end)
+        kept = torch.full_like(labels, -100)
+        kept[:, second] = labels[:, second]
+        if bool(kept.eq(-100).all()):
+            continue
+        changed = tokens.clone()
+        places = torch.searchsorted(others, tokens[:, first])
+        changed[:, first] = others[(places + 1) % len(others)]
+        device = row["labels"].device
+        row["labels"] = kept.to(device)
+        return [row, {**row, "input_ids": changed.to(device)}]
+    return None
+
+
+def with_other_labels(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with another label for each one that counts."""
+    labels = row["labels"]
+    return {**row, "labels": labels.where(labels.eq(-100), (labels - 1).abs())}
+
+
+def _row_of(value: Any, number: int, size: int) -> Any:
+    has_rows = isinstance(value, Tensor) and value.dim() and len(value) == size
+    return value[number : number + 1] if has_rows else value

@@ -1,0 +1,188 @@
+"""Fits of packed rows: each text as if it were alone, on any number of ranks and replicas."""
+
+import random
+from itertools import islice
+
+import lightning as L
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_pipeoffload import MinibatchSampler, PackedRows, PackedRowsSampler
+from lightning_pipeoffload.processes.joint_processes import forget_replica, set_replica
+from tests.support import fits
+from tests.support.pairs import slow
+
+ROWS, TOKENS = 4, 24
+DRAWS = random.Random(7)
+TEXTS = [[DRAWS.randrange(1, 48) for _ in range(DRAWS.randint(3, 16))] for _ in range(60)]
+ITEMS = [
+    # some with a prompt that the loss leaves out
+    {"input_ids": text, "labels": text if n % 3 else [-100, -100, *text[2:]]}
+    for n, text in enumerate(TEXTS)
+]
+BY_TOKENS = {"microbatch_weight": "tokens"}
+
+
+class Texts(L.LightningModule):
+    def __init__(self, use_cache=False, dropout=0.0, shifts_labels=False):
+        super().__init__()
+        torch.manual_seed(3)
+        config = LlamaConfig(
+            vocab_size=48,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            use_cache=use_cache,
+            attention_dropout=dropout,
+        )
+        self.model = LlamaForCausalLM(config).double()
+        self.shifts_labels = shifts_labels
+        self.read = []
+
+    def loss(self, batch, reduction="mean"):
+        logits, labels = self.model(**{**batch, "labels": None}).logits, batch["labels"]
+        if not self.shifts_labels:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        # Hugging Face's own loss is in float32
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.read.append(batch["input_ids"].tolist())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def sampler():
+    return PackedRowsSampler([len(text) for text in TEXTS], ROWS, TOKENS, seed=5)
+
+
+def loader(shifts_labels=False):
+    collate = PackedRows(ROWS, TOKENS, shifts_labels)
+    return DataLoader(ITEMS, batch_sampler=sampler(), collate_fn=collate)
+
+
+def fit(num_devices, options, module_options, folder, num_steps=2, **trainer_options):
+    module = Texts(**module_options)
+    trainer = fits.trainer(num_devices, BY_TOKENS | options, max_steps=num_steps, **trainer_options)
+    trainer.fit(module, loader(module.shifts_labels), loader(module.shifts_labels))
+    trainer.save_checkpoint(f"{folder}/last.ckpt", weights_only=True)
+    report = trainer.strategy.report()
+    return {"read": module.read, "num_microbatches": report["num_microbatches"]}
+
+
+def fit_each_text_alone(num_replicas):
+    """Return the weights after two steps in which each text is a batch of its own."""
+    module = Texts()
+    optimizer, batches = module.configure_optimizers(), []
+    for replica in range(num_replicas):
+        set_replica(replica, num_replicas)
+        batches.append([*islice(sampler(), 2)])
+    forget_replica()
+    for texts in zip(*batches, strict=True):
+        items = [ITEMS[index] for part in texts for index in part]
+        inputs = [{name: torch.tensor([value]) for name, value in item.items()} for item in items]
+        total = sum(int(each["labels"][:, 1:].ne(-100).sum()) for each in inputs)
+        (sum(module.loss(each, "sum") for each in inputs) / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "options", "module_options"),
+    [
+        (4, {"data_parallel_size": 2, "schedule": "zb_h1"}, {}),
+        slow((1, {"schedule": "1f1b"}, {})),
+        slow((2, {"schedule": "zb_v"}, {"shifts_labels": True})),
+        slow((2, {"schedule": "auto"}, {})),
+    ],
+)
+def test_texts_train_as_if_each_was_alone(ranks, tmp_path, num_devices, options, module_options):
+    done = ranks(num_devices).run(fit, num_devices, options, module_options, str(tmp_path))
+    assert done[0]["num_microbatches"] == ROWS
+    found = dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
+    alone = fit_each_text_alone(options.get("data_parallel_size", 1))
+    torch.testing.assert_close(found, dict(alone), rtol=1e-12, atol=1e-14)
+
+
+def resume(num_devices, folder):
+    """Fit an epoch at once, and in two fits; return what each has read."""
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "enable_checkpointing": False}
+    whole = fit(num_devices, {"schedule": "1f1b"}, {}, folder, num_steps=6, **options)["read"]
+    first, second = Texts(), Texts()
+    for module, steps, path in ((first, 2, None), (second, 6, f"{folder}/within.ckpt")):
+        trainer = fits.trainer(
+            num_devices, BY_TOKENS | {"schedule": "1f1b"}, max_steps=steps, **options
+        )
+        callback = L.pytorch.callbacks.ModelCheckpoint(folder, "within", every_n_train_steps=2)
+        trainer.callbacks.append(callback)
+        trainer.fit(module, loader(), ckpt_path=path)
+    return whole, [*first.read, *second.read]
+
+
+def test_an_epoch_that_is_resumed_reads_each_text_once(ranks, tmp_path):
+    whole, parts = ranks(2).run(resume, 2, str(tmp_path))[0]
+    assert parts == whole
+
+
+@pytest.mark.parametrize("kind", ["training_step", slow("validation_step")])
+def test_a_model_that_looks_past_a_texts_start_is_refused(kind):
+    module = Texts(use_cache=True, dropout=0.5)
+    trainer = fits.trainer(1, BY_TOKENS, max_steps=1, num_sanity_val_steps=2)
+    validation = loader() if kind == "validation_step" else None
+    with pytest.raises(ValueError, match=f"in {kind} the texts of a packed row see each other"):
+        trainer.fit(module, loader(), validation)
+
+
+def test_what_runs_for_the_check_leaves_no_trace():
+    """A module that counts its steps, and draws in them, trains as without the check."""
+
+    class Counting(Texts):
+        num_steps = 0
+
+        def training_step(self, batch, batch_idx):
+            self.num_steps += 1
+            loss = super().training_step(batch, batch_idx) * (1 + torch.rand(()))
+            self.log("loss", loss)
+            return loss
+
+    module = Counting()
+    trainer = fits.trainer(1, BY_TOKENS | {"schedule": "1f1b"}, max_steps=1)
+    trainer.fit(module, loader())
+    assert module.num_steps == ROWS
+    assert set(trainer.logged_metrics) == {"loss"}
+
+
+def with_torchs_collate():
+    return DataLoader(ITEMS, batch_sampler=sampler())
+
+
+def of_minibatches():
+    return DataLoader(ITEMS, batch_sampler=MinibatchSampler([5] * len(ITEMS), 16))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (loader, {}, 'give the strategy microbatch_weight="tokens"'),
+        (loader, BY_TOKENS | {"num_microbatches": 2}, "num_microbatches=2 with PackedRows"),
+        (loader, BY_TOKENS | {"make_microbatches": lambda b, n: [b]}, "leave out make_microbatch"),
+        (with_torchs_collate, BY_TOKENS, "collate_fn=default_collate do not go together"),
+        (of_minibatches, BY_TOKENS, "MinibatchSampler makes minibatches for strategy=.odc."),
+    ],
+)
+def test_settings_that_do_not_go_with_packed_rows_are_refused(make, options, message):
+    trainer = fits.trainer(1, options, max_steps=1)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(Texts(), make())
