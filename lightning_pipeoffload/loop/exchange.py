@@ -7,7 +7,8 @@ the next, and no rank waits::
     end of batch 8   send                           read the maximum of those of batch 7
 
 The vector is reduced by its maximum. Numbers that have to be alike are sent with their complement:
-the maximum of both shows the minimum too.
+the maximum of both shows the minimum too. Within a batch the root sends one number of its own, when
+its last step has ended, which the others read at the batch's end.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Exchange:
         self._batch = self._before = _Batch()
         self._sent: _Sent | None = None
         self._flags_of_all, self._all_stop = Flags(), False
+        self._of_root: Callable[[], int] | None = None
 
     def note(self, batch: Any, kind: str) -> None:
         """Start to compute the checksum of a batch, which errors call ``kind``."""
@@ -134,6 +136,15 @@ class Exchange:
         self.pop_flags()
         # A wish to stop is sent again as long as it stands: only the last one counts.
         return before.merged(last)._replace(stops=last.stops)
+
+    def start_from_root(self, number: int = 0) -> None:
+        """Start to send the root's number to its pipeline, before the batch's end."""
+        self._of_root = self._group.start_sharing(number, self._group.root)
+
+    def from_root(self) -> int:
+        """Wait for the number that was sent last, once; 0 where none was."""
+        of_root, self._of_root = self._of_root, None
+        return 0 if of_root is None else of_root()
 
     def _send(self, flags: Flags, batch: _Batch, options: StepOptions | None) -> None:
         digest = 0 if options is None else options.digest()

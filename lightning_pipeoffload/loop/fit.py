@@ -268,7 +268,7 @@ class Fit:
         stop = clocks = arrivals = requeue = None
         if board is not None and self._trains:
             assert strategy.metrics_store is not None
-            stop = JointStop(self._trainer, group, self._exchange)
+            stop = JointStop(self._trainer, self._exchange, group.is_root)
             clocks = Clocks(self._trainer, self._exchange)
             self._at_end.callback(clocks.remove)
             arrivals = Arrivals(strategy.metrics_store, group)

@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_pipeoffload.loop.exchange import Exchange
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 
 
@@ -26,30 +25,26 @@ class JointStop:
     step sets behind the blocks, on the last stage, reaches the others before they end that batch.
     """
 
-    def __init__(self, trainer: Trainer, group: PipelineGroup, exchange: Exchange) -> None:
-        self._trainer, self._group, self._exchange = trainer, group, exchange
+    def __init__(self, trainer: Trainer, exchange: Exchange, is_root: bool) -> None:
+        self._trainer, self._exchange, self._is_root = trainer, exchange, is_root
         self._wants = self._any_stopped = False
         self._num_steps = 0
-        self._of_root: Callable[[], int] | None = None
 
     def start_batch(self, num_microbatches: int) -> None:
         self.wants()  # of the same batch, if an optimizer evaluates it again
-        self._num_steps = num_microbatches if self._group.is_root else 0
-        if not self._group.is_root:
-            self._of_root = self._group.start_sharing(0, self._group.root)
+        self._num_steps = num_microbatches if self._is_root else 0
+        if not self._is_root:
+            self._exchange.start_from_root()
 
     def end_step(self) -> None:
         """Count a microbatch whose step has come to its end; called on the last stage."""
         self._num_steps -= 1
         if self._num_steps == 0:
-            self._of_root = self._group.start_sharing(
-                self._wants or self._trainer.should_stop, self._group.root
-            )
+            self._exchange.start_from_root(self._wants or self._trainer.should_stop)
 
     def wants(self) -> bool:
         """Whether this rank wants to stop, or the last stage's step did."""
-        of_root, self._of_root = self._of_root, None
-        if of_root is not None and of_root():
+        if self._exchange.from_root():
             self._wants = True
         return self._wants or self._trainer.should_stop
 
