@@ -125,6 +125,8 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         gradient_accumulation_fusion: Whether W adds products of bfloat16 or float16 to float32
             gradients in one pass, under mixed precision or ``grad_dtype``; where the device cannot,
             in two. It rounds once instead of twice, so that bits differ from autograd's.
+        derive_lengths: Whether the shapes inside a step are derived for a batch of a new length,
+            from batches of other lengths that agree; False: the step is traced for each length.
         solver_seconds: Limit of the solver of schedule="optpipe", a process of its own at low
             priority while training goes on; better plans are adopted between two steps.
         plan_cache: Folder of plans that were found, by a solver or as the best of all families;
@@ -176,6 +178,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         master_weights: str | None = None,
         compile: bool | Mapping[str, Any] = False,
         gradient_accumulation_fusion: bool = False,
+        derive_lengths: bool = True,
         solver_seconds: float = 60.0,
         plan_cache: str | PathLike[str] | None = None,
         save_distributed_checkpoint: bool = False,
@@ -217,6 +220,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
             host_memory_limit=host_memory_limit,
             compile=compile,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            derive_lengths=derive_lengths,
             solver_seconds=solver_seconds,
             plan_cache=plan_cache,
         )

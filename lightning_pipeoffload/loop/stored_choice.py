@@ -112,7 +112,7 @@ class ChoiceStore:
 
 def digest_work(record: StepRecord) -> str:
     """Return a digest of a step's operations, their shapes and numbers."""
-    return sha256("".join(record.work).encode()).hexdigest()
+    return sha256(repr(record.work).encode()).hexdigest()
 
 
 def _name_of(optimizer: Any) -> str:

@@ -79,6 +79,7 @@ class PipelineSettings:
     host_memory_limit: int | str | None = None
     compile: bool | Mapping[str, Any] = False
     gradient_accumulation_fusion: bool = False
+    derive_lengths: bool = True
     solver_seconds: float = 60.0
     plan_cache: str | PathLike[str] | None = None
 
@@ -92,6 +93,7 @@ class PipelineSettings:
         check_flag("per_parameter_optimizer", self.per_parameter_optimizer)
         check_flag("optimizer_offload", self.optimizer_offload)
         check_flag("gradient_accumulation_fusion", self.gradient_accumulation_fusion)
+        check_flag("derive_lengths", self.derive_lengths)
         is_known = self.master_weights in (None, "float32")
         _require(is_known, "master_weights", '"float32" or None', self.master_weights)
         if self.master_weights is not None and not self.optimizer_offload:
@@ -220,6 +222,7 @@ class PipelineSettings:
             group.replicas.first,
             self.compile,
             self.gradient_accumulation_fusion,
+            self.derive_lengths,
         )
 
     @property

@@ -121,7 +121,8 @@ class Pipeline:
         flops_of_one: Operations per unit of ``costs``.
         segment_costs: The costs of each segment, once the chain is cut.
         batch_records: The records of the microbatches of the last batch that was cut.
-        is_new: Whether the last batch that was cut has a microbatch whose shapes are new.
+        is_new: Whether the last batch that was cut has a microbatch of new shapes: some dimension
+            is larger than in all that ran.
         before_trace: Called before a step is traced.
 
     Raises:
@@ -166,7 +167,11 @@ class Pipeline:
     def _cut_at(self, chain: BlockChain) -> None:
         self.chain = chain
         self.compiler = BlockCompiler(self.module, chain.blocks, self.settings.compile)
-        self.records = StepRecords(self.module, chain, self.device, lambda: self.before_trace())
+        self.records = StepRecords(
+            *(self.module, chain, self.device),
+            lambda: self.before_trace(),
+            self.settings.derive_lengths,
+        )
         self._forget_cut()
         self._know_parameters()
 

@@ -22,6 +22,7 @@ BAD_ARGUMENTS = {
     "optimizer_offload": (1, "optimizer_offload must be True or False, not 1"),
     "master_weights": ("float32", 'master_weights="float32" .* set optimizer_offload=True'),
     "gradient_accumulation_fusion": (None, "must be True or False, not None"),
+    "derive_lengths": ("auto", "must be True or False, not 'auto'"),
     "sharding": ("gradients", "sharding must be .*, not 'gradients'"),
     "solver_seconds": (-1, "solver_seconds .* must be a number from 0 on"),
     "plan_cache": (5, "plan_cache must be the path of a folder, or None, not 5"),

@@ -9,6 +9,7 @@ the next microbatch repeats these alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.leaves import map_operands, tensors_in
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes
+from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes, memory_of
 
 
 @dataclass(frozen=True)  # no tuple, which would be mapped
@@ -31,6 +32,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: list[int]
+    written: list[int]
     answer: bool | None  # the boolean that it returns
 
 
@@ -39,12 +41,13 @@ class BatchFlags:
 
     Attributes:
         answers: Their values in the trace, in order.
+        calls: The operations that lead from the batch to them.
         is_repeatable: Whether they depend on nothing else that changes, such as random numbers.
     """
 
     def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
         self.is_repeatable = True
-        self._calls: list[_Call] = []
+        self.calls: list[_Call] = []
         self._constants: dict[int, Tensor] = {}  # that the step writes, before that
         self._writes = False
         self._alive: list[Tensor] = []
@@ -52,26 +55,32 @@ class BatchFlags:
         for leaf in leaves:
             self._number(leaf)
 
+    def with_calls(self, calls: list[_Call]) -> BatchFlags:
+        """Return the booleans of a batch of other lengths."""
+        flags = copy(self)
+        flags.calls = calls
+        return flags
+
     @property
     def answers(self) -> tuple[bool, ...]:
-        return tuple(call.answer for call in self._calls if call.answer is not None)
+        return tuple(call.answer for call in self.calls if call.answer is not None)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation, and record it if it depends on the batch."""
         given = tensors_in((args, kwargs))
         if not any(id(tensor) in self._numbers for tensor in given) or has_shapes((args, kwargs)):
             return func(*args, **kwargs)
-        for tensor in written_arguments(func, args, kwargs):
-            if isinstance(tensor, Tensor):
-                self._writes = True
-                if id(tensor) not in self._numbers:
-                    self._constants[self._number(tensor)] = tensor.clone()
+        written = tensors_in([*written_arguments(func, args, kwargs)])
+        for tensor in written:
+            if id(tensor) not in self._numbers:
+                self._constants[self._number(tensor)] = tensor.clone()
         operands = map_operands(self._describe, args), map_operands(self._describe, kwargs)
         result = func(*args, **kwargs)
         answer = result if isinstance(result, bool) else None
         if isinstance(result, bool) or (made := tensors_in(result)):
             numbers = [] if isinstance(result, bool) else [*map(self._number, made)]
-            self._calls.append(_Call(func, *operands, numbers, answer))
+            writes = [*map(self._number, written)]
+            self.calls.append(_Call(func, *operands, numbers, writes, answer))
         return result
 
     def _number(self, tensor: Tensor) -> int:
@@ -86,24 +95,27 @@ class BatchFlags:
 
     def finish(self) -> None:
         """Drop all operations that lead to no boolean."""
+        memory = [*map(memory_of, self._alive)] if any(c.written for c in self.calls) else []
         self._numbers.clear()
         self._alive.clear()
         needed: set[int] = set()
         calls: list[_Call] = []
-        for call in reversed(self._calls):
-            # A write may reach others by shared memory.
-            is_kept = calls and self._writes
-            if is_kept or call.answer is not None or not needed.isdisjoint(call.made):
+        for call in reversed(self.calls):
+            leads = call.answer is not None or not needed.isdisjoint(call.made)
+            # A write reaches others by shared memory.
+            if leads or {memory[n] for n in call.written} & {memory[n] for n in needed if memory}:
                 calls.append(call)
                 map_operands(lambda leaf: _add(leaf, needed), (call.args, call.kwargs))
-        self._calls = calls[::-1]
+        self.calls = calls[::-1]
+        self._writes = any(call.written for call in calls)
+        self._constants = {n: value for n, value in self._constants.items() if n in needed}
         draws = torch.Tag.nondeterministic_seeded
         self.is_repeatable = not any(draws in getattr(c.func, "tags", ()) for c in calls)
 
     @torch.no_grad()
     def agree(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether a microbatch with these tensors has the same booleans."""
-        if not self._calls:
+        if not self.calls:
             return True
         values = dict(enumerate(leaves)) | self._constants
         if self._writes:
@@ -112,7 +124,7 @@ class BatchFlags:
         def fill(leaf: Any) -> Any:
             return values[leaf.value] if isinstance(leaf, _Number) else leaf
 
-        for call in self._calls:
+        for call in self.calls:
             found = call.func(*map_operands(fill, call.args), **map_operands(fill, call.kwargs))
             if call.answer is None:
                 values.update(zip(call.made, tensors_in(found), strict=True))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.cut.record import SegmentDigest, StepRecord
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit, options_of
@@ -28,6 +28,7 @@ from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 aten = torch.ops.aten
 
+_PRIME, _FACTOR = (1 << 61) - 1, 1_000_000_007
 _DEPTH = 3  # of containers and objects in an attribute
 _PLAIN = (bool, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
@@ -42,14 +43,18 @@ class SegmentWork:
     """
 
     def __init__(self, num_segments: int) -> None:
-        self._found = [sha256() for _ in range(num_segments)]
+        self._forms = [sha256() for _ in range(num_segments)]
+        self._others = [sha256() for _ in range(num_segments)]
+        self._sizes = [0] * num_segments
+        self._factors = [1] * num_segments
         self.draws: set[int] = set()
         self._reads: set[int] = set()
 
     @property
-    def digests(self) -> list[str]:
-        """A digest of each segment's work, the same in all processes."""
-        return [found.hexdigest() for found in self._found]
+    def digests(self) -> list[SegmentDigest]:
+        """A digest of each segment's work."""
+        found = zip(self._forms, self._sizes, self._others, strict=True)
+        return [SegmentDigest(f.hexdigest(), sizes, o.hexdigest()) for f, sizes, o in found]
 
     @property
     def by_chance(self) -> set[int]:
@@ -68,19 +73,48 @@ class SegmentWork:
 
     def add_values(self, segment: int, name: str, values: Any) -> None:
         """Add what a name stands for: an operation's arguments, or a block's."""
+        form: list[Any] = [name]
+        sizes: list[int] = []
+        others: list[Any] = []
         with torch._C.DisableTorchFunction():  # private: this is no call of the step's
-            described = [_describe_argument(leaf) for leaf in leaves_of(values)]
-        self._found[segment].update(repr((name, described)).encode())
+            for leaf in leaves_of(values):
+                if isinstance(leaf, Tensor):
+                    sizes += leaf.shape
+                    form += leaf.dim(), *_describe_kind(leaf)
+                elif type(leaf) is int:
+                    sizes.append(leaf)
+                    form.append(int)
+                elif isinstance(leaf, torch.Size):
+                    sizes += leaf
+                    form.append(len(leaf))
+                elif isinstance(leaf, (float, complex)):
+                    others.append(leaf)
+                    form.append(float)
+                else:
+                    form.append(leaf if isinstance(leaf, (int, *_PLAIN)) else type(leaf).__name__)
+        self._forms[segment].update(repr(form).encode())
+        if others:
+            self._others[segment].update(repr(others).encode())
+        self._add_sizes(segment, sizes)
 
+    def _add_sizes(self, segment: int, sizes: list[int]) -> None:
+        """Add numbers to a sum with factors that look like chance, so that it tells them apart.
 
-def _describe_argument(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return _describe_tensor(leaf)
-    return leaf if isinstance(leaf, (int, *_PLAIN)) else type(leaf).__name__
+        A sum, as it is a polynomial of lengths where each number is; see derived_records.
+        """
+        factor, total = self._factors[segment], self._sizes[segment]
+        for size in sizes:
+            factor = factor * _FACTOR % _PRIME
+            total += factor * size
+        self._factors[segment], self._sizes[segment] = factor, total
 
 
 def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    return (*tensor.shape, str(tensor.dtype), tensor.device.type, tensor.requires_grad)
+    return *tensor.shape, *_describe_kind(tensor)
+
+
+def _describe_kind(tensor: Tensor) -> tuple[Any, ...]:
+    return str(tensor.dtype), tensor.device.type, tensor.requires_grad
 
 
 def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:

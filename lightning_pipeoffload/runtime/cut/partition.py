@@ -32,6 +32,7 @@ class CutSettings:
     """Returns replica 0's costs of those that each replica passes: all have to cut alike."""
     compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
     gradient_accumulation_fusion: bool = False  # see weight_grad.queue.add_product_in_float32
+    derive_lengths: bool = True  # see derived_records
 
     @property
     def places(self) -> tuple[int, ...]:

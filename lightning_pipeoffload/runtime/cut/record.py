@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from copy import copy
+from dataclasses import InitVar, dataclass, field, fields
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -73,6 +74,14 @@ class HookedSpan(NamedTuple):
 _SHORT = 0.1  # of F's operations
 
 
+class SegmentDigest(NamedTuple):
+    """Stands for the operations of a segment, the same in all processes."""
+
+    form: str  # a digest of all but numbers
+    sizes: int  # a weighted sum of the whole numbers
+    others: str  # a digest of the other numbers
+
+
 class LoggedValue(NamedTuple):
     """One call of a torch function between the blocks."""
 
@@ -117,8 +126,8 @@ class StepRecord:
     weight_flops: list[int] = field(init=False)  # of each segment's weight gradients
     training_flops: int = 0  # of the whole step, forward and backward
     block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
-    work: list[str] = field(default_factory=list)
-    """A digest of each segment's operations, their shapes and numbers; see block_classes."""
+    work: list[SegmentDigest] = field(default_factory=list)
+    """Of each segment's operations, their shapes and numbers."""
     draws: set[int] = field(default_factory=set)  # segments that draw values
     by_chance: set[int] = field(default_factory=set)
     """Those of them that read values."""
@@ -168,6 +177,7 @@ class StepRecord:
     result_counts: frozenset[int] | None = frozenset()
     """Numbers of samples for which the step's result has a row for each; None: it is None."""
 
+    is_derived: bool = False  # see derived_records
     is_known: bool = False  # the pipeline has been cut for it
     has_run: bool = False  # a batch with such a microbatch was cut to run
 
@@ -182,6 +192,35 @@ class StepRecord:
     def holds_for_shapes(self) -> bool:
         """Whether the record is that of any microbatch with the same shapes."""
         return self.sized_in is None and not self.flags.answers
+
+    @property
+    def sized(self) -> tuple[Any, ...]:
+        """All that depends on the lengths of the microbatch."""
+        return *(getattr(self, name) for name in _SIZED), self.flags.calls
+
+    def with_sized(self, sized: tuple[Any, ...]) -> StepRecord:
+        """Return the record of a microbatch of other lengths, given what depends on these."""
+        derived = copy(self)
+        *values, calls = sized
+        for name, value in zip(_SIZED, values, strict=True):
+            setattr(derived, name, value)
+        derived.flags = self.flags.with_calls(calls)
+        derived._carried, derived._payloads = {}, {}
+        derived.is_derived, derived.is_known, derived.has_run = True, False, False
+        return derived
+
+    @property
+    def derivation(self) -> str:
+        """How an error goes on if the record may be at fault."""
+        return _DERIVED if self.is_derived else ""
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """All that records of other lengths have in common."""
+        values = [getattr(self, part.name) for part in fields(self) if part.name not in _APART]
+        segments = {name: frozenset(found) for name, found in self.segments.items() if found}
+        writes = [(write.variable.key, *write[1:]) for write in self.writes]
+        return *values, segments, writes, self.reads.lines, self.reads.common
 
     @property
     def leaves_trace(self) -> bool:
@@ -214,6 +253,21 @@ class StepRecord:
             carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
             self._payloads[block] = [*self.outputs[block - 1].payload, *carried]
         return self._payloads[block]
+
+
+_DERIVED = (
+    "; these shapes were derived from batches of other lengths: if the step treats this length "
+    "differently, set derive_lengths=False, which traces it for each length"
+)
+_SIZED = (
+    *("outputs", "crossings", "work"),
+    *("forward_flops", "input_flops", "weight_flops", "training_flops"),
+)
+_APART = {
+    *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
+    *("is_derived", "is_known", "has_run"),
+    "block_calls",  # blocks are compiled ahead for a length that was traced
+}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
 from lightning_pipeoffload.runtime.cut.checks import CallsError
+from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
@@ -76,6 +77,7 @@ class StepRecords:
         chain: BlockChain,
         device: torch.device,
         before_trace: Callable[[], None] = lambda: None,
+        derives: bool = True,
     ) -> None:
         self._module, self._chain = module, chain
         self.kernels = KernelsOnZeros()
@@ -89,6 +91,8 @@ class StepRecords:
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
         self.known: OrderedDict[Any, StepRecord] = OrderedDict()
         self._ran: set[Any] = set()  # keys of dropped records whose shapes have run
+        self._derives = derives
+        self._families: dict[Any, dict[tuple[bool, ...], RecordFamily]] = {}
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
 
@@ -107,9 +111,12 @@ class StepRecords:
         Raises:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
         """
-        shapes = kind, self._module.training, shape_signature(part)
+        shapes = kind, self._module.training, *split_lengths(shape_signature(part))
         key = shapes, self._find_answers(shapes, part)
         if key in self._sized_in or (key, ()) not in self.known:
+            derived = None if key in self._sized_in else self._derive(shapes, part)
+            if derived is not None:
+                return derived
             self._before_trace()
         trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
         sizes = self._find_sizes(key, trial)
@@ -121,26 +128,46 @@ class StepRecords:
         except CallsError as error:
             raise ValueError(self._with_other_blocks(error, trial)) from None
         key = shapes, record.flags.answers
-        self._flags.setdefault(shapes, {})[record.flags.answers] = record.flags
         if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
             self._sized_in[key] = record.sized_in
             sizes = record.sizes
-        self.known[key, sizes] = record
-        record.has_run = (key, sizes) in self._ran
         record.changes_batch = trial.changes_batch
         record.draws_beside_torch = trial.draws_beside_torch
+        self._keep(key, sizes, record)
         self._compared.add(shapes[:2])
-        if len(self.known) > _MOST_RECORDS:
-            self._drop_oldest()
+        if self._derives:
+            families = self._families.setdefault(shapes[:-1], {})
+            families.setdefault(record.flags.answers, RecordFamily()).add(shapes[-1], record)
         if torch.is_grad_enabled():
             self._note_training(record)
         return record
+
+    def _derive(self, shapes: Any, part: Any) -> StepRecord | None:
+        """Derive the record of a microbatch of new lengths, where no size depends on its values."""
+        for answers, family in self._families.get(shapes[:-1], {}).items():
+            record = family.derive(shapes[-1])
+            if record is not None and record.flags.agree(_tensors_of(part)):
+                self._keep((shapes, answers), (), record)
+                return record
+        return None
+
+    def _keep(self, key: Any, sizes: Any, record: StepRecord) -> None:
+        shapes, answers = key
+        self._flags.setdefault(shapes, {})[answers] = record.flags
+        record.has_run = any(_is_within((key, sizes), other) for other in self._keys_that_ran())
+        self.known[key, sizes] = record
+        if len(self.known) > _MOST_RECORDS:
+            self._drop_oldest()
+
+    def _keys_that_ran(self) -> Iterator[Any]:
+        yield from self._ran
+        yield from (key for key, record in self.known.items() if record.has_run)
 
     def _drop_oldest(self) -> None:
         key, record = self.known.popitem(last=False)
         (shapes, answers), _ = key
         self._flags[shapes].pop(answers, None)
-        if record.has_run:
+        if record.has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
 
     def _with_other_blocks(self, error: CallsError, trial: Callable[[], Any]) -> str:
@@ -269,6 +296,7 @@ class StepRecords:
         self.known.clear()
         self._ran.clear()
         self._flags.clear()
+        self._families.clear()
         self._first_of_training = None
 
     @property
@@ -281,6 +309,14 @@ class StepRecords:
         """Return the operations of W of some segments for the first training microbatch."""
         first = self._first_of_training
         return sum(first.weight_flops[segment] for segment in segments) if first is not None else 0
+
+
+def _is_within(key: Any, other: Any) -> bool:
+    """Whether no length of a microbatch exceeds another one's, with which it agrees else."""
+    ((*kind, lengths), answers), sizes = key
+    ((*others, limits), *_), _ = other
+    agree = (kind, answers, sizes) == (others, other[0][1], other[1])
+    return agree and all(map(int.__le__, lengths, limits))
 
 
 def _first_difference(before: Sequence[LoggedValue], after: _Log) -> LoggedValue | None:

@@ -244,7 +244,7 @@ class ValueTrace(CallCounter):
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._crossings.items():
-            crossing.led_back = self._reach.spans(self._edges[key])
+            crossing.led_back = sorted(self._reach.spans(self._edges[key]))
         outputs = self._record.outputs
         for index, edges in enumerate(self._handed_on):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]

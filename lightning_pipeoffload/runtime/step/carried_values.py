@@ -38,8 +38,11 @@ class CarriedValues(CallCounter):
         counts: Whether the step's calls are to be counted: values are wanted that no block returns.
     """
 
-    def __init__(self, coming: Sequence[Crossing], going: Sequence[Crossing]) -> None:
+    def __init__(
+        self, coming: Sequence[Crossing], going: Sequence[Crossing], derivation: str = ""
+    ) -> None:
         super().__init__()
+        self._derivation = derivation  # see StepRecord
         self._incoming = [crossing.port for crossing in coming if crossing.port]
         self._outgoing = [crossing.port for crossing in going if crossing.port]
         self._wanted = _places({*self._incoming, *self._outgoing})
@@ -72,7 +75,7 @@ class CarriedValues(CallCounter):
         for port, tensor in zip(self._incoming, tensors, strict=True):
             stand_in = self._awaited.get(port)
             if stand_in is None or stand_in.meta.shape != tensor.shape:
-                raise RuntimeError(_ANOTHER_WAY)
+                raise RuntimeError(_ANOTHER_WAY + self._derivation)
             stand_in.receive(tensor)
             self._values[port] = tensor
             mark_as_the_models(tensor)
@@ -85,7 +88,7 @@ class CarriedValues(CallCounter):
             RuntimeError: The step has not made one of these values, unlike in its first run.
         """
         if not self._values.keys() >= set(self._outgoing):
-            raise RuntimeError(_ANOTHER_WAY)
+            raise RuntimeError(_ANOTHER_WAY + self._derivation)
         return [self._values[port] for port in self._outgoing]
 
     def _note(self, call: int, places: Iterable[int], result: Any) -> Any:

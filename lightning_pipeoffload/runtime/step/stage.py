@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
+from lightning_pipeoffload.runtime.step.stage_pass import KnownStep, StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import Left, refuse_late_writes
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.weight_grad.queue import (
@@ -135,19 +135,18 @@ class StageRunner:
                 return output
             alive.loss = loss_in(output)
             return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
-        return self._hand_on(alive, output, known.specs_out)
+        return self._hand_on(alive, output, known)
 
-    def _hand_on(
-        self, alive: _Alive, output: list[Tensor], specs: list[TensorSpec]
-    ) -> list[Tensor]:
+    def _hand_on(self, alive: _Alive, output: list[Tensor], known: KnownStep) -> list[Tensor]:
+        specs = known.specs_out
         if len(output) != len(specs):
-            self._refuse_payload(output, specs)
+            self._refuse_payload(output, known)
         # Without gradients a view of a weight requires one all the same, which never comes.
         trains = torch.is_grad_enabled()
         detached, edges = [], []
         for leaf, spec in zip(output, specs, strict=True):
             if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
-                self._refuse_payload(output, specs)
+                self._refuse_payload(output, known)
             if leaf.requires_grad != spec.requires_grad and trains:
                 self._refuse_frozen()
             detached.append(spec.arrange(leaf.detach()))
@@ -323,11 +322,11 @@ class StageRunner:
             tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
         )
 
-    def _refuse_payload(self, leaves: list[Tensor], specs: list[TensorSpec]) -> NoReturn:
+    def _refuse_payload(self, leaves: list[Tensor], known: KnownStep) -> NoReturn:
         raise RuntimeError(
-            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {specs} was "
-            f"expected from the shapes of the batch; what a block returns must not depend on "
-            f"the values of its input"
+            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {known.specs_out} "
+            f"was expected from the shapes of the batch; what a block returns must not depend on "
+            f"the values of its input{known.record.derivation}"
         )
 
     def _refuse_frozen(self) -> NoReturn:

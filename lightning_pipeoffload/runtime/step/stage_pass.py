@@ -220,7 +220,7 @@ class StagePass:
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
         self._carried = self._counter = None
         if known.coming or known.going:
-            self._carried = CarriedValues(known.coming, known.going)
+            self._carried = CarriedValues(known.coming, known.going, self._record.derivation)
             self._counter = self._carried if self._carried.counts else None
         self._outputs = {} if self._carried else known.outputs
 

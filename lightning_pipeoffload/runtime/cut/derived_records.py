@@ -1,0 +1,226 @@
+"""Records of new lengths, derived from those of steps that were traced at other lengths.
+
+Collators pad to the longest text of a batch, so nearly every batch has lengths of its own, and a
+trace takes longer than a batch of a small model. All whole numbers of a record (shapes, strides,
+operations) are taken to be polynomials of degree two in the lengths: a product of two lengths, as
+in attention, is one. One length needs three traces, two lengths six, and two further ones, which
+have to be what the others say they are; ``min(length, window)`` is not. A record is derived
+between traced lengths only, and only where these are as even as the new one: ``length // 2`` is a
+polynomial of even lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from fractions import Fraction
+from itertools import combinations, combinations_with_replacement
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec  # private: see runtime/leaves
+
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+
+_NUM_FURTHER = 2  # records that those before have to give exactly
+# Other leaves than these are alike if their types are.
+_COMPARED = (
+    *(bool, float, complex, str, bytes, frozenset, torch.dtype, torch.device, TreeSpec),
+    torch._ops.OperatorBase,  # private: the base of all operations
+)
+
+Lengths = tuple[int, ...]
+
+
+def split_lengths(signature: Iterable[Any]) -> tuple[Hashable, Lengths]:
+    """Split the shapes of a microbatch, see ``shape_signature``, into form and lengths.
+
+    The lengths are all dimensions of its tensors but the first ones, which count samples.
+    """
+    form: list[Any] = []
+    lengths: list[int] = []
+    for entry in signature:
+        shape = entry[0] if isinstance(entry, tuple) else None
+        if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
+            form.append((*shape[:1], len(shape), entry[1]))
+            lengths += shape[1:]
+        else:
+            form.append(entry)
+    return tuple(form), tuple(lengths)
+
+
+class RecordFamily:
+    """Records of one kind of step, whose microbatches differ in their lengths only."""
+
+    def __init__(self) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
+        self._lengths: list[Lengths] = []
+        self._span = _Span()
+        self._base: list[list[int]] = []  # the numbers of records that give the others
+        self._first: StepRecord | None = None
+        self._form: Any = None
+        self._num_further = 0
+        self._checked: set[int] = set()  # those of the base that give a further record
+
+    def add(self, lengths: Lengths, record: StepRecord) -> None:
+        """Add a traced record; one that the others do not give replaces them all."""
+        if lengths in self._lengths or record.sized_in is not None:
+            return
+        numbers: list[int] = []
+        form = record.structure, _flatten(record.sized, numbers)
+        weights = self._span.weigh(_powers(lengths))
+        if self._first is not None and not self._gives(form, numbers, weights):
+            self._restart()
+            weights = None
+        self._lengths.append(lengths)
+        if weights is None:
+            if self._first is None:
+                self._first, self._form = record, form
+            self._span.add(_powers(lengths))
+            self._base.append(numbers)
+        else:
+            self._num_further += 1
+            self._checked |= _used(weights)
+
+    def _gives(self, form: Any, numbers: list[int], weights: list[Fraction] | None) -> bool:
+        return form == self._form and (weights is None or self._sum(weights) == numbers)
+
+    def _sum(self, weights: Sequence[Fraction]) -> list[int] | None:
+        """Return the weighted sum of the base's numbers; None if it is not whole."""
+        common = math.lcm(*(weight.denominator for weight in weights))
+        used = [
+            (int(weight * common), numbers)
+            for weight, numbers in zip(weights, self._base, strict=True)
+            if weight
+        ]
+        factors = [factor for factor, _ in used]
+        sums = [
+            sum(map(int.__mul__, factors, column))
+            for column in zip(*(numbers for _, numbers in used), strict=True)
+        ]
+        if any(total % common for total in sums):
+            return None
+        return [total // common for total in sums]
+
+    def derive(self, lengths: Lengths) -> StepRecord | None:
+        """Return the record of a microbatch of these lengths; None: it has to be traced."""
+        if self._num_further < _NUM_FURTHER or not self._is_between(lengths):
+            return None
+        weights = self._span.weigh(_powers(lengths))
+        if weights is None or not _used(weights) <= self._checked:
+            return None
+        numbers, first = self._sum(weights), self._first
+        if numbers is None or first is None:
+            return None
+        return first.with_sized(_fill(first.sized, iter(numbers)))
+
+    def _is_between(self, lengths: Lengths) -> bool:
+        """Whether each length, sum and difference of two is between traced ones, and as even."""
+        columns = dict.fromkeys(zip(lengths, *self._lengths, strict=True))
+        for found, *traced in _compared([*columns]):
+            if not min(traced) <= found <= max(traced):
+                return False
+            step = math.gcd(*(each - traced[0] for each in traced))
+            if step and (found - traced[0]) % step:
+                return False
+        return True
+
+
+def _used(weights: Sequence[Fraction]) -> set[int]:
+    return {index for index, weight in enumerate(weights) if weight}
+
+
+def _powers(lengths: Lengths) -> list[int]:
+    ones = 1, *lengths
+    return [a * b for a, b in combinations_with_replacement(ones, 2)]
+
+
+def _compared(columns: list[Lengths]) -> Iterator[Iterable[int]]:
+    """Yield what steps compare: lengths, and sums and differences of two."""
+    yield from columns
+    for a, b in combinations(columns, 2):
+        yield map(int.__add__, a, b)
+        yield map(int.__sub__, a, b)
+
+
+@dataclass
+class _Reduced:
+    pivot: int
+    row: list[Fraction]
+    weights: list[Fraction]  # by which it is a sum of the rows
+
+
+class _Span:
+    """The weighted sums of some rows, which are independent."""
+
+    def __init__(self) -> None:
+        self._reduced: list[_Reduced] = []
+
+    def weigh(self, row: Sequence[int]) -> list[Fraction] | None:
+        """Return the weights by which a row is the sum of the others; None: it is none."""
+        rest, weights = self._reduce(row)
+        return None if any(rest) else weights
+
+    def add(self, row: Sequence[int]) -> None:
+        """Add a row that is no such sum."""
+        rest, weights = self._reduce(row)
+        pivot = next(place for place, number in enumerate(rest) if number)
+        own = [-weight for weight in weights]
+        self._reduced.append(_Reduced(pivot, rest, [*own, Fraction(1)]))
+
+    def _reduce(self, row: Sequence[int]) -> tuple[list[Fraction], list[Fraction]]:
+        rest = [Fraction(number) for number in row]
+        weights = [Fraction(0)] * len(self._reduced)
+        for reduced in self._reduced:
+            factor = rest[reduced.pivot] / reduced.row[reduced.pivot]
+            if factor:
+                rest = [a - factor * b for a, b in zip(rest, reduced.row, strict=True)]
+                for index, weight in enumerate(reduced.weights):
+                    weights[index] += factor * weight
+        return rest, weights
+
+
+def _flatten(tree: Any, numbers: list[int]) -> Any:
+    """Return the form of a tree without its whole numbers, which are appended to ``numbers``."""
+    kind = type(tree)
+    if kind is int:
+        numbers.append(tree)
+        return kind
+    if isinstance(tree, Tensor):
+        return object()  # like no other
+    parts = _parts_of(tree)
+    if parts is not None:
+        keys = (*tree,) if kind is dict else ()
+        return kind, keys, *[_flatten(part, numbers) for part in parts]
+    return tree if isinstance(tree, _COMPARED) else kind
+
+
+def _fill(tree: Any, numbers: Iterator[int]) -> Any:
+    """Return a copy of a tree with other whole numbers."""
+    kind: Any = type(tree)
+    if kind is int:
+        return next(numbers)
+    parts = _parts_of(tree)
+    if parts is None:
+        return tree
+    filled = [_fill(part, numbers) for part in parts]
+    if kind is dict:
+        return dict(zip(tree, filled, strict=True))
+    if is_dataclass(tree):
+        names = [field.name for field in fields(tree)]
+        return replace(tree, **dict(zip(names, filled, strict=True)))  # type: ignore[type-var]
+    return kind(*filled) if hasattr(kind, "_fields") else kind(filled)
+
+
+def _parts_of(tree: Any) -> list[Any] | None:
+    if isinstance(tree, (list, tuple)):
+        return [*tree]
+    if type(tree) is dict:
+        return [*tree.values()]
+    if is_dataclass(tree) and not isinstance(tree, (type, TreeSpec)):
+        return [getattr(tree, field.name) for field in fields(tree)]
+    return None
