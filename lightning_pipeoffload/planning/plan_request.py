@@ -8,7 +8,10 @@ memory as possible. After them the plan is made again with measured costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from math import inf
+from typing import Any
 
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -27,7 +30,13 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import HostShortageError, Plan, PlanRequest, make_plan
+from lightning_pipeoffload.schedule.make_plan import (
+    HostShortageError,
+    Job,
+    Plan,
+    PlanRequest,
+    make_plan,
+)
 from lightning_pipeoffload.schedule.text import bytes_text
 
 _NO_LIMITS = MachineLimits()
@@ -113,13 +122,16 @@ def plan_of(request: PlanRequest) -> Plan:
 
 
 def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
-    """Make a plan on the process that reports, and send it to all; all ranks call it.
+    """Make a plan on all processes, each of which plans a part of the options; all ranks call it.
 
-    On other processes the candidates have no schedules.
+    A single option is planned on the process that reports. Of other options than the best a
+    process has only those schedules that it has made.
 
     Raises:
         ScheduleError: As by :func:`plan_of`, on every rank.
     """
+    if len(request.options) > 1:
+        return plan_of(replace(request, share=partial(_share, group)))
     plan, error = None, ""
     if group.reports:
         try:
@@ -130,6 +142,16 @@ def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
     if sent is None:
         raise ScheduleError(error)
     return plan or sent
+
+
+def _share(group: PipelineGroup, jobs: Sequence[Job], lean: Callable[[Any], Any]) -> list[Any]:
+    if not jobs:
+        return []
+    num_processes, process = group.world.num_processes, group.global_rank
+    own = {n: run() for n, (place, run) in enumerate(jobs) if place % num_processes == process}
+    sent = group.world.gather({number: lean(result) for number, result in own.items()})
+    results = {number: result for each in (*sent, own) for number, result in each.items()}
+    return [results[number] for number in range(len(jobs))]
 
 
 def keeps_limits(

@@ -28,6 +28,10 @@ class HostGroup:
         self.host_group = group
         self.side_group = side_group
 
+    @property
+    def num_processes(self) -> int:
+        return dist.get_world_size(self.host_group)
+
     def barrier(self) -> None:
         with blaming_peers("lost a rank in a barrier"):
             dist.barrier(group=self.host_group)
@@ -41,7 +45,7 @@ class HostGroup:
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all processes, in the order of their global ranks."""
-        found: list[Any] = [None] * dist.get_world_size(self.host_group)
+        found: list[Any] = [None] * self.num_processes
         with blaming_peers("lost a rank while gathering"):
             dist.all_gather_object(found, obj, group=self.host_group)
         return found

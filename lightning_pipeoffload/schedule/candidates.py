@@ -83,6 +83,11 @@ class Candidate:
             return inf
         return period_to_compare(self.period, self.offload != "none")
 
+    @property
+    def lean(self) -> Candidate:
+        """The candidate without its schedule, for sending to other processes."""
+        return replace(self, schedule=None, report=None)
+
     def figures(self) -> dict[str, Any]:
         """Return the candidate's row of a report."""
         names = ("offload", "postponed", "fits", "period", "makespan", "bubble", "peak_memory")

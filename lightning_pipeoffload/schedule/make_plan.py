@@ -3,13 +3,21 @@
 Plans that cannot become the fastest are skipped. Copies make no order faster, so an order gets
 copies only if it would be the fastest without them. A builder that searches for seconds is tried
 last, and only if its lower bound is below the best period.
+
+Several processes may share the work: each calls :func:`make_plan` with the same request, plans a
+part of the options, and gets the figures of all. What is skipped is decided by what was found in
+earlier phases, which are the same for any number of processes; so is the plan::
+
+    bounds | orders: the best bound, the next 3, the others | orders with copies of their own
+           | copies: the fastest without them, the next 3, the others | searches | postponed W's
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -30,8 +38,22 @@ __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
 
 # A builder that searches for seconds must promise to gain this share of the best plan's period.
 _WORTH_SEARCHING = 0.02
+# The first options of a phase are planned before the others, which they may show to be slower.
+_PLANNED_FIRST = 1, 3
 # Plans whose W's are postponed: those that are fastest but for the optimizer's step.
 _NUM_POSTPONED = 3
+
+
+Job = tuple[int, Callable[[], Any]]
+"""A part of the work: its place in the request, by which a process does it, and a function."""
+
+Share = Callable[[Sequence[Job], Callable[[Any], Any]], list[Any]]
+"""Returns the results of jobs; what a function makes of them is sent to other processes."""
+
+
+def do_all(jobs: Sequence[Job], lean: Callable[[Any], Any]) -> list[Any]:
+    """Do all jobs on this process."""
+    return [run() for _, run in jobs]
 
 
 class HostShortageError(ScheduleError):
@@ -59,9 +81,10 @@ class PlanRequest:
             plan that offloads the most.
         searches_always: Whether to run builders that search for seconds even if their lower bound
             is not below the best period.
-        omits_above: Skip options that must take longer than this period, or than the best plan so
-            far; these are never chosen. None: plan all options, for a table.
+        omits_above: Skip options that must take longer than this period, or than the best plan of
+            earlier phases; these are never chosen. None: plan all options, for a table.
         show: Called with what is being done, as "planning 3 of 60".
+        share: Divides the work among the processes that make this plan.
         recipes: The recipe of each schedule, by its name.
         builder_options: Other options of the builders.
     """
@@ -79,6 +102,7 @@ class PlanRequest:
     searches_always: bool = False
     omits_above: float | None = None
     show: Callable[[str], None] = lambda text: None
+    share: Share = do_all
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,8 +138,7 @@ class Plan:
     @property
     def lean(self) -> Plan:
         """The plan without the schedules of the other candidates, for sending to other ranks."""
-        others = [replace(c, schedule=None, report=None) for c in self.candidates]
-        return replace(self, candidates=others)
+        return replace(self, candidates=[candidate.lean for candidate in self.candidates])
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -126,18 +149,19 @@ def make_plan(request: PlanRequest) -> Plan:
         ScheduleError: No plan can be made at all.
     """
     trials = _Trials(request)
+    trials.find_bounds()
     slow = [o for o in request.options if request.recipes[o.schedule].takes_seconds]
     is_searched = request.searches_always or len(request.options) == 1
     quick = [option for option in request.options if option not in slow or is_searched]
-    if request.omits_above is not None:
-        quick.sort(key=lambda o: (bool(request.recipes[o.schedule].order), trials.bound(o)))
-    tried = [option for option in quick if trials.try_unless_slower(option)]
-    trials.try_copies([option for option in tried if not trials.omits(trials.bound, option)])
+    copying = [option for option in quick if request.recipes[option.schedule].order]
+    trials.try_orders([option for option in quick if option not in copying])
+    trials.try_orders(copying)
+    trials.try_copies([option for option in quick if not trials.omits(option)])
     for option in slow:
         if option not in quick and trials.may_gain(option):
-            trials.try_order(option)
+            trials.try_orders([option])
     trials.try_to_postpone()
-    best = best_of(trials.found) or trials.best_effort()
+    best = trials.best() or trials.best_effort()
     if best is None or best.schedule is None:
         raise trials.no_plan()
     place = {option: index for index, option in enumerate(request.options)}
@@ -152,9 +176,13 @@ class _Trials:
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
         self._known: dict[Any, Costs] = {}
-        self._least = inf
+        self._places = {option: place for place, option in enumerate(request.options)}
+        self._bounds: dict[Option, float] = {}
+        self._free_orders: dict[Option, Schedule] = {}
         self._error: ScheduleError | None = None
         self.found: list[Candidate] = []
+        self._new: list[Candidate] = []  # of the job that runs
+        self._new_error: ScheduleError | None = None
 
     def costs(self, option: Option) -> Costs:
         key = self._placement(option), option.num_microbatches, option.recompute
@@ -172,7 +200,37 @@ class _Trials:
         costs, recipe = self.costs(option), request.recipes[name]
         return build_by(recipe, name, sizes, costs, limit, **request.builder_options)
 
-    def try_order(self, option: Option) -> None:
+    def _run(self, jobs: Sequence[tuple[Option, Callable[[Option], None]]]) -> None:
+        """Do what may add candidates, and add those of all processes."""
+
+        def run(option: Option, job: Callable[[Option], None]) -> _Result:
+            num_done = len({candidate.option for candidate in self.found})
+            self._request.show(f"planning {num_done + 1} of {len(self._request.options)}")
+            self._new, self._new_error = [], None
+            job(option)
+            return self._new, self._new_error
+
+        shared = [(self._places[option], partial(run, option, job)) for option, job in jobs]
+        for found, error in self._request.share(shared, _without_schedules):
+            self.found += found
+            self._error = error or self._error
+
+    def _ask(self, question: Callable[[Option], Any], options: Sequence[Option]) -> list[Any]:
+        """Return an answer for each option, which one process finds."""
+        jobs = [(self._places[option], partial(question, option)) for option in options]
+        return self._request.share(jobs, lambda answer: answer)
+
+    def find_bounds(self) -> None:
+        """Find a lower bound on the period of each option."""
+        wanted = self._request.options
+        self._bounds = dict(zip(wanted, self._ask(self._bound, wanted), strict=True))
+
+    def try_orders(self, options: Sequence[Option]) -> None:
+        """Plan the orders of options, those with the best bounds first."""
+        for phase in _phases(sorted(options, key=lambda option: self._bounds[option])):
+            self._run([(option, self._try_unless_slower) for option in phase])
+
+    def _try_order(self, option: Option) -> None:
         """Plan an option without copies, or with the requested share of offload."""
         share = self._request.offload
         try:
@@ -192,7 +250,7 @@ class _Trials:
 
     def _add_share(self, option: Option, share: str | float) -> None:
         free, limit = self._build(option, None), self._request.limit_of(option)
-        if self.omits(lambda option: self._figures(option, free)[0], option):
+        if self._is_above(self._figures(option, free)[0]):
             raise ScheduleError("even without its copies no faster than the best")
         planned = offload_activations(free, self.costs(option), share, limit)
         self._add(option, str(share), *planned)
@@ -201,12 +259,13 @@ class _Trials:
         """Plan copies for options that may become the fastest, the most promising first."""
         if self._request.memory_limit is None or self._request.offload != "auto":
             return
-        free = filter(None, map(self._free, tried))
-        for seconds, option, schedule in sorted(free, key=lambda found: found[0]):
-            self._try_to_copy(option, schedule, seconds)
+        seconds = dict(zip(tried, self._ask(self._free, tried), strict=True))
+        may_copy = [option for option in tried if seconds[option] is not None]
+        for phase in _phases(sorted(may_copy, key=lambda option: seconds[option])):
+            self._run([(o, partial(self._try_to_copy, seconds=seconds[o])) for o in phase])
 
-    def _free(self, option: Option) -> tuple[float, Option, Schedule] | None:
-        """Return an option's plan without a limit; None if copies cannot help."""
+    def _free(self, option: Option) -> float | None:
+        """Return the period of an option without a limit; None if copies cannot help."""
         if self._request.recipes[option.schedule].order:  # it has its own
             return None
         try:
@@ -216,10 +275,11 @@ class _Trials:
         is_planned = any(c.option == option and c.schedule == schedule for c in self.found)
         if is_planned or schedule.has_copies:
             return None
-        return self._figures(option, schedule)[0], option, schedule
+        self._free_orders[option] = schedule
+        return self._figures(option, schedule)[0]
 
-    def _try_to_copy(self, option: Option, schedule: Schedule, seconds: float) -> None:
-        best = best_of(self.found)
+    def _try_to_copy(self, option: Option, seconds: float) -> None:
+        best, schedule = best_of(self.found), self._free_orders[option]
         try:
             if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
                 raise ScheduleError("even without its copies no faster than the best")
@@ -241,28 +301,45 @@ class _Trials:
 
     def try_to_postpone(self) -> None:
         """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
+        planned = [c.option for c in self.found if c.fits and c.offload == "none"]
+        early = [option for option in planned if self._request.steps_early(option)]
+        seconds = dict(zip(early, self._ask(self._period_without_step, early), strict=True))
+        promising = sorted(early, key=lambda option: seconds[option])[:_NUM_POSTPONED]
+        self._run([(option, self._postpone) for option in promising])
+
+    def _postpone(self, option: Option) -> None:
         num_ranks = self._request.num_ranks
         counts = sorted({num_ranks * quarter // 4 for quarter in range(5)})
-        planned = [c for c in self.found if c.schedule is not None and not c.schedule.has_copies]
-        early = [c for c in planned if self._request.steps_early(c.option)]
-        for found in sorted(early, key=self._period_without_step)[:_NUM_POSTPONED]:
-            assert found.schedule is not None
-            apart = split_every_backward(found.schedule)
-            for count in counts if any(step_seconds(apart, self.costs(found.option))) else ():
-                with suppress(MemoryLimitError):  # what more of them need as well
-                    postponed = postpone_weights(apart, count)
-                    self._add(found.option, "none", postponed, postponed=count)
+        apart = split_every_backward(self._planned(option))
+        for count in counts if any(step_seconds(apart, self.costs(option))) else ():
+            with suppress(MemoryLimitError):  # what more of them need as well
+                postponed = postpone_weights(apart, count)
+                self._add(option, "none", postponed, postponed=count)
 
-    def _period_without_step(self, found: Candidate) -> float:
-        assert found.schedule is not None
-        plan, costs = split_fused_backward(found.schedule), self.costs(found.option)
-        has_barrier = self._request.has_barrier(found.option)
-        return steady_period(plan, replace(costs, step=0.0), has_barrier)
+    def _period_without_step(self, option: Option) -> float:
+        plan, costs = split_fused_backward(self._planned(option)), self.costs(option)
+        return steady_period(plan, replace(costs, step=0.0), self._request.has_barrier(option))
+
+    def _planned(self, option: Option) -> Schedule:
+        """Return the plan without copies that this process has found for an option."""
+        found = (c.schedule for c in self.found if c.option == option and c.offload == "none")
+        return next(schedule for schedule in found if schedule is not None)
+
+    def best(self) -> Candidate | None:
+        """Return the best plan, with its schedule on every process; None if none fits."""
+        best = best_of(self.found)
+        if best is None:
+            return None
+        place = self.found.index(best)
+        made = self._ask(lambda option: (best.schedule, best.report), [best.option])
+        schedule, report = made[0]
+        self.found[place] = replace(best, schedule=schedule, report=report)
+        return self.found[place]
 
     def best_effort(self) -> Candidate | None:
         """Return the plan that offloads the most; None if plans have to fit."""
         request = self._request
-        if request.must_fit or len(request.options) > 1 or self._least == inf:
+        if request.must_fit or len(request.options) > 1 or self._least_memory == inf:
             return None
         option = request.options[0]
         planned = self._offload(option, self._build(option, None), "full", None)
@@ -285,7 +362,7 @@ class _Trials:
         if limit is not None and needed > limit * (1 + ROUNDING):
             sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
             raise MemoryLimitError(sentence, limit, needed)
-        self.found.append(Candidate(option, offload, "", *figures, schedule, report, postponed))
+        self._new.append(Candidate(option, offload, "", *figures, schedule, report, postponed))
 
     def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
         """Return period, bubble, memory and makespan of a schedule as it is executed."""
@@ -298,21 +375,29 @@ class _Trials:
         return period, bubble, max(timeline.peak_memory), timeline.makespan
 
     def _refuse(self, option: Option, offload: str, error: ScheduleError) -> None:
-        self._error = error
+        self._new_error = error
         if isinstance(error, MemoryLimitError):
             _, _, needed = error.args
-            self._least = min(self._least, needed + self._request.taken(option))
             refused = Candidate(option, offload, "needs more memory", peak_memory=needed)
         elif isinstance(error, HostShortageError):
             refused = Candidate(option, offload, "the hosts have no room for what it offloads")
         else:
             refused = Candidate(option, offload, str(error).partition("\n")[0])
-        self.found.append(refused)
+        self._new.append(refused)
+
+    @property
+    def _least_memory(self) -> float:
+        """The smallest limit that a refused option keeps."""
+        least = inf
+        for found in self.found:
+            if not found.fits and found.peak_memory is not None:
+                least = min(least, found.peak_memory + self._request.taken(found.option))
+        return least
 
     def may_gain(self, option: Option) -> bool:
         """Return whether a search may gain enough; if not, record the reason."""
         request, best, why = self._request, best_of(self.found), ""
-        promised = inf if best is None else best.score / (self.bound(option) or inf) - 1
+        promised = inf if best is None else best.score / (self._bounds[option] or inf) - 1
         if request.memory_limit is None:
             why = "it is for tight limits, and there is none"
         elif not request.recipes[option.schedule].heeds_limit:
@@ -321,30 +406,31 @@ class _Trials:
             gain = share_text(max(0.0, promised))
             why = f"nothing can be more than {gain} faster than what there is"
         if why:
-            self._refuse(option, "none", ScheduleError(f"not searched for: {why}"))
+            self._error = ScheduleError(f"not searched for: {why}")
+            self.found.append(Candidate(option, "none", str(self._error)))
         return not why
 
-    def omits(self, bound: Callable[[Option], float], option: Option) -> bool:
+    def omits(self, option: Option) -> bool:
+        """Return whether the bound of an option shows that it is slower than the best."""
+        return self._is_above(self._bounds[option])
+
+    def _is_above(self, bound: float) -> bool:
         if self._request.omits_above is None:
             return False
         best = best_of(self.found)
         above = self._request.omits_above if best is None else best.score
-        return bound(option) > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
+        return bound > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
 
-    def try_unless_slower(self, option: Option) -> bool:
-        """Plan an option's order unless bounds show that it is slower; return if it was."""
-        num_done = len({candidate.option for candidate in self.found})
-        self._request.show(f"planning {num_done + 1} of {len(self._request.options)}")
-        if self.omits(self.bound, option) or self.omits(self._bound_with_copies, option):
+    def _try_unless_slower(self, option: Option) -> None:
+        if self.omits(option) or self._is_above(self._bound_with_copies(option)):
             self._refuse(option, "none", ScheduleError("nothing of it is faster than the best"))
-            return False
-        self.try_order(option)
-        return True
+        else:
+            self._try_order(option)
 
     def _bound_with_copies(self, option: Option) -> float:
         """Return a lower bound on the score of an option that copies of its own accord; else 0."""
         order = self._request.recipes[option.schedule].order
-        if not order:
+        if not order or self._request.omits_above is None:
             return 0.0
         free = replace(option, schedule=order)
         try:
@@ -353,7 +439,7 @@ class _Trials:
             return 0.0
         return period_to_compare(period, copies=True)
 
-    def bound(self, option: Option) -> float:
+    def _bound(self, option: Option) -> float:
         """Return a lower bound on the period of an option; 0 if its stages are unknown."""
         try:
             costs = self.costs(option)
@@ -377,8 +463,23 @@ class _Trials:
             return MemoryLimitError(
                 sentence, limit, needed + self._request.taken(self._request.options[0])
             )
-        if limit is None or self._least == inf:
+        if limit is None or self._least_memory == inf:
             return ScheduleError(f"no plan can be made: {self.found[0].reason}")
         count = len(self.found)
         sentence = f"{{limit}} is less than any of {count} plans needs; use at least {{needed}}"
-        return MemoryLimitError(sentence, limit, self._least)
+        return MemoryLimitError(sentence, limit, self._least_memory)
+
+
+_Result = tuple[list[Candidate], ScheduleError | None]
+
+
+def _without_schedules(result: _Result) -> _Result:
+    found, error = result
+    return [candidate.lean for candidate in found], error
+
+
+def _phases(options: Sequence[Option]) -> Iterator[Sequence[Option]]:
+    start = 0
+    for size in (*_PLANNED_FIRST, len(options)):
+        yield options[start : start + size]
+        start += size

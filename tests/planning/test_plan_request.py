@@ -1,6 +1,9 @@
 """What is planned before anything has run, and by what was measured."""
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -11,7 +14,13 @@ from lightning_pipeoffload.planning.limits import (
     parse_bytes,
     take_memory,
 )
-from lightning_pipeoffload.planning.plan_request import first_plan, plan_of, request_by_name
+from lightning_pipeoffload.planning.plan_request import (
+    first_plan,
+    plan_for_all,
+    plan_of,
+    request_by_name,
+    request_for,
+)
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.schedule import (
@@ -22,6 +31,7 @@ from lightning_pipeoffload.schedule import (
     peak_memory,
     validate,
 )
+from lightning_pipeoffload.schedule.candidates import options
 
 MIB = 1 << 20
 COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.005, reload=0.005)
@@ -198,3 +208,57 @@ def test_a_device_has_left_what_others_than_activations_do_not_take(monkeypatch)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 400)
     assert device_limit(torch.device("cuda"), bytes_beside=200) == 900 - 200
     assert device_limit(torch.device("cpu"), bytes_beside=200) is None
+
+
+class Peer:
+    """A process among several that plan, each in a thread."""
+
+    def __init__(self, rank, sent, barrier):
+        self.global_rank, self.world = rank, self
+        self.num_processes = len(sent)
+        self._sent, self._barrier = sent, barrier
+
+    def gather(self, value):
+        self._sent[self.global_rank] = pickle.dumps(value)
+        self._barrier.wait()
+        found = [pickle.loads(each) for each in self._sent]
+        self._barrier.wait()
+        return found
+
+
+def planned_by(num_processes, request):
+    """What each process returns."""
+    sent, barrier = [None] * num_processes, Barrier(num_processes, timeout=60)
+
+    def plan(rank):
+        try:
+            return plan_for_all(Peer(rank, sent, barrier), request)
+        except ScheduleError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(num_processes) as threads:
+        return [*threads.map(plan, range(num_processes))]
+
+
+@pytest.mark.parametrize(
+    ("limit", "has_plan"), [(None, True), (int(5.5 * MIB), True), (int(0.2 * MIB), False)]
+)
+def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
+    def costs_of(option):
+        again = {"none": 1.0, "full": 1.5}[option.recompute]
+        kept = {"none": 4.0, "full": 1.0}[option.recompute] * MIB / option.num_chunks
+        seconds = [work / option.num_chunks for work in (0.010, 0.011 * again, 0.008)]
+        return Costs(*seconds, 1e-4, kept, weight_residue=kept * 0.9, offload=4e-3, reload=4e-3)
+
+    given = PipelineSettings(memory_limit=limit), 3, options([6], recompute=["none", "full"])
+    request = request_for(*given, costs_of)
+    if not has_plan:
+        [alone], *others = [{*planned_by(count, request)} for count in (1, 2, 5)]
+        assert "use at least" in alone
+        assert others == [{alone}] * 2
+        return
+    [alone], *others = [planned_by(count, request) for count in (1, 2, 5)]
+    assert limit is None or len({candidate.offload for candidate in alone.candidates}) > 1
+    for plan in (plan for plans in others for plan in plans):
+        assert (plan.best, plan.schedule, plan.report) == (alone.best, alone.schedule, alone.report)
+        assert [c.figures() for c in plan.candidates] == [c.figures() for c in alone.candidates]
