@@ -319,7 +319,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @property
     @override
     def place(self) -> str:
-        return self._split.place if self._split is not None else ""
+        return self._split.running_action if self._split is not None else ""
 
     @property
     @override
@@ -385,12 +385,12 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     def setup_optimizers(self, trainer: Trainer) -> None:
         with explaining_optimizers():
             super().setup_optimizers(trainer)
-        self.fit.have_optimizers()
+        self.fit.narrow_optimizers()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self._fit is not None and self._fit.is_running:
-            self._fit.own_loader(dataloader)
+            self._fit.intercept_loader(dataloader)
         return dataloader
 
     @override
@@ -457,5 +457,5 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
     @override
     def give_back(self) -> None:
         super().give_back()
-        if self._fit is not None and self._fit.give_back():
+        if self._fit is not None and self._fit.restore():
             self._fit = None

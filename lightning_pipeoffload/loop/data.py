@@ -68,10 +68,10 @@ class PipelineLoaders:
         self._seed, self._replica = seed, replica
         self._first_batches, self._checks_lists = first_batches, checks_lists
         self._current_epoch = current_epoch
-        self._num_owned: Counter[tuple[bool, int]] = Counter()
-        self._owned: list[Any] = []
+        self._num_intercepted: Counter[tuple[bool, int]] = Counter()
+        self._intercepted: list[Any] = []
 
-    def own(self, loader: Any, is_training: bool) -> None:
+    def intercept(self, loader: Any, is_training: bool) -> None:
         """Seed each pass through ``loader`` separately.
 
         Generators that the user has given to a loader or its sampler are not touched; lists,
@@ -79,9 +79,9 @@ class PipelineLoaders:
         """
         # Counted by the epoch: loaders made anew in a later one have the numbers of the first ones.
         siblings = is_training, self._current_epoch()
-        seed = mix_seed(self._seed, is_training, self._num_owned[siblings])
-        self._num_owned[siblings] += 1
-        _give_back(loader)
+        seed = mix_seed(self._seed, is_training, self._num_intercepted[siblings])
+        self._num_intercepted[siblings] += 1
+        _restore_class(loader)
         if isinstance(loader, DataLoader):
             _let_workers_agree(loader, self._replica)
         note: Callable[[Iterator[Any]], Iterator[Any]] = iter
@@ -114,12 +114,12 @@ class PipelineLoaders:
                 yield batch
 
         if _intercept_passes(loader, start):
-            self._owned.append(loader)
+            self._intercepted.append(loader)
 
     def release(self) -> None:
         """Restore the loaders' classes."""
-        while self._owned:
-            _give_back(self._owned.pop())
+        while self._intercepted:
+            _restore_class(self._intercepted.pop())
 
 
 def loader_size(loader: Any) -> int | None:
@@ -213,20 +213,20 @@ def _intercept_passes(
         return start(lambda: begin(self))
 
     try:
-        loader.__class__ = subclass_like(plain, {"__iter__": iterate}, _Owned)
+        loader.__class__ = subclass_like(plain, {"__iter__": iterate}, _Intercepted)
     except TypeError:  # a builtin's instance, which has one class for life
         return False
     return True
 
 
-class _Owned:
+class _Intercepted:
     """Marks the class of a loader that was intercepted."""
 
     __slots__ = ()
 
 
-def _give_back(loader: Any) -> None:
-    while isinstance(loader, _Owned):
+def _restore_class(loader: Any) -> None:
+    while isinstance(loader, _Intercepted):
         loader.__class__ = own_class(loader)
 
 

@@ -121,7 +121,7 @@ class Fit:
         self._trains = self._trainer.state.fn == TrainerFn.FITTING
         self.making = ModelInParts(strategy, self._trains)
         self._at_end = ExitStack()
-        self.is_running = self._is_given_back = self._has_left = False
+        self.is_running = self._is_restored = self._has_left = False
 
     # Setup, in the order in which it happens
 
@@ -172,7 +172,7 @@ class Fit:
             masters,
             lambda: strategy.optimizers,
         )
-        self.making.let_copies_follow()
+        self.making.follow_copies()
         return split
 
     def setup(self) -> None:
@@ -219,7 +219,7 @@ class Fit:
     def _resumes(self) -> bool:
         return self._trains and self._trainer.ckpt_path is not None
 
-    def have_optimizers(self) -> None:
+    def narrow_optimizers(self) -> None:
         """Narrow new optimizers to this rank's parameters."""
         self._num_steps = 0
         self.split.parameters.narrow_steps()
@@ -286,9 +286,9 @@ class Fit:
             return None
         return StepOptions(self._strategy.optimizers, self.split.pipeline.trained, self._num_steps)
 
-    def own_loader(self, loader: object) -> None:
+    def intercept_loader(self, loader: object) -> None:
         """Make a loader's batches the same on every rank, and resume them where the fit does."""
-        self._loaders.own(loader, self._trainer.training)
+        self._loaders.intercept(loader, self._trainer.training)
         self.split.cutter.note_loader(loader, self._trainer.training)
         if self._trainer.training:
             leave_out_seen(loader, count_seen(self._trainer))
@@ -332,8 +332,8 @@ class Fit:
         split.parameters.reserve_host(
             split.executor.memory.settings.host, self.boundary.validation.is_on
         )
-        self.making.let_copies_follow()
-        self.making.leave_copies()
+        self.making.follow_copies()
+        self.making.release_copies()
         split.begin_training(accumulation.num_batches)
 
     def _run(
@@ -439,16 +439,16 @@ class Fit:
             self.boundary.stop_watching()  # after an error; its hooks may have read weights
         self._has_left, self.is_running = True, False
         self._at_end.close()
-        return self._is_given_back
+        return self._is_restored
 
-    def give_back(self) -> bool:
+    def restore(self) -> bool:
         """Leave the user's objects as they were, after the run's last hook.
 
         Returns:
             Whether the run has left the trainer too.
         """
-        self._is_given_back = True
-        self.making.leave_copies()
+        self._is_restored = True
+        self.making.release_copies()
         if self._metric_groups is not None:
             self._metric_groups.end_run()
             self._metric_groups = None

@@ -105,12 +105,12 @@ class ModelInParts:
             self._module, blueprint, group.stage_ranks, group.rank, group.send_to_all
         )
 
-    def let_copies_follow(self) -> None:
+    def follow_copies(self) -> None:
         """Have copies of the module follow it: shapes, and tensors, where it has them now."""
         if self._copies is not None:
             self._copies.follow()
 
-    def leave_copies(self) -> None:
+    def release_copies(self) -> None:
         """Follow no more copies."""
         if self._copies is not None:
             self._copies.remove()

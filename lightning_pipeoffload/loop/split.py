@@ -118,7 +118,7 @@ class Split:
         return self.plans.training.plan
 
     @property
-    def place(self) -> str:
+    def running_action(self) -> str:
         """The action that runs: "stage 3, B of microbatch 5"; empty between steps."""
         action = self.executor.current
         if action is None:

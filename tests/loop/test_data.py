@@ -208,7 +208,7 @@ def read_plain(num_devices, name):
 
 def owned(make, epochs, is_training=True):
     loaders, loader = PipelineLoaders(1, epochs), make()
-    loaders.own(loader, is_training)
+    loaders.intercept(loader, is_training)
     return loaders, loader
 
 
@@ -238,7 +238,7 @@ def test_a_loader_may_be_its_own_iterator():
 
 def test_two_loaders_of_one_dataset_have_orders_of_their_own_and_get_their_class_back():
     loaders, one = owned(shuffled, lambda: 0)
-    loaders.own(another := shuffled(), is_training=True)
+    loaders.intercept(another := shuffled(), is_training=True)
     assert not all(torch.equal(a, b) for (a,), (b,) in zip(one, another, strict=True))
     leave_out_seen(one, 1)
     loaders.release()
