@@ -15,6 +15,7 @@ from lightning_pipeoffload.runtime.batch_structure import (
     Collation,
     batch_size,
 )
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 
@@ -111,6 +112,17 @@ class BatchCutter:
         if self._pipeline.called_blocks is not None:
             self.first_batch["blocks"] = self._pipeline.called_blocks
         return slices
+
+    def record_of_first(self, inputs: StepInputs, size: int) -> StepRecord | None:
+        """Return the step on the first ``size`` samples; None if it fails with so many.
+
+        No batch is cut so: the error is of no microbatch that runs.
+        """
+        try:
+            part = self.split(inputs, size).parts[0]
+            return self._pipeline.records.find(inputs.kind, part, inputs.step, inputs.seed)
+        except Exception:
+            return None
 
     def make_parts(self, inputs: StepInputs, count: int, may_be_fewer: bool = False) -> BatchParts:
         """Return the batches that ``make_microbatches`` makes of one.

@@ -31,6 +31,11 @@ _CLASS_WEIGHTS = (
     "by samples: where their labels weigh unlike, the gradient is not that of the batch's mean; "
     'give the strategy microbatch_weight=lambda b: w[b["labels"]].sum(), with w these weights'
 )
+_PAIRS = (
+    "the loss compares each sample with the others of its microbatch{}, of {} samples, where one "
+    'device compares all of a batch; num_microbatches=1 with schedule="1f1b" does too, without '
+    "overlap, and larger microbatches, or negatives that the batch holds for each sample, come near"
+)
 _OVER_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -88,6 +93,11 @@ class MicrobatchWeights:
         lines = [cut.record.class_weights for cut in slices if cut.record.class_weights]
         if self._weight == "samples" and len(slices) > 1 and lines:
             log.warning(_CLASS_WEIGHTS.format(in_brackets(lines[0])))
+
+
+def note_pairs(line: str, size: int) -> None:
+    """Warn where a loss compares the samples of a microbatch with each other."""
+    log.warning(_PAIRS.format(in_brackets(line), size))
 
 
 def count_tokens(part: Any, drops_first: bool) -> Tensor:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.loop.auto_choice import compile_ahead
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
-from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples
+from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples, note_pairs
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.report import Report
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -139,7 +139,22 @@ class Split:
         slices = self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
         if is_first and self.group.reports:
             self.weights.note_class_weights(slices)
+        if is_first and len(slices) > 1 and not self.cutter.by_user:
+            pairs = self._lines_with_pairs(inputs, slices[0])
+            if pairs and self.group.reports:
+                note_pairs(pairs[0], slices[0].num_samples)
         return slices
+
+    def _lines_with_pairs(self, inputs: StepInputs, first: Microbatch) -> list[str]:
+        """Return the lines behind the blocks whose results have two dimensions of samples.
+
+        Where other dimensions have that size by chance, a microbatch of one sample more shows it.
+        """
+        size = first.num_samples
+        lines = {line for count, line in first.record.pairs if count == size}
+        larger = self.cutter.record_of_first(inputs, size + 1) if lines else None
+        found = larger.pairs if larger is not None else ()
+        return sorted(lines & {line for count, line in found if count == size + 1})
 
     def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
         total = self.cutter.count(inputs)

@@ -16,9 +16,7 @@ _ALONE = 0.5  # of a rank's work, from which on a segment is the reason
 
 def describe_cut(report: Mapping[str, Any], pipeline: Pipeline) -> str:
     """Return the line for a report; see :func:`.report.predict`."""
-    shares = [0.0] * report["num_ranks"]
-    for stage in report["stages"]:
-        shares[stage["rank"]] += stage["work"]
+    shares = shares_of_ranks(report)
     names = [pipeline.chain.block_name(index) for index in range(len(pipeline.chain))]
     texts = ", ".join(map(share_text, shares))
     line = f"Cut: {span_of(names)}, {len(names)} blocks; work of the ranks: {texts}."
@@ -29,6 +27,14 @@ def describe_cut(report: Mapping[str, Any], pipeline: Pipeline) -> str:
     stages = [i for i, stage in enumerate(report["stages"]) if stage["rank"] == rank]
     times = f"{most * len(shares):.1f} times the mean"
     return f"{line} Rank {rank} has {times}: {_reason(pipeline, stages, most)}."
+
+
+def shares_of_ranks(report: Mapping[str, Any]) -> list[float]:
+    """Return each rank's share of the work of F, B and W."""
+    shares = [0.0] * report["num_ranks"]
+    for stage in report["stages"]:
+        shares[stage["rank"]] += stage["work"]
+    return shares
 
 
 def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:

@@ -127,6 +127,34 @@ def test_class_weights_are_noted_once_where_samples_weigh(caplog, weight, microb
     assert caplog.text.count("weight=self.weight") == count
 
 
+class Negatives(Classes):
+    """Each sample against the others of the batch, or against as many classes as samples."""
+
+    def training_step(self, batch, index):
+        x = self.blocks(batch["x"])
+        others = x if self.weight is None else self.weight
+        return cross_entropy(x @ others.T, torch.arange(len(x)) % len(others))
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "count"),
+    [
+        (lambda: Negatives(None), 2, 1),
+        (lambda: Negatives(None), 1, 1),
+        (lambda: Negatives(torch.ones(2, 3).double()), 2, 0),
+        (lambda: Classes(None), 2, 0),
+    ],
+)
+def test_samples_that_a_loss_compares_are_noted_once(caplog, make, size, count):
+    trainer = fits.trainer(1, {"num_microbatches": 8 // size}, max_epochs=1)
+    samples = [{"x": torch.randn(3).double(), "labels": i % 3} for i in range(16)]
+    with caplog.at_level(logging.WARNING, "lightning_pipeoffload"):
+        trainer.fit(make(), DataLoader(samples, batch_size=8))
+    text = "the loss compares each sample with the others of its microbatch ("
+    assert caplog.text.count(text) == count
+    assert caplog.text.count("cross_entropy(x @ others.T") == count
+
+
 def test_which_models_drop_the_first_label():
     kinds = [LlamaForCausalLM(LLAMA), BertForMaskedLM(BERT), BartForCausalLM(BART)]
     assert [*map(drops_first_label, kinds)] == [True, False, False]

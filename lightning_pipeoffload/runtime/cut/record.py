@@ -150,6 +150,10 @@ class StepRecord:
     class_weights: str = ""
     """The line of a mean over samples that weigh as their classes do."""
 
+    pairs: set[tuple[int, str]] = field(default_factory=set)
+    """Sizes that two dimensions of a result behind the blocks have, with the lines: where such a
+    size is the number of samples, each may be compared with all others."""
+
     # Properties that make cuts impossible.
     unrepeatable: LoggedValue | None = None
     """The first value that a second run from the same state did not have."""

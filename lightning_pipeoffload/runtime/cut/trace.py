@@ -310,6 +310,8 @@ class StepTrace:
             self.record.class_weights = calling_line()
         if self._is_in_block:
             self._note_input_writes(func, args)
+        elif self.segment == len(self.chain):
+            self._note_pairs(result)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         for leaf in leaves_of(result):
             if isinstance(leaf, ShapeOnly):
@@ -318,6 +320,11 @@ class StepTrace:
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         is_frozen = not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
         self._count(flops, trains, weights, has_backward=not (self._training and is_frozen))
+
+    def _note_pairs(self, result: Any) -> None:
+        for shape in (leaf.shape for leaf in shape_only_leaves(result)):
+            for size in {size for size in shape if shape.count(size) > 1}:
+                self.record.pairs.add((size, calling_line()))
 
     def _note_input_writes(self, func: Any, args: tuple[Any, ...]) -> None:
         for written in shape_only_leaves(list(written_arguments(func, args))):
