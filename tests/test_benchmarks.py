@@ -9,12 +9,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from examples.benchmarks import emulated, host_time, memory, offload_emulated, offload_gpu
+from examples.benchmarks import (
+    emulated,
+    host_time,
+    memory,
+    offload_emulated,
+    offload_gpu,
+    packed_rows,
+)
 from examples.benchmarks.auto_wall import HEADER, settings
 from examples.benchmarks.offload_gpu import Size, Variant, measure
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.rehearsal import Rehearsal
-from lightning_pipeoffload.schedule import peak_memory, split_fused_backward
+from lightning_pipeoffload.schedule import build, peak_memory, split_fused_backward
 from tests.support.compare_with import changed, differences, figures
 from tests.support.pairs import first
 from tests.support.step_digests import digest
@@ -160,3 +167,9 @@ def test_trainings_that_differ_in_a_bit_or_are_in_one_tree_only_are_named():
     mine = {"same": digest({"a": torch.ones(2)}), "bit": digest(weights), "new": "2"}
     found = differences(base, mine)
     assert [line.split(":")[0] for line in found] == ["bit", "new", "old"]
+
+
+def test_packed_rows_take_less_than_padded_ones():
+    padded, by_length, packed, dense = packed_rows.ratios(build("zb_h1", 2, 4), "chat", 2)
+    assert 1 < packed < by_length < padded
+    assert packed < dense

@@ -24,10 +24,11 @@ SMALL = {
     "finetune_hf": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "qlora": "--steps 2 --width 64 --context 8 --batch-size 8 --layers 4",
     "vision": "--images 128 --width 4",
+    "packed_rows": "--steps 2 --texts 40 --rows 4 --max-tokens 64 --width 16",
     "on_demand": "--steps 2 --texts 40 --width 16 --layers 2 --max-tokens 128",
 }
 # Strategy and models have tests of their own.
-SLOW = {"own_gpt", "hf_llama", "qlora", "vision", "on_demand"}
+SLOW = {"own_gpt", "hf_llama", "qlora", "vision", "packed_rows", "on_demand"}
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
 CONSOLE_SCRIPT = """
 from lightning_pipeoffload.train import main

@@ -87,7 +87,7 @@ class PackedRowsSampler(GroupSampler):
     def __len__(self) -> int:
         return len(self._rows()) // self._rows_at_once
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[IndexGroups]:
         texts, rows = [*range(len(self._lengths))], [*self._rows()]
         if self._shuffle:
             generator = random.Random(f"{self._seed} {self.epoch}")
