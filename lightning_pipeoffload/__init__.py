@@ -14,7 +14,7 @@ from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
-from lightning_pipeoffload.processes.joint_processes import (
+from lightning_pipeoffload.processes.replica import (
     data_parallel_rank,
     data_parallel_size,
 )

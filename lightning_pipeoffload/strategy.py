@@ -40,14 +40,8 @@ from lightning_pipeoffload.planning.settings import (
     check_start_method,
     check_timeout,
 )
-from lightning_pipeoffload.processes.processes import gather_tensor
+from lightning_pipeoffload.processes.tensor_gather import gather_tensor
 from lightning_pipeoffload.schedule import Schedule
-
-# What belongs to this process, and is left out of a trainer that is saved after a fit.
-_OF_THIS_PROCESS = frozenset({
-    *("_group", "_world", "board", "metrics_store", "meeting", "_launched"),
-    *("_split", "_fit", "_parameters", "_state", "_masters"),
-})  # fmt: skip
 
 
 class _Described(NamedTuple):
@@ -327,9 +321,10 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         return self._split is not None and self._split.pipeline.is_in_step
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: a trainer may be saved after a fit."""
+        """Leave out the cut module and the run: a trainer may be saved after a fit."""
+        of_a_run = {"_split", "_fit", "_parameters", "_state", "_masters"}
         state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
+        return {name: value for name, value in state.items() if name not in of_a_run}
 
     # A run, in the order in which Lightning calls
 

@@ -44,13 +44,13 @@ LISTED = {
         "sys.stdout": "a forked rank other than 0",
         "sys.stderr": "as the former",
     },
-    "processes/joint_processes.py": {
+    "processes/joint_strategy.py": {
         "signal.signal": "the end of a process that Ctrl-C has interrupted",
     },
     "processes/launcher.py": {
         "sys.argv[0]": "a block: processes are started as this one was",
     },
-    "processes/processes.py": {
+    "processes/pipeline_processes.py": {
         "rank_zero_only.rank": "stays: Lightning's own strategies set it",
     },
     "runtime/cut/trace.py": {

@@ -272,14 +272,14 @@ def _strategy_of(trainer: Trainer) -> PipeOffloadStrategy:
 
 def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
     """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0."""
-    group, store = strategy.group, strategy.metrics_store
+    group, store = strategy.group, strategy.processes.metrics_store
     return RankFigures(
         # A connection of its own: one that waits for metrics would hold it up.
         HashStore() if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
         f"figures/{name}",
         strategy.global_rank,
         sorted({*group.first_replica, *group.roots}),
-        strategy.fail_elsewhere,
+        strategy.processes.fail,
     )
 
 

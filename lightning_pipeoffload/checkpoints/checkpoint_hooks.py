@@ -32,7 +32,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     number_optimizer_state,
     read_states,
 )
-from lightning_pipeoffload.processes.processes import PipelineProcesses
+from lightning_pipeoffload.processes.pipeline_processes import PipelineProcesses
 from lightning_pipeoffload.runtime.cut.remote_values import load_quantization
 
 _SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
@@ -136,7 +136,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._group is None:  # before the first run, or after forks: the module is whole
+        if (
+            self.processes.group is None
+        ):  # before the first run, or after forks: the module is whole
             if "optimizer_states" in checkpoint:
                 self._refuse_without_optimizers()
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -115,6 +115,7 @@ class Fit:
     def __init__(self, strategy: CheckpointHooks) -> None:
         assert strategy.lightning_module is not None
         self._strategy, self._group, self._settings = strategy, strategy.group, strategy.settings
+        self._processes = strategy.processes
         self._module = strategy.lightning_module
         self._trainer: Any = self._module.trainer
         self._precision = strategy.precision_plugin
@@ -190,8 +191,8 @@ class Fit:
         join_loops(self._trainer, group, self._at_end)
         leave_group_samplers(self._trainer)
         self._join_metrics()
-        if strategy.meeting is not None:
-            self._hook_forwards = HookForwards(pipeline, strategy.meeting)
+        if self._processes.meeting is not None:
+            self._hook_forwards = HookForwards(pipeline, self._processes.meeting)
             self._at_end.callback(self._hook_forwards.leave)
         if group.num_ranks > 1:
             self._collected = CollectedValues(self._module, pipeline, self._connector)
@@ -237,7 +238,7 @@ class Fit:
         )
 
     def _join_metrics(self) -> None:
-        store, fail = self._strategy.metrics_store, self._strategy.fail_elsewhere
+        store, fail = self._processes.metrics_store, self._processes.fail
         self._connector = join_metrics(self._trainer, self._group, store, fail, self._at_end)
         self._at_end.callback(self._leave_connector)
         if store is not None:
@@ -250,7 +251,7 @@ class Fit:
             self._at_end.callback(hooks.remove)
 
     def _leave_connector(self) -> None:
-        if self._strategy.board is not None:
+        if self._processes.board is not None:
             self._connector.leave()
 
     def _share_gradient_sizes(self) -> None:
@@ -264,14 +265,14 @@ class Fit:
     def _join_ranks(self) -> JointStop | None:
         """Send a rank's signals (stop, failure, requeue) to all ranks; return what stops them."""
         strategy, group = self._strategy, self._group
-        board, environment = strategy.board, strategy.cluster_environment
+        board, environment = self._processes.board, strategy.cluster_environment
         stop = clocks = arrivals = requeue = None
         if board is not None and self._trains:
-            assert strategy.metrics_store is not None
+            assert self._processes.metrics_store is not None
             stop = JointStop(self._trainer, self._exchange, group.is_root)
             clocks = Clocks(self._trainer, self._exchange)
             self._at_end.callback(clocks.remove)
-            arrivals = Arrivals(strategy.metrics_store, group)
+            arrivals = Arrivals(self._processes.metrics_store, group)
             board.also_look = (arrivals.look,)
         if requeues(environment):
             requeue = Requeue(self._trainer, environment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -10,13 +9,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.joint_processes import JointProcesses, set_replica
-from lightning_pipeoffload.processes.run_store import connect_store
+from lightning_pipeoffload.processes.joint_strategy import JointStrategy
+from lightning_pipeoffload.processes.replica import set_replica
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.mesh import GroupLayout, ProcessGroups
 
 
-class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
+class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
     """Starts one process for each rank; those of a machine share the parameters."""
 
     _shard_ranks: HostGroup
@@ -43,9 +42,7 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
         super().setup_environment()
         self._make_groups(self._check_group_size(self.world_size))
         set_replica(self.global_rank, self.world_size)
-        if self.board is not None:
-            run = self.broadcast(secrets.token_hex(8), 0)
-            self.board.connect(connect_store(run, "board", self._timeout))
+        self.processes.connect()
 
     @override
     def _setup_distributed(self) -> None:
@@ -66,7 +63,8 @@ class OnDemandProcesses(JointProcesses, ModelParallelStrategy):
                 self._timeout,
             )
         )
-        self._world = self._shard_ranks = _host_group(groups, range(self.world_size))
+        world = _host_group(groups, range(self.world_size))
+        self.processes.world = self._shard_ranks = world
         ProcessGroups.abort_ended()
         if size == self.world_size:
             return

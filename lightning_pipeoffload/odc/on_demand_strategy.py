@@ -52,6 +52,7 @@ from lightning_pipeoffload.odc.sharding import (
     whole_state,
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
+from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 
 _SIZE_KEY = "on_demand_minibatch_size"
@@ -135,7 +136,6 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         if not is_sharded(module):
             self.precision_plugin.convert_module(module)
-            assert self._world is not None
             share_initial_values(module, self._world)
             shard(module, self._blocks, self.device_mesh["data_parallel"], self._policy)
         _materialize_distributed_module(module, self.root_device)
@@ -154,12 +154,16 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
             self._join_training(trainer)
 
     @property
+    def _world(self) -> HostGroup:
+        assert self.processes.world is not None
+        return self.processes.world
+
+    @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
     def _connect(self, module: LightningModule) -> None:
-        assert self._world is not None
         size = self._check_group_size(self.world_size)
         shared = self.device_mesh["data_parallel"].get_group()
         rank = self.global_rank % size
@@ -227,7 +231,6 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
             return
         refuse_remote_folder(filepath, storage_options)
-        assert self._world is not None
         write_checkpoint_folder(checkpoint, path, self._world, weights_key="state_dict")
 
     @override

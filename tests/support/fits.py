@@ -193,7 +193,8 @@ def outlive_failures(trainer):
 
     def leave(exception):
         trainer.strategy.give_back()
-        if trainer.strategy.board is not None:
-            trainer.strategy.board.stop()
+        board = trainer.strategy.processes.board
+        if board is not None:
+            board.stop()
 
     trainer.strategy.launcher._fail = leave

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PackedRows, PackedRowsSampler
-from lightning_pipeoffload.processes.joint_processes import forget_replica, set_replica
+from lightning_pipeoffload.processes.replica import forget_replica, set_replica
 
 LENGTHS = [random.Random(7).randint(1, 40) for _ in range(90)]
 

@@ -1,7 +1,4 @@
-"""Processes that wait for each other and therefore end together; the replica of a process.
-
-The base class of both strategies' processes, of a pipeline and of ``odc``.
-"""
+"""A strategy whose ranks wait for each other, and therefore end together."""
 
 from __future__ import annotations
 
@@ -18,74 +15,39 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.failure import (
-    EXIT_SECONDS,
-    SIGTERM_STATUS,
-    first_line,
-    status_after,
-)
-from lightning_pipeoffload.processes.failure_board import FailureBoard
-from lightning_pipeoffload.processes.launcher import BetweenRuns, JointLauncher, LaunchedProcesses
-from lightning_pipeoffload.processes.run_store import end_connections
-from lightning_pipeoffload.runtime.host_group import HostGroup
-from lightning_pipeoffload.runtime.mesh import ProcessGroups
+from lightning_pipeoffload.processes.failure import SIGTERM_STATUS, first_line, status_after
+from lightning_pipeoffload.processes.launcher import JointLauncher
+from lightning_pipeoffload.processes.processes import Processes
+from lightning_pipeoffload.processes.replica import forget_replica
 from lightning_pipeoffload.runtime.transport import says_peer_lost
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 log = logging.getLogger(__name__)
 
-# In the environment, which a loader's workers, forked or spawned, inherit.
-_RANK, _SIZE = "PIPEOFFLOAD_DATA_PARALLEL_RANK", "PIPEOFFLOAD_DATA_PARALLEL_SIZE"
-
-
-def data_parallel_rank() -> int:
-    """Return the replica of this process; 0 without a pipeline.
-
-    All ranks of a pipeline, which must read the same batches, and the workers of their loaders have
-    the same replica.
-    """
-    return int(os.environ.get(_RANK, 0))
-
-
-def data_parallel_size() -> int:
-    """Return the number of replicas that divide the data; 1 without a pipeline."""
-    return int(os.environ.get(_SIZE, 1))
-
-
-def set_replica(replica: int, num_replicas: int) -> None:
-    """Set the replica of this process and of those that it starts."""
-    os.environ[_RANK], os.environ[_SIZE] = str(replica), str(num_replicas)
-
-
-def forget_replica() -> None:
-    """Undo :func:`set_replica`."""
-    for name in (_RANK, _SIZE):
-        os.environ.pop(name, None)
-
 
 class NeedsOthersError(RuntimeError):
     """An operation of all ranks was called on a rank that has failed."""
 
 
-class JointProcesses(ParallelStrategy):
-    """Ends all ranks together, when one fails or when all are done.
+class JointStrategy(ParallelStrategy):
+    """Ends all ranks together, when one fails or when all are done; for pipelines and ``odc``.
 
     Attributes:
-        board: Watches for failures of other ranks; None on one rank, and between runs.
+        processes: This rank's connections to the others.
     """
 
     num_nodes = 1
-    # Connects all processes; None before the first run.
-    _world: HostGroup | None = None
     _timeout: timedelta | None = default_pg_timeout
-    board: FailureBoard | None = None
-    _launched: LaunchedProcesses
     _has_failed = False
     _exception_hooks: Sequence[WrappedHook] = ()
     _warns = False
     _texts: Mapping[str, str] = MappingProxyType({})  # that all ranks have broadcast
     _why_alone = "the other ranks have left the step, or are not there yet"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.processes = Processes()
+        super().__init__(*args, **kwargs)
 
     @property
     def place(self) -> str:
@@ -112,8 +74,8 @@ class JointProcesses(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         self._refuse_alone("barrier")
-        if self._world is not None:
-            self._world.barrier()
+        if self.processes.world is not None:
+            self.processes.world.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -121,7 +83,8 @@ class JointProcesses(ParallelStrategy):
         if is_text and self.is_in_step and obj in self._texts:
             return self._texts[obj]
         self._refuse_alone("broadcast")
-        found = obj if self._world is None else self._world.broadcast(obj, src)
+        world = self.processes.world
+        found = obj if world is None else world.broadcast(obj, src)
         if is_text:
             self._texts = {**self._texts, obj: found}
         return found
@@ -129,7 +92,8 @@ class JointProcesses(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._refuse_alone("reduce_boolean_decision")
-        return decision if self._world is None else self._world.agree(decision, all)
+        world = self.processes.world
+        return decision if world is None else world.agree(decision, all)
 
     # Start
 
@@ -162,15 +126,8 @@ class JointProcesses(ParallelStrategy):
             )
 
     def _watch(self) -> None:
-        """Watch the other processes of this machine; no process group is needed yet."""
         self._has_failed = False
-        BetweenRuns.end()
-        if self.world_size > 1:
-            children = JointLauncher.started
-            self._launched = LaunchedProcesses(self.global_rank, self.local_rank, children)
-            self.board = FailureBoard(
-                self.global_rank, self.world_size, self._launched, self._timeout
-            )
+        self.processes.watch(self.global_rank, self.local_rank, self.world_size, self._timeout)
 
     # Regular end
 
@@ -180,19 +137,10 @@ class JointProcesses(ParallelStrategy):
 
     def _end_together(self) -> None:
         self.give_back()
-        if self.board is not None:  # no rank ends while another one still watches it
-            if self._own_trainer.received_sigterm:  # in one of the last hooks
-                raise SIGTERMException
-            self.board.expect_end()
-            assert self._world is not None
-            self._world.barrier()
-            self.board.stop()
-            self.board = None
-            self._watch_between_runs()
-
-    def _watch_between_runs(self, patience: float = 0.0) -> None:
-        if self._launched.has_children:
-            BetweenRuns(self.global_rank, self._launched, patience)
+        is_connected = self.processes.board is not None
+        if is_connected and self._own_trainer.received_sigterm:  # in one of the last hooks
+            raise SIGTERMException
+        self.processes.end()
 
     # Failure
 
@@ -207,7 +155,7 @@ class JointProcesses(ParallelStrategy):
         if is_interrupt or says_peer_lost(exception):  # this process exits before Lightning does it
             for logger in self._own_trainer.loggers:
                 logger.finalize("failed")
-        board, self.board = self.board, None
+        board, self.processes.board = self.processes.board, None
         if board is None:
             return
         self._has_failed = True
@@ -228,14 +176,7 @@ class JointProcesses(ParallelStrategy):
     def _break_off(self, is_of_all: bool) -> None:
         """End without waiting for ranks; after an error of all ranks, another run may follow."""
         if is_of_all:
-            ProcessGroups.end(has_failed=True)
-            end_connections()
-            self._watch_between_runs(EXIT_SECONDS)
-
-    def fail_elsewhere(self, exception: Exception) -> None:
-        """End the run because the thread that publishes metrics has failed."""
-        if self.board is not None:
-            self.board.fail(exception, "while publishing metrics")
+            self.processes.break_off()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -1,0 +1,49 @@
+"""The value of a parameter, buffer or gradient on every rank, whichever has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+
+
+def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
+    """Return a copy of a parameter, buffer or gradient on every rank; all ranks call it.
+
+    Raises:
+        ValueError: The tensor is no parameter, buffer or gradient, or ranks pass different ones.
+    """
+    group = pipeline.group
+    name = next((name for name, found in _known(pipeline) if found is tensor), "")
+    has_value = bool(name) and not isinstance(tensor, ShapeOnly)
+    asked = group.gather((name, has_value))
+    _check_alike([each for each, _ in asked], tensor)
+    owner = next(rank for rank, (_, has) in zip(group.global_ranks, asked, strict=True) if has)
+    with blaming_peers("lost a rank while gathering a tensor"):
+        return group.bring_to_all(tensor, owner).to(tensor.device)
+
+
+def _known(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:
+    for slot in find_slots(pipeline.module):
+        yield slot.name, slot.tensor
+        if slot.kind == "_parameters":
+            yield f"{slot.name}.grad", slot.tensor.grad
+
+
+def _check_alike(names: list[str], tensor: Tensor) -> None:
+    if not all(names):
+        raise ValueError(
+            f"trainer.strategy.gather() was given a tensor of shape {tuple(tensor.shape)} that is "
+            f"no parameter, buffer or gradient of the module; give it the parameter itself, not "
+            f"what was computed from it"
+        )
+    if len(set(names)) > 1:
+        raise ValueError(
+            f"the ranks ask trainer.strategy.gather() for different tensors, {', '.join(names)}; "
+            f"call it in the same order on all of them"
+        )
