@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipeoffload import MinibatchSampler, PackedRows, PackedRowsSampler
-from lightning_pipeoffload.processes.joint_processes import forget_replica, set_replica
+from lightning_pipeoffload.processes.replica import forget_replica, set_replica
 from tests.support import fits
 from tests.support.pairs import slow
 
