@@ -1,7 +1,7 @@
 """All ranks of a pipeline in one process, taking turns.
 
-Used by tests, on a single GPU (NCCL refuses two ranks on one), and to rehearse a pipeline that is
-larger than the machine. Each rank has a copy of the module.
+Used by tests, and by benchmarks on a single GPU, on which NCCL refuses two ranks. Each rank has a
+copy of the module.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class OutputsElsewhere(Placeholder, dict[str, Any]):
     def __bool__(self) -> bool:
         return True
 
-    __reduce_ex__ = keys = values = items = copy = Placeholder._use
+    __reduce_ex__ = keys = values = items = copy = Placeholder.__call__  # which raises
 
 
 def numbers_in(outputs: Any) -> dict[str, Any]:
