@@ -131,6 +131,13 @@ def loader_size(loader: Any) -> int | None:
     return None
 
 
+def group_sampler_of(loader: Any) -> GroupSampler | None:
+    """Return the sampler of a loader whose batches are of groups; None: it has another one."""
+    # Not the batch_sampler itself, which Lightning wraps where it predicts.
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return sampler if isinstance(sampler, GroupSampler) else None
+
+
 def check_rows(loader: Any, settings: PipelineSettings | None) -> bool:
     """Return whether a loader makes batches of packed rows, of which each is a microbatch.
 
@@ -142,13 +149,14 @@ def check_rows(loader: Any, settings: PipelineSettings | None) -> bool:
         ValueError: Its sampler and its collate function do not go together, or the settings do not
             go with packed rows.
     """
-    sampler, collate = (getattr(loader, name, None) for name in ("batch_sampler", "collate_fn"))
+    sampler, collate = group_sampler_of(loader), getattr(loader, "collate_fn", None)
     if isinstance(sampler, MinibatchSampler):
         raise ValueError(
             'MinibatchSampler makes minibatches for strategy="odc"; for a pipeline pack the texts '
             "into rows: batch_sampler=PackedRowsSampler(...), collate_fn=PackedRows(...)"
         )
     if isinstance(sampler, PackedRowsSampler) != isinstance(collate, PackedRows):
+        sampler = getattr(loader, "batch_sampler", None)
         raise ValueError(
             f"batch_sampler={type(sampler).__name__} and collate_fn={_name_of(collate)} do not go "
             f"together: texts are packed by batch_sampler=PackedRowsSampler(...) with "
@@ -347,13 +355,13 @@ def leave_group_samplers(trainer: Trainer) -> None:
 def _requires_sampler(
     plain: Callable[[Any, DataLoader[Any]], bool], connector: Any, loader: DataLoader[Any]
 ) -> bool:
-    return not isinstance(loader.batch_sampler, GroupSampler) and plain(connector, loader)
+    return group_sampler_of(loader) is None and plain(connector, loader)
 
 
 def _is_shared_out(loader: Any) -> bool:
     if not isinstance(loader, DataLoader):
         return False
-    if isinstance(loader.batch_sampler, GroupSampler):
+    if group_sampler_of(loader) is not None:
         return True
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     return any(isinstance(sampler, DistributedSampler) for sampler in samplers)

@@ -164,6 +164,13 @@ def test_what_runs_for_the_check_leaves_no_trace():
     assert set(trainer.logged_metrics) == {"loss"}
 
 
+def test_predictions_are_of_rows():
+    module = Texts()
+    module.predict_step = lambda batch, batch_idx: module.model(**batch).logits.argmax(-1)
+    predictions = fits.trainer(1, BY_TOKENS).predict(module, loader())
+    assert torch.cat(predictions).shape == (len(sampler()) * ROWS, TOKENS)
+
+
 def with_torchs_collate():
     return DataLoader(ITEMS, batch_sampler=sampler())
 
