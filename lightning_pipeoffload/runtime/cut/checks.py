@@ -100,6 +100,11 @@ class CallChecks:
                 f"each entry of {self._chain.name} called once and in order"
             )
 
+    @property
+    def hooked(self) -> Iterator[int]:
+        """Yield the blocks that had hooks at their call."""
+        return (index for index, count in enumerate(self._num_hooks) if count)
+
     def find_briefly_hooked(self) -> Iterator[int]:
         """Yield the blocks that have fewer hooks now than at their call."""
         for index, before in enumerate(self._num_hooks):

@@ -390,6 +390,9 @@ class StepTrace:
         """Complete the record after the step, before the module is restored."""
         record, last = self.record, self._sizes.last
         record.opened |= self.arguments.filling
+        hooked = set(self._checks.hooked)
+        if record.opened & hooked:  # a list that hooks fill has an entry of each of their blocks
+            record.opened |= hooked
         record.work, record.draws = self.work.digests, self.work.draws
         record.by_chance = self.work.by_chance
         record.flags.finish()

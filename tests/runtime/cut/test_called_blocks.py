@@ -1,6 +1,7 @@
 """The blocks that a step calls are found; the blocks= that a refusal names train."""
 
 import ast
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
@@ -199,6 +200,31 @@ def test_a_resumed_fit_has_the_blocks_it_was_saved_with():
         rank.resume_with(saved)
     pipeline.run(torch.randn(4, 4), 1)
     assert [rank.called_blocks for rank in pipeline.ranks] == [saved] * 3
+
+
+KEPT: ContextVar[list | None] = ContextVar("kept", default=None)
+
+
+def keep(block, args, output):
+    if (kept := KEPT.get()) is not None:
+        kept.append(output)
+
+
+def with_one_kept(m, x):
+    token = KEPT.set([])
+    x = through(m.layers, x)
+    chosen = KEPT.get()[2]
+    KEPT.reset(token)
+    return loss_of(m, x + chosen)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_list_that_hooks_fill_has_an_entry_of_each_block(count):
+    module, batch = Parts(with_one_kept, layers=listed(6)).double(), torch.randn(4, 4).double()
+    for layer in module.layers:
+        layer.register_forward_hook(keep)
+    outcome = run_pipeline(module, build("1f1b", count, 4), batch, 1)
+    assert_same(outcome, run_plain(module, batch, 1))
 
 
 # What each message names, until what it names trains.
