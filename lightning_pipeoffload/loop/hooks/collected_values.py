@@ -29,8 +29,8 @@ from lightning_pipeoffload.loop.hooks.late_writes import OF_LIGHTNING, LateWrite
 from lightning_pipeoffload.loop.hooks.sent_values import (
     MOST_BYTES,
     OutputsElsewhere,
-    Report,
     UnsendableError,
+    VariableState,
     choose_sender,
     pack,
     unpack,
@@ -239,7 +239,7 @@ class CollectedValues:
         self._due.clear()
         gathered = self._group.gather((mine, self._logged_objects()))
         self._logged = gathered[self._group.stage_ranks[-1]][1]
-        found: dict[str, dict[int, Report]] = {}
+        found: dict[str, dict[int, VariableState]] = {}
         for rank, (reports, _) in enumerate(gathered):
             for label, report in reports.items():
                 found.setdefault(label, {})[rank] = report
@@ -260,11 +260,11 @@ class CollectedValues:
         self.send()
         self._show()
 
-    def _report(self, label: str) -> Report:
+    def _report(self, label: str) -> VariableState:
         end = None if label in self._lacking else self._end
         leaves = [] if end is None else list(leaves_of(self._now(label).value))
         is_whole = not any(isinstance(leaf, ShapeOnly) for leaf in leaves)
-        return Report(end, len(leaves), is_whole, self._late.get(label, ""))
+        return VariableState(end, len(leaves), is_whole, self._late.get(label, ""))
 
     def _send_from(self, rank: int, labels: Sequence[str]) -> None:
         is_mine = rank == self._group.rank

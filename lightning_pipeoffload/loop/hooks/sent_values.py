@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.users_code.attributes import Placeholder
 MOST_BYTES = 2**28
 
 
-class Report(NamedTuple):
+class VariableState(NamedTuple):
     """One rank's state of one variable.
 
     Attributes:
@@ -35,7 +35,7 @@ class Report(NamedTuple):
     kind: str
 
 
-def choose_sender(reports: Mapping[int, Report]) -> int:
+def choose_sender(reports: Mapping[int, VariableState]) -> int:
     """Return the rank that has all of a variable; -1 if none has."""
     having = {rank: r for rank, r in reports.items() if r.end is not None}
     if not having:
