@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_pipeoffload.processes import failure_board
 from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.runtime.mesh import ProcessGroups
 from tests.support.caches import new_caches
 from tests.support.forks import FORKS, fork
 
@@ -114,6 +115,9 @@ def _end_groups():
     Each thread of gloo's wakes up a hundred times a second. Those of pools at rest, some hundreds,
     were what the end of a run of all tests spent its time with.
     """
+    ProcessGroups.end()
+    ProcessGroups._ended.clear()
+    ProcessGroups._pending.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
