@@ -216,6 +216,7 @@ class ForkingLauncher(JointLauncher):
 
     def _run_rank(self, call: _Call, rank: int, report: IO[bytes], tensors: IO[bytes]) -> None:
         self._is_rank = True
+        self.started.clear()  # what the interpreter has started is no child of this process
         os.setpgid(0, 0)  # an interrupt comes from the interpreter, and once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _close_listening_sockets()

@@ -21,6 +21,13 @@ from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
 from tests.support import fits
 
+
+@pytest.fixture(autouse=True)
+def _no_started_processes(monkeypatch):
+    """What stands for processes here is none of the tests that follow."""
+    monkeypatch.setattr(launcher.JointLauncher, "started", [])
+
+
 NODE = {"MASTER_ADDR": "node1", "MASTER_PORT": "12910", "NODE_RANK": "0"}
 
 

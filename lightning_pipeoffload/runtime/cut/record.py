@@ -270,6 +270,7 @@ _SIZED = (
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("is_derived", "is_known", "has_run"),
+    "pairs",  # of samples, which are as many at any length
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }
 

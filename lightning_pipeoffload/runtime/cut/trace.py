@@ -13,7 +13,7 @@ embedding, and the last one is the head and the loss. With three blocks on two s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
 from lightning_pipeoffload.runtime.cut.checks import (
     CallChecks,
     describe_argument_write,
+    is_in_function,
     loss_in,
 )
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
@@ -318,8 +319,15 @@ class StepTrace:
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
-        is_frozen = not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        self._count(flops, trains, weights, has_backward=not (self._training and is_frozen))
+        self._count(flops, trains, weights, not (flops and self._is_frozen(tensors)))
+
+    def _is_frozen(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a product of training has no gradient."""
+        if not self._training:
+            return False
+        # The forward of an autograd function runs without gradients, and has a backward.
+        keeps_graph = torch.is_grad_enabled() or is_in_function()
+        return not (keeps_graph and any(tensor.requires_grad for tensor in tensors))
 
     def _note_pairs(self, result: Any) -> None:
         for shape in (leaf.shape for leaf in shape_only_leaves(result)):
