@@ -28,7 +28,7 @@ SMALL = {
     "on_demand": "--steps 2 --texts 40 --width 16 --layers 2 --max-tokens 128",
 }
 # Strategy and models have tests of their own.
-SLOW = {"own_gpt", "hf_llama", "qlora", "vision", "packed_rows", "on_demand"}
+SLOW = {"own_gpt", "finetune_hf", "hf_llama", "qlora", "vision", "packed_rows", "on_demand"}
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
 CONSOLE_SCRIPT = """
 from lightning_pipeoffload.train import main

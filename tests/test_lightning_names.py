@@ -73,6 +73,7 @@ def test_a_program_may_mix_the_names_of_lightning(tmp_path, imports, name):
     assert f"name {name}" in done.stdout
 
 
+@pytest.mark.slow
 def test_two_copies_that_are_imported_already_are_refused(tmp_path):
     done = run("import lightning as L\n" + THEIRS + OURS, tmp_path)
     assert "ImportError: lightning.pytorch and pytorch_lightning are both imported" in done.stderr

@@ -51,7 +51,7 @@ def _rows_of_both_runs():
     """Rows that find least are slow, and those whose many candidates take longest."""
     for number, row in enumerate(rows()):
         is_long = "option" in row and (row["devices"] == 3 or "model" in row)
-        yield slow(row) if is_long or number >= 12 else row
+        yield slow(row) if is_long or number >= 8 else row
 
 
 @pytest.mark.parametrize(

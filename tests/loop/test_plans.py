@@ -99,7 +99,7 @@ def fit_lengths(size, lengths, options):
     ("size", "form", "options"),
     [
         (2, "awkward", {"module": {"tie": True}}),
-        (2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"}),
+        slow((2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"})),
         (2, "plain", {"num_microbatches": "auto", "data": {"batch_size": 2}}),
         slow((2, "late", {})),
         slow((4, "awkward", {"data_parallel_size": 2})),

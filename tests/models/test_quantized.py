@@ -277,7 +277,7 @@ QUANTIZED_BEFORE, QUANTIZED_BY_RANKS = False, True
 ROWS = [
     slow(("llama", 2, QUANTIZED_BEFORE, {"schedule": "1f1b"})),
     ("llama", 2, QUANTIZED_BY_RANKS, {"schedule": "zb_v"}),
-    ("qwen2 packed", 2, QUANTIZED_BY_RANKS, {"schedule": "1f1b"}),
+    slow(("qwen2 packed", 2, QUANTIZED_BY_RANKS, {"schedule": "1f1b"})),
     slow(("gpt2", 2, QUANTIZED_BEFORE, {"schedule": "zb_h1", "offload": "half"})),
     slow(("by hand", 2, QUANTIZED_BEFORE, {"schedule": "auto", "recompute": "full"})),
     slow(("llama", 2, QUANTIZED_BEFORE, {"offload": "full", "recompute": "cheap"})),

@@ -148,7 +148,8 @@ def test_a_killed_worker_of_a_dataloader_stops_all(rank):
     run = run_failing(*BATCH, "kill_a_worker", "--workers", "2", "--rank", str(rank))
     assert run.status == 1
     assert re.search(
-        rf"because of global rank {rank}: RuntimeError: DataLoader worker", run.lines[-1]
+        rf"because of global rank {rank}: (RuntimeError: DataLoader worker|ConnectionReset)",
+        run.lines[-1],
     )
 
 
@@ -183,7 +184,7 @@ def test_a_rank_that_ends_between_two_calls_stops_the_others(then, act, rank, ho
 WITHOUT_READER = [["--then", "wait", "--act", "exit"], [*BATCH, "raise"], [*BATCH, "terminate"]]
 
 
-@pytest.mark.parametrize("arguments", some(WITHOUT_READER, 1))
+@pytest.mark.parametrize("arguments", some(WITHOUT_READER, 3))
 def test_all_end_where_nobody_reads_their_messages(arguments):
     run = run_failing(*arguments, "--rank", "1", "--without-reader")
     assert run.status in {1, 143}
