@@ -289,10 +289,12 @@ class FailureBoard:
         for _ in self._counted_polls(_SEEN_SECONDS):
             is_open = False
             for rank in self._others:
+                # Asked first: a rank writes ``raised`` before it writes ``seen``, and ends.
+                has_left = self._launched.has_ended(rank) or store.check([f"seen/{rank}"])
                 if store.check([f"raised/{rank}"]):
                     if store.get(f"raised/{rank}").decode() != mine:
                         return False
-                elif self._launched.has_ended(rank) or store.check([f"seen/{rank}"]):
+                elif has_left:
                     return False
                 else:
                     is_open = True

@@ -96,6 +96,25 @@ def test_a_rank_goes_on_if_all_have_raised_the_same(monkeypatch, others, goes_on
     assert sum(seconds) < 1
 
 
+def test_a_rank_that_raises_and_goes_on_between_two_requests_has_raised(monkeypatch):
+    """It writes both while this rank, on a busy machine, stands between two of its requests."""
+    plain = HashStore()
+
+    def check(keys):
+        found = plain.check(keys)
+        if keys[0] in ("raised/1", "seen/1"):
+            for key in ("raised/1", "seen/1", "done/1"):
+                plain.set(key, "ValueError: alike")
+        return found
+
+    store = Mock(wraps=plain, check=check)
+    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: None)
+    board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
+    board.connect(store)
+    assert board.report(ValueError("alike"), "", 1)
+
+
 def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
     ended = Queue()
     monkeypatch.setattr(
