@@ -316,8 +316,9 @@ class _Call:
         first = min(raised, key=attrgetter("at"), default=None)
         if first is not None and first.error is not None:
             raise first.error from TracebackOfRank(first.text)
-        silent = (rank.process for rank, end in zip(ranks, ends, strict=True) if end is None)
-        lost = lost or next(silent, None)
+        silent = [rank.process for rank, end in zip(ranks, ends, strict=True) if end is None]
+        # One that has left with success ended first: the others end because of it.
+        lost = next((process for process in silent if process.exitcode == 0), lost)
         if lost is not None:
             raise RuntimeError(f"{lost.name} {_describe_end(lost)}")
         outcome: _Outcome = self._state.load(ranks[0].report)
