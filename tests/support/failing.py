@@ -206,6 +206,8 @@ def main():
     # Private: how often a worker looks for its parent, which may have been killed.
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
     options = read_options()
+    # A batch that a killed worker has sent can be read without it.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     is_at_fault = rank_of() == options.rank
     if options.without_reader:
         lose_reader()
