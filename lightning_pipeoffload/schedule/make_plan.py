@@ -45,10 +45,13 @@ _NUM_POSTPONED = 3
 
 
 Job = tuple[int, Callable[[], Any]]
-"""A part of the work: its place in the request, by which a process does it, and a function."""
+"""The option's index in the request, which decides the process that runs it, and the function to run.
+"""
 
 Share = Callable[[Sequence[Job], Callable[[Any], Any]], list[Any]]
-"""Returns the results of jobs; what a function makes of them is sent to other processes."""
+"""Runs each job on one process and returns all results in order; results of other processes come
+reduced by the second argument, which drops schedules.
+"""
 
 
 def do_all(jobs: Sequence[Job], lean: Callable[[Any], Any]) -> list[Any]:
@@ -253,7 +256,7 @@ class _Trials:
         if self._is_above(self._figures(option, free)[0]):
             raise ScheduleError("even without its copies no faster than the best")
         planned = offload_activations(free, self.costs(option), share, limit)
-        self._add(option, str(share), *planned)
+        self._add(option, str(share) if planned[0].has_copies else "none", *planned)
 
     def try_copies(self, tried: Sequence[Option]) -> None:
         """Plan copies for options that may become the fastest, the most promising first."""

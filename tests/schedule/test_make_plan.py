@@ -206,3 +206,11 @@ def test_what_bounds_leave_out_is_never_the_best(longer, limit):
     assert (fewer.best, fewer.schedule) == (table.best, table.schedule)
     assert {c.option for c in fewer.candidates} == {*wanted}
     assert sum(c.fits for c in fewer.candidates) < sum(c.fits for c in table.candidates)
+
+
+@pytest.mark.parametrize("offload", ["none", 0.0])
+def test_where_nothing_is_offloaded_weight_gradients_are_postponed(offload):
+    costs, wanted = Costs(1, 1, 1, step=4.0), [Option("zb_h1", 1, 4)]
+    more = {"offload": offload, "steps_early": lambda option: True}
+    choice = planned(2, wanted, lambda option: costs, **more)
+    assert [c.postponed for c in choice.candidates] == [0, 0, 1, 2]
