@@ -45,7 +45,8 @@ _NUM_POSTPONED = 3
 
 
 Job = tuple[int, Callable[[], Any]]
-"""The option's index in the request, which decides the process that runs it, and the function to run.
+"""The option's index in the request, which decides the process that runs it, and the function to
+run.
 """
 
 Share = Callable[[Sequence[Job], Callable[[Any], Any]], list[Any]]
@@ -182,10 +183,9 @@ class _Trials:
         self._places = {option: place for place, option in enumerate(request.options)}
         self._bounds: dict[Option, float] = {}
         self._free_orders: dict[Option, Schedule] = {}
-        self._error: ScheduleError | None = None
+        self._error = ScheduleError("no plan can be made: there are no blocks for any")
         self.found: list[Candidate] = []
         self._new: list[Candidate] = []  # of the job that runs
-        self._new_error: ScheduleError | None = None
 
     def costs(self, option: Option) -> Costs:
         key = self._placement(option), option.num_microbatches, option.recompute
@@ -206,17 +206,16 @@ class _Trials:
     def _run(self, jobs: Sequence[tuple[Option, Callable[[Option], None]]]) -> None:
         """Do what may add candidates, and add those of all processes."""
 
-        def run(option: Option, job: Callable[[Option], None]) -> _Result:
+        def run(option: Option, job: Callable[[Option], None]) -> list[Candidate]:
             num_done = len({candidate.option for candidate in self.found})
             self._request.show(f"planning {num_done + 1} of {len(self._request.options)}")
-            self._new, self._new_error = [], None
+            self._new = []
             job(option)
-            return self._new, self._new_error
+            return self._new
 
         shared = [(self._places[option], partial(run, option, job)) for option, job in jobs]
-        for found, error in self._request.share(shared, _without_schedules):
+        for found in self._request.share(shared, lambda new: [each.lean for each in new]):
             self.found += found
-            self._error = error or self._error
 
     def _ask(self, question: Callable[[Option], Any], options: Sequence[Option]) -> list[Any]:
         """Return an answer for each option, which one process finds."""
@@ -378,7 +377,7 @@ class _Trials:
         return period, bubble, max(timeline.peak_memory), timeline.makespan
 
     def _refuse(self, option: Option, offload: str, error: ScheduleError) -> None:
-        self._new_error = error
+        self._error = error
         if isinstance(error, MemoryLimitError):
             _, _, needed = error.args
             refused = Candidate(option, offload, "needs more memory", peak_memory=needed)
@@ -409,8 +408,7 @@ class _Trials:
             gain = share_text(max(0.0, promised))
             why = f"nothing can be more than {gain} faster than what there is"
         if why:
-            self._error = ScheduleError(f"not searched for: {why}")
-            self.found.append(Candidate(option, "none", str(self._error)))
+            self.found.append(Candidate(option, "none", f"not searched for: {why}"))
         return not why
 
     def omits(self, option: Option) -> bool:
@@ -456,10 +454,8 @@ class _Trials:
 
     def no_plan(self) -> ScheduleError:
         """Return an error with the reason why there is no plan."""
-        if self._error is None:
-            return ScheduleError("no plan can be made: there are no blocks for any")
         limit = self._request.memory_limit
-        if len(self._request.options) == 1:
+        if not self.found or len(self._request.options) == 1:
             if limit is None or not isinstance(self._error, MemoryLimitError):
                 return self._error
             sentence, _, needed = self._error.args
@@ -471,14 +467,6 @@ class _Trials:
         count = len(self.found)
         sentence = f"{{limit}} is less than any of {count} plans needs; use at least {{needed}}"
         return MemoryLimitError(sentence, limit, self._least_memory)
-
-
-_Result = tuple[list[Candidate], ScheduleError | None]
-
-
-def _without_schedules(result: _Result) -> _Result:
-    found, error = result
-    return [candidate.lean for candidate in found], error
 
 
 def _phases(options: Sequence[Option]) -> Iterator[Sequence[Option]]:
