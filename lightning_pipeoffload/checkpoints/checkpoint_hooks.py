@@ -144,7 +144,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[_SEED] = self.continued.seed
-        if "num_samples" in self.continued.first_batch:
+        if self.continued.first_batch.keys() - {"lists"}:
             checkpoint[_FIRST_BATCH] = copy.deepcopy(self.continued.first_batch)
         if not self._is_split:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:

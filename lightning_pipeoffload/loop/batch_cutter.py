@@ -109,8 +109,9 @@ class BatchCutter:
             parts.check_filled()
         given = cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
         slices = self._pipeline.trace_parts(*given)
-        if self._pipeline.called_blocks is not None:
-            self.first_batch["blocks"] = self._pipeline.called_blocks
+        blocks = self._pipeline.called_blocks
+        if blocks is not None:
+            self.first_batch["blocks"] = blocks
         return slices
 
     def record_of_first(self, inputs: StepInputs, size: int) -> StepRecord | None:

@@ -124,6 +124,28 @@ def test_it_is_as_on_one_device(ranks, tmp_path, kind, options):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+class Levels(Graphs):
+    """Its blocks are those that the step calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = self.blocks[:3], self.blocks[3:]
+        del self.blocks
+
+    def hidden(self, x):
+        for block in (*self.first, *self.second):
+            x = block(x)
+        return x
+
+
+def test_called_blocks_are_saved_with_a_fit_whose_batches_the_user_cuts(tmp_path):
+    trainer = fits.trainer(1, CUT, max_steps=1)
+    trainer.fit(Levels(), DataLoader(range(NUM), 8, collate_fn=Levels.collate))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    found = torch.load(tmp_path / "a.ckpt")["pipeoffload_first_batch"]["blocks"]
+    assert found == [f"{level}.{number}" for level in ("first", "second") for number in range(3)]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
