@@ -31,11 +31,9 @@ class BatchCutter:
 
     def __init__(self, pipeline: Pipeline, settings: PipelineSettings) -> None:
         self._pipeline = pipeline
-        self._make = settings.make_microbatches
-        self._weighs_by_samples = settings.microbatch_weight == "samples"
+        self._settings = settings
         self._collations: dict[bool, Collation] = {}  # of training, of evaluations
         self._training_sizes: set[int] = set()
-        self._settings = settings
         self._packed: dict[bool, bool] = {}  # of training, of evaluations
         self._structures: dict[str, BatchStructure] = {}
         self.first_batch: dict[str, Any] = {"lists": {}}
@@ -43,7 +41,7 @@ class BatchCutter:
     @property
     def by_user(self) -> bool:
         """Whether the strategy has ``make_microbatches``."""
-        return self._make is not None
+        return self._settings.make_microbatches is not None
 
     def note_loader(self, loader: Any, is_training: bool) -> None:
         """Note who makes the batches of a loader of training, or of evaluations."""
@@ -137,8 +135,9 @@ class BatchCutter:
             ValueError: They are not so many, or their samples cannot be counted.
             TypeError: They are no list.
         """
-        assert self._make is not None
-        made = self._make(inputs.batch, count)
+        make = self._settings.make_microbatches
+        assert make is not None
+        made = make(inputs.batch, count)
         if not isinstance(made, list):
             raise TypeError(
                 f"make_microbatches returned a {type(made).__name__} in {inputs.kind}; it must "
@@ -157,7 +156,7 @@ class BatchCutter:
         try:
             return batch_size(part)
         except ValueError as error:
-            if not self._weighs_by_samples:
+            if self._settings.microbatch_weight != "samples":
                 return 1
             reason = str(error).partition(";")[0]
             raise ValueError(

@@ -156,7 +156,7 @@ class Fit:
         self.continued = Continued(self._seed, self.split.cutter.first_batch)
         self._exchange = Exchange(pipeline, self._strategy.root_device.type != "cpu")
         self.boundary = StepBoundary(self._trainer, pipeline, self.split.masters)
-        self.split.plans.join(self.boundary)
+        self.split.plans.boundary = self.boundary
         self._at_end.callback(self.boundary.validation.forget)
         self.is_running = True
         return self.split

@@ -107,10 +107,6 @@ class Plans:
         """The settings of the plan in use."""
         return self.training.current.settings
 
-    def join(self, boundary: StepBoundary) -> None:
-        """Begin an entry of the trainer."""
-        self.boundary = boundary
-
     def _has_barrier(self) -> bool:
         """Whether the ranks wait for each other at a step's end, be it for tied weights.
 
@@ -142,17 +138,13 @@ class Plans:
         schedule, offloaded = first_plan(
             settings, self._group.num_ranks, count, self._on_accelerator
         )
-        self.training.adopt(Current(settings, schedule, offloaded=offloaded))
+        self.training.current = Current(settings, schedule, offloaded=offloaded)
         if is_chosen and not self._pipeline.is_split:
             self._group.place(schedule)
             self._pipeline.cut_anew(self._group.rank, settings.cut_settings(self._group))
             self._executor.rank = self._group.rank
             self._executor.transport = self._group.transport
         return count
-
-    def set_size(self, microbatch_size: int) -> None:
-        """Keep the samples of a microbatch of the first batch."""
-        self.microbatch_size = microbatch_size
 
     def _choose_count(self, settings: PipelineSettings, total: int) -> int:
         least = least_samples(self._pipeline.module)
@@ -202,7 +194,7 @@ class Plans:
 
     def _adopt(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
         """Run by a plan from now on, and measure it anew."""
-        self.training.adopt(Current(settings, plan.schedule, plan.costs, plan.report, limits))
+        self.training.current = Current(settings, plan.schedule, plan.costs, plan.report, limits)
         self._measurements.start_anew(plan.costs.copy_lanes)
 
     def before_plan(self, is_first: bool) -> bool:
@@ -284,7 +276,7 @@ class Plans:
         limit = self.settings.limit_on(limits.device)
         keeps_limit = keeps_limits(used, costs, limit, limits)
         before = self.training.period(used, costs)
-        self.training.adopt(replace(self.training.current, costs=costs, limits=limits))
+        self.training.current = replace(self.training.current, costs=costs, limits=limits)
         given = self.settings, self._group.num_ranks, self._options(), lambda option: costs, limits
         training = self.training
         request = request_for(*given, lambda option: training.has_barrier(), training.steps_early)

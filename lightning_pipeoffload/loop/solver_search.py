@@ -55,7 +55,7 @@ class SolverSearch:
 
     def _adopt(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
         settings = self._training.current.settings
-        self._training.adopt(Current(settings, schedule, costs, limits=limits))
+        self._training.current = Current(settings, schedule, costs, limits=limits)
         self._measurements.start_anew(costs.copy_lanes)
 
     def _start(self, problem: PlanProblem) -> Schedule:

@@ -165,7 +165,7 @@ class Split:
             )
         if not self.plans.microbatch_size:
             first = self.cutter.count_first(total)
-            self.plans.set_size(first // self.plans.choose(inputs, first))
+            self.plans.microbatch_size = first // self.plans.choose(inputs, first)
             if self.plans.microbatch_size < total and self.group.reports:
                 self.weights.note_ignored_labels(inputs.batch)
         size = max(self.plans.microbatch_size, self.smallest_size(inputs, total))
@@ -186,7 +186,7 @@ class Split:
             self.plans.choose(inputs)
         cut = self.make_parts(inputs, may_be_fewer=not is_first)
         if is_first:
-            self.plans.set_size(-(-sum(cut.sizes) // len(cut.parts)))
+            self.plans.microbatch_size = -(-sum(cut.sizes) // len(cut.parts))
             if self.group.reports:
                 self.weights.note_ignored_labels(inputs.batch)
         return self.cutter.trace(inputs, cut)

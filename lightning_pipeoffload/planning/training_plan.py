@@ -84,7 +84,7 @@ class TrainingPlan:
             the module is cut.
 
     Attributes:
-        current: The plan in use.
+        current: The plan in use; it is replaced between two steps.
         is_cold: Whether the shapes of the current batch are new on an accelerator. It runs one
             microbatch at a time then: compiling, loading and allocating wait for all queued work of
             the device, which would be a deadlock between ranks with several microbatches.
@@ -106,10 +106,6 @@ class TrainingPlan:
         self.has_barrier, self.final_kind = has_barrier, final_kind
         self._lowered = cache(_lower)
         self._used: tuple[Schedule, int, Kind | None, Schedule] | None = None
-
-    def adopt(self, current: Current) -> None:
-        """Replace the plan between two steps."""
-        self.current = current
 
     @property
     def schedule(self) -> Schedule:
