@@ -17,11 +17,11 @@ from lightning_pipeoffload.runtime.microbatch import weigh_parts
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
+from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL
 
 log = logging.getLogger(__name__)
 
-_IGNORED = -100  # torch's ignore_index, and transformers'
-_IGNORED_LABELS = (
+_LABELS_LEFT_OUT = (
     "the batch has labels of -100, which losses leave out, and microbatches weigh by samples: "
     "where they count unlike numbers of tokens, the gradient is not that of the batch's mean; give "
     'the strategy microbatch_weight="tokens", or a callable of the microbatch'
@@ -86,7 +86,7 @@ class MicrobatchWeights:
     def note_ignored_labels(self, batch: Any) -> None:
         """Warn where weights by samples may not be those of the loss."""
         if self._weight == "samples" and _has_ignored_labels(batch):
-            log.warning(_IGNORED_LABELS)
+            log.warning(_LABELS_LEFT_OUT)
 
     def note_class_weights(self, slices: Sequence[Microbatch]) -> None:
         """Warn where the step's loss is a mean with weights, and microbatches weigh by samples."""
@@ -110,11 +110,11 @@ def count_tokens(part: Any, drops_first: bool) -> Tensor:
     labels = part.get("labels") if isinstance(part, Mapping) else getattr(part, "labels", None)
     if not isinstance(labels, Tensor):
         raise ValueError(
-            f'microbatch_weight="tokens" counts batch["labels"] that are not {_IGNORED}, and the '
-            f"batch ({type(part).__name__}) has no such tensor; give microbatch_weight a callable "
-            f"of the microbatch that returns how many tokens its loss counts"
+            f'microbatch_weight="tokens" counts batch["labels"] that are not {IGNORED_LABEL}, and '
+            f"the batch ({type(part).__name__}) has no such tensor; give microbatch_weight a "
+            f"callable of the microbatch that returns how many tokens its loss counts"
         )
-    return (labels[..., 1:] if drops_first else labels).ne(_IGNORED).sum()
+    return (labels[..., 1:] if drops_first else labels).ne(IGNORED_LABEL).sum()
 
 
 def drops_first_label(module: nn.Module) -> bool:
@@ -139,7 +139,7 @@ def _reads_images(part: nn.Module) -> bool:
 def _has_ignored_labels(batch: Any) -> bool:
     """Return whether integers in a batch are -100; synchronizes with an accelerator."""
     tensors = (leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor))
-    return any(t.dtype == torch.int64 and bool(t.eq(_IGNORED).any()) for t in tensors)
+    return any(t.dtype == torch.int64 and bool(t.eq(IGNORED_LABEL).any()) for t in tensors)
 
 
 def sees_its_size(pipeline: Pipeline) -> bool:

@@ -20,7 +20,7 @@ from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
-from lightning_pipeoffload.texts.packed_rows import find_texts
+from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL, find_texts
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +148,9 @@ def rows_that_differ(batch: Any) -> list[Any] | None:
             continue
         start, end = [*starts, tokens.numel()][1:3]
         first, second = slice(0, start), slice(start, end)
-        kept = torch.full_like(labels, -100)
+        kept = torch.full_like(labels, IGNORED_LABEL)
         kept[:, second] = labels[:, second]
-        if bool(kept.eq(-100).all()):
+        if bool(kept.eq(IGNORED_LABEL).all()):
             continue
         changed = tokens.clone()
         places = torch.searchsorted(others, tokens[:, first])
@@ -164,7 +164,7 @@ def rows_that_differ(batch: Any) -> list[Any] | None:
 def with_other_labels(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with another label for each one that counts."""
     labels = row["labels"]
-    return {**row, "labels": labels.where(labels.eq(-100), (labels - 1).abs())}
+    return {**row, "labels": labels.where(labels.eq(IGNORED_LABEL), (labels - 1).abs())}
 
 
 def _row_of(value: Any, number: int, size: int) -> Any:

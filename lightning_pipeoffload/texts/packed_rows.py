@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_pipeoffload.texts.index_groups import GroupSampler, IndexGroups
 from lightning_pipeoffload.texts.packing import Cost, find_cost
 
-_IGNORED = -100  # torch's ignore_index, and transformers'
+IGNORED_LABEL = -100  # torch's ignore_index, and transformers'
 _WITH_IT = "batch_sampler=PackedRowsSampler(...), collate_fn=PackedRows(...)"
 
 Rows = list[list[int]]
@@ -188,7 +188,7 @@ class PackedRows:
         batch = {
             "input_ids": torch.zeros(shape, dtype=torch.int64),
             "position_ids": torch.zeros(shape, dtype=torch.int64),
-            "labels": torch.full(shape, _IGNORED),
+            "labels": torch.full(shape, IGNORED_LABEL),
         }
         indices = iter([*list.__iter__(read)])
         for row, texts in enumerate(read.divide(items)):
@@ -228,7 +228,7 @@ class PackedRows:
                 f"text {index} has input_ids of shape {[*tokens.shape]} and labels of shape "
                 f"{[*labels.shape]}; both must be a list of the same length"
             )
-        ignored = torch.tensor([_IGNORED])
+        ignored = torch.tensor([IGNORED_LABEL])
         if self.shifts_labels:
             return tokens, torch.cat([labels[1:], ignored])
         return tokens, torch.cat([ignored, labels[1:]])
