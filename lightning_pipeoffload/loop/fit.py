@@ -353,7 +353,7 @@ class Fit:
                 split.report.print_plan()
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.shares(inputs, slices)
-            of_replica = split.share_of_replica(slices)
+            of_replica = split.share_of_replica()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
             results = split.executor.run(
                 training.of_training(len(slices), accumulation.is_last),

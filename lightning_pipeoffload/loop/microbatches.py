@@ -40,11 +40,16 @@ _OVER_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNor
 
 
 class MicrobatchWeights:
-    """Each microbatch's share of its batch's loss, by the strategy's ``microbatch_weight``."""
+    """Each microbatch's share of its batch's loss, by the strategy's ``microbatch_weight``.
+
+    Attributes:
+        total: The sum of the last batch's weights, a number or a tensor.
+    """
 
     def __init__(self, module: nn.Module, weight: str | Callable[[Any], Any]) -> None:
         self._module, self._weight = module, weight
         self._check: Callable[[], None] = lambda: None
+        self.total: Any = 0
 
     def shares(self, parts: list[Any], sizes: list[int], are_packed: bool = False) -> Sequence[Any]:
         """Return the shares of a batch's microbatches.
@@ -55,15 +60,11 @@ class MicrobatchWeights:
             are_packed: Whether they are rows of packed texts.
         """
         if self._weight == "samples":
-            return [size / sum(sizes) for size in sizes]
+            self.total = sum(sizes)
+            return [size / self.total for size in sizes]
         self.check()
-        shares, self._check = weigh_parts(self._weigh(are_packed), parts)
+        shares, self.total, self._check = weigh_parts(self._weigh(are_packed), parts)
         return shares
-
-    def total(self, rows: list[Any]) -> Tensor:
-        """Return the sum of the weights of packed rows."""
-        weights = map(self._weigh(are_packed=True), rows)
-        return torch.stack([torch.as_tensor(w, dtype=torch.float64) for w in weights]).sum()
 
     def _weigh(self, are_packed: bool) -> Callable[[Any], Any]:
         if callable(self._weight):

@@ -146,9 +146,10 @@ class Split:
         return slices
 
     def _lines_with_pairs(self, inputs: StepInputs, first: Microbatch) -> list[str]:
-        """Return the lines behind the blocks whose results have two dimensions of samples.
+        """Return the user's lines that make a [samples, samples] tensor behind the blocks.
 
-        Where other dimensions have that size by chance, a microbatch of one sample more shows it.
+        A contrastive loss does. A trace with one sample more tells these from sizes that are equal
+        by chance.
         """
         size = first.num_samples
         lines = {line for count, line in first.record.pairs if count == size}
@@ -225,14 +226,17 @@ class Split:
         sizes, is_packed = [cut.num_samples for cut in slices], self.cutter.packs_rows(inputs.kind)
         return sizes, self.weights.shares([cut.part for cut in slices], sizes, is_packed)
 
-    def share_of_replica(self, slices: list[Microbatch]) -> Any:
-        """Return what this replica's part of a training batch weighs; 1 is the mean.
+    def share_of_replica(self) -> Any:
+        """Return the factor for this replica's loss: its number of labels over the replicas' mean.
 
-        All replicas call it. Batches of packed rows weigh by their labels, others alike.
+        Gradients are averaged over replicas, so without it a replica with few labels would count as
+        much as one with many. All replicas call it, after :meth:`shares`; it is 1 for batches that
+        are not of packed rows.
         """
         if self.group.num_replicas == 1 or not self.cutter.packs_rows("training_step"):
             return 1.0
-        own = self.weights.total([cut.part for cut in slices])
+        total, device = self.weights.total, self.group.device
+        own = torch.as_tensor(total, dtype=torch.float64, device=device)
         of_all = self.group.replicas.gather_tensor(own, differentiable=False)
         return own * len(of_all) / of_all.sum()
 

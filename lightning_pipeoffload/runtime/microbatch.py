@@ -30,22 +30,23 @@ _WHOLE = (Integral, np.bool_)
 
 def weigh_parts(
     weigh: Callable[[Any], Any], parts: Sequence[Any]
-) -> tuple[Sequence[Any], Callable[[], None]]:
-    """Return each microbatch's share of the sum of the user's weights.
+) -> tuple[Sequence[Any], Any, Callable[[], None]]:
+    """Return each microbatch's share of the sum of the user's weights, and that sum.
 
-    The shares are tensors where the weights are on an accelerator. Also returned is a function that
+    These are tensors where the weights are on an accelerator. Also returned is a function that
     checks the weights, once reading them does not make the host wait.
     """
     returned = [weigh(part) for part in parts]
     if not any(map(late_values.is_on_accelerator, returned)):
         weights = _as_numbers(returned)
         _check_weights(weights, returned)
-        return [weight / sum(weights) for weight in weights], lambda: None
+        total: Any = sum(weights)
+        return [weight / total for weight in weights], total, lambda: None
     on_device = next(filter(late_values.is_on_accelerator, returned)).device
     stacked = torch.stack([torch.as_tensor(w, device=on_device).double() for w in returned])
     read = late_values.start_reading(stacked)
-    shares = stacked / stacked.sum()
-    return shares.unbind(), lambda: _check_weights(read().tolist(), returned)
+    total = stacked.sum()
+    return (stacked / total).unbind(), total, lambda: _check_weights(read().tolist(), returned)
 
 
 def _as_numbers(returned: Sequence[Any]) -> list[float]:

@@ -2,6 +2,7 @@
 
 import random
 from itertools import islice
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipeoffload import MinibatchSampler, PackedRows, PackedRowsSampler
+from lightning_pipeoffload.loop.microbatches import MicrobatchWeights
+from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.processes.replica import forget_replica, set_replica
 from tests.support import fits
 from tests.support.pairs import slow
@@ -114,6 +117,27 @@ def test_texts_train_as_if_each_was_alone(ranks, tmp_path, num_devices, options,
     found = dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
     alone = fit_each_text_alone(options.get("data_parallel_size", 1))
     torch.testing.assert_close(found, dict(alone), rtol=1e-12, atol=1e-14)
+
+
+def test_a_replica_weighs_by_weights_that_are_computed_once_and_sent_from_its_device():
+    weighed, sent = [], []
+
+    def weigh(row):
+        weighed.append(row)
+        return float(row)
+
+    def gather_tensor(own, differentiable):
+        sent.append(own)
+        return torch.stack([own, 3 * own])
+
+    replicas = SimpleNamespace(gather_tensor=gather_tensor)
+    group = SimpleNamespace(num_replicas=2, device=torch.device("meta"), replicas=replicas)
+    cutter = SimpleNamespace(packs_rows=lambda kind: True)
+    weights = MicrobatchWeights(torch.nn.Identity(), weigh)
+    assert weights.shares([1, 3], [1, 1], are_packed=True) == [0.25, 0.75]
+    Split.share_of_replica(SimpleNamespace(group=group, cutter=cutter, weights=weights))
+    assert weighed == [1, 3]
+    assert [each.device for each in sent] == [group.device]
 
 
 def resume(num_devices, folder):

@@ -166,9 +166,9 @@ def test_weights_that_give_no_mean_are_refused(weight):
 
 
 def test_a_microbatch_may_weigh_nothing():
-    shares, check = weigh_parts(torch.tensor, [0, 3])
+    shares, total, check = weigh_parts(torch.tensor, [0, 3])
     check()
-    assert shares == [0.0, 1.0]
+    assert (shares, total) == ([0.0, 1.0], 3.0)
 
 
 OUTPUTS = [
