@@ -7,18 +7,20 @@ Rank 2 raises an exception::
 
     rank 2   report() > failure, raised/2, seen/2     all seen/*: prints its traceback, exits
     store               failure
-    others              poll .. read failure, say it, write seen/RANK, exit
+    others              poll .. read failure, write seen/RANK, say it, exit
 
 Rank 1 is killed on another machine, and rank 0 waits for a message from it::
 
     rank 0   blame_others() > roll   2, 3 present, not 1: failure = "global rank 1, which is gone"
-    others                    present/RANK .. read failure, say it, write seen/RANK, exit
+    others                    present/RANK .. read failure, write seen/RANK, say it, exit
 
 ====================  ===========================  ===============================
 key                   written by                   read by
 ====================  ===========================  ===============================
 ``failure``: a cause  the first to find one, once  every rank in its turn
 ``raised/RANK``       a rank that raises an error  ranks that raise an error too
+``alike``: 0 or 1     the first to know if all     ranks that raise an error too
+                      have raised the same
 ``seen/RANK``         a rank that knows the cause  rank at fault; the store's host
 ``done/RANK``         a rank that reads no more    the store's host, before it exits
 ``roll``              a rank that has lost others  every rank in its turn
@@ -91,8 +93,8 @@ class FailureBoard:
         timeout: The longest time without an answer of global rank 0, which hosts the store.
 
     Attributes:
-        also_look: Functions of the store that the thread calls at each poll before a failure; each
-            returns a reason to end the run, or None.
+        also_look: Functions of the store that the thread calls when it reads the store, before a
+            failure; each returns a reason to end the run, or None.
         place_of: A function that returns the place of a global rank in the pipelines, or "".
     """
 
@@ -232,9 +234,10 @@ class FailureBoard:
             return None if self._is_ending else _RANK_ZERO_GONE
 
     def _read(self, store: Store) -> Failure | None:
-        if store.check(["roll"]):
+        has_failure = store.check(["failure"])
+        if has_failure or store.check(["roll"]):  # a rank that knows the failure is present too
             store.set(f"present/{self._global_rank}", "")
-        return Failure.decode(store.get("failure")) if store.check(["failure"]) else None
+        return Failure.decode(store.get("failure")) if has_failure else None
 
     def _announce(self, failure: Failure) -> Failure:
         """Write the failure unless the store has one; return the failure in the store."""
@@ -286,19 +289,26 @@ class FailureBoard:
             return False
         mine = _ADDRESS.sub("0x", error)
         store.set(f"raised/{self._global_rank}", mine)
+        alike = self._compare_errors(store, mine)
+        # The first rank to know decides for all: one that went on alone would lose the others.
+        return store.compare_set("alike", "", f"{alike:d}") == b"1"
+
+    def _compare_errors(self, store: Store, mine: str) -> bool:
+        silent = [*self._others]
         for _ in self._counted_polls(_SEEN_SECONDS):
-            is_open = False
-            for rank in self._others:
+            if store.check(["alike"]):
+                return store.get("alike") == b"1"
+            for rank in [*silent]:
                 # Asked first: a rank writes ``raised`` before it writes ``seen``, and ends.
                 has_left = self._launched.has_ended(rank) or store.check([f"seen/{rank}"])
-                if store.check([f"raised/{rank}"]):
-                    if store.get(f"raised/{rank}").decode() != mine:
+                if not store.check([f"raised/{rank}"]):
+                    if has_left:
                         return False
-                elif has_left:
-                    return False
+                elif store.get(f"raised/{rank}").decode() == mine:
+                    silent.remove(rank)
                 else:
-                    is_open = True
-            if not is_open:
+                    return False
+            if not silent:
                 return True
         return False
 
@@ -337,6 +347,9 @@ class FailureBoard:
             self._launched.kill_all()  # one of them has not connected in all this time
             return Failure(suspicion)
         try:
+            failure = self._poll()
+            if failure is not None:
+                return failure
             self._store.set("roll", "")
             absent: list[int] = []
             for number, _ in enumerate(self._counted_polls(_CAUSE_SECONDS + turn)):

@@ -115,6 +115,19 @@ def test_a_rank_that_raises_and_goes_on_between_two_requests_has_raised(monkeypa
     assert board.report(ValueError("alike"), "", 1)
 
 
+@pytest.mark.parametrize("decided", [True, False])
+def test_the_first_rank_to_know_decides_for_all(monkeypatch, decided):
+    """One has given up waiting for this one, or has seen that all have raised the same."""
+    store = HashStore()
+    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    for key, value in {"raised": "ValueError: alike", "seen": "", "done": ""}.items():
+        store.set(f"{key}/1", value)
+    store.set("alike", f"{decided:d}")
+    board = failure_board.FailureBoard(0, 2, LaunchedProcesses(0, 0, ()))
+    board.connect(store)
+    assert board.report(ValueError("alike"), "", 1) == decided
+
+
 def test_a_store_that_does_not_answer_ends_the_process(monkeypatch):
     ended = Queue()
     monkeypatch.setattr(
