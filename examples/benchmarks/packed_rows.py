@@ -15,13 +15,14 @@ for variable lengths), or computes all of a row and masks them (a dense mask).
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 from lightning_pipeoffload import PackedRowsSampler
-from lightning_pipeoffload.schedule import Action, Kind, Schedule, build
+from lightning_pipeoffload.cli.minibatch_balance import draw_lengths
+from lightning_pipeoffload.schedule import Kind, Schedule, build
+from lightning_pipeoffload.schedule.replay import replay
 from lightning_pipeoffload.texts.packing import COSTS
 
 COST = COSTS["7b"]
@@ -33,36 +34,11 @@ NUM_BATCHES = 5
 
 def step_seconds(plan: Schedule, seconds: Sequence[float]) -> float:
     """Return how long a step takes whose microbatches take ``seconds`` in each stage's F."""
-    ends: dict[Action, float] = {}
-    free = [0.0] * plan.num_ranks
-    waiting = [list(reversed(plan[rank])) for rank in range(plan.num_ranks)]
-    while any(waiting):
-        for rank, actions in enumerate(waiting):
-            while actions and (before := _before(plan, actions[-1])) <= ends.keys():
-                action = actions.pop()
-                begins = max([free[rank], *(ends[each] for each in before)])
-                free[rank] = begins + SHARES[action.kind] * seconds[action.microbatch]
-                ends[action] = free[rank]
-    return max(free)
-
-
-def _before(plan: Schedule, action: Action) -> set[Action]:
-    """Return what an action waits for: its rank's order does the rest."""
-    kind, stage, microbatch = action
-    if kind is Kind.F and stage:
-        return {Action(Kind.F, stage - 1, microbatch)}
-    if kind is Kind.B and stage < plan.num_stages - 1:
-        return {Action(Kind.B, stage + 1, microbatch)}
-    return set()
-
-
-def lengths_of(kind: str, count: int, seed: int) -> list[int]:
-    """Draw lognormal lengths of a mean, cut at the longest."""
-    mean, longest = TEXTS[kind]
-    draws = random.Random(seed)
-    sigma = 1.0
-    drawn = (draws.lognormvariate(0.0, sigma) * mean / 1.6487 for _ in range(count))
-    return [min(max(int(length), 16), longest) for length in drawn]
+    order, ranks = replay(plan), [iter(rank) for rank in plan]
+    actions = (next(ranks[rank]) for rank in order.ranks)
+    taken = [SHARES[action.kind] * seconds[action.microbatch] for action in actions]
+    *_, ends = order.time(taken, repeat(0.0), [0.0] * plan.num_ranks)
+    return max(ends)
 
 
 def padded(lengths: Sequence[int], num: int) -> list[float]:
@@ -80,12 +56,12 @@ def by_length(lengths: Sequence[int], num: int) -> list[float]:
 
 def ratios(plan: Schedule, kind: str, texts_per_microbatch: int) -> list[float]:
     """Return the step times of the four ways, over the texts' time alone on all ranks."""
-    num, longest = plan.num_microbatches, TEXTS[kind][1]
+    num, (mean, longest) = plan.num_microbatches, TEXTS[kind]
     rows = []
     for seed in range(NUM_BATCHES):
-        lengths = lengths_of(kind, num * texts_per_microbatch, seed)
+        lengths = draw_lengths(num * texts_per_microbatch, mean, 1.0, longest, seed)
         rows.append([_ratio(plan, way(lengths, num), lengths) for way in (padded, by_length)])
-    lengths = lengths_of(kind, 200 * num, 0)
+    lengths = draw_lengths(200 * num, mean, 1.0, longest, 0)
     sampler = PackedRowsSampler(lengths, num, longest, cost=COST)
     for row, batch in zip(rows, islice(sampler, NUM_BATCHES), strict=True):
         texts = [[lengths[index] for index in group] for group in batch.divide([*batch])]

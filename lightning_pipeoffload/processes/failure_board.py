@@ -262,7 +262,7 @@ class FailureBoard:
         error = describe(exception)
         cause = error + (f" (in {place})" if place else "")
         failure = Failure(f"{self._name}: {cause}", status)
-        with _unless_store_is_gone():
+        with self._unless_store_is_gone():
             try:
                 failure = self._announce(failure)
             finally:
@@ -366,22 +366,30 @@ class FailureBoard:
             return _RANK_ZERO_GONE
 
     def _exit(self, failure: Failure, quietly: bool = False) -> NoReturn:
-        has_store = failure != _RANK_ZERO_GONE
-        with _unless_store_is_gone():
-            if has_store:
-                self._write("seen")  # first: the reader of standard error may stand still
+        if failure == _RANK_ZERO_GONE:
+            self._store = None
+        with self._unless_store_is_gone():
+            self._write("seen")  # first: the reader of standard error may stand still
         # After a Ctrl-C one line is enough: the user knows the cause.
         if not quietly and not (failure.is_interrupt and self._global_rank != 0):
             say(f"{self._name} stops because of {failure.cause_with_place(self.place_of)}")
-        with _unless_store_is_gone():
+        with self._unless_store_is_gone():
             if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
                 self._wait_until_seen(failure)
-            if has_store:
-                self._write("done")
+            self._write("done")
         # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
         os._exit(failure.status)
 
     # Acknowledgements
+
+    @contextmanager
+    def _unless_store_is_gone(self) -> Iterator[None]:
+        """Read and write no more where the store is gone: torch prints a trace each time."""
+        try:
+            yield
+        except dist.DistError:
+            log.debug("the run's store is gone", exc_info=True)
+            self._store = None
 
     def _write(self, key: str) -> None:
         if self._store is not None:
@@ -422,11 +430,3 @@ class FailureBoard:
         for _ in polls(seconds):
             yield
             self._num_polls += 1
-
-
-@contextmanager
-def _unless_store_is_gone() -> Iterator[None]:
-    try:
-        yield
-    except dist.DistError:
-        log.debug("the run's store is gone", exc_info=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.texts.index_groups import GroupSampler, IndexGroups
-from lightning_pipeoffload.texts.packing import Cost, find_cost
+from lightning_pipeoffload.texts.packing import Cost, check_lengths, find_cost
 
 IGNORED_LABEL = -100  # torch's ignore_index, and transformers'
 _WITH_IT = "batch_sampler=PackedRowsSampler(...), collate_fn=PackedRows(...)"
@@ -64,7 +64,9 @@ class PackedRowsSampler(GroupSampler):
         _check_sizes(num_rows, max_tokens)
         self.num_rows, self.max_tokens = num_rows, max_tokens
         self._lengths = [int(length) for length in lengths]
-        self._check_lengths()
+        if not self._lengths:
+            raise ValueError("lengths is empty; give the number of tokens of each text")
+        check_lengths(self._lengths, max_tokens, "a row")
         find = find_cost("tokens" if cost is None else cost)
         self._by_length = sorted(self._lengths, reverse=True)
         self._costs = [find(length) for length in self._by_length]
@@ -72,17 +74,6 @@ class PackedRowsSampler(GroupSampler):
             raise ValueError(f"cost gives a text {min(self._costs)}; it must be more than 0")
         self._shuffle, self._seed = shuffle, seed
         self._packed: dict[int, Rows] = {}  # by the number of rows that all replicas read at once
-
-    def _check_lengths(self) -> None:
-        if not self._lengths:
-            raise ValueError("lengths is empty; give the number of tokens of each text")
-        for text, length in enumerate(self._lengths):
-            if not 0 < length <= self.max_tokens:
-                raise ValueError(
-                    f"text {text} has {length} tokens, and a row has max_tokens={self.max_tokens}: "
-                    f"every text must have 1 to {self.max_tokens}; cut it, leave it out, or set a "
-                    f"larger max_tokens"
-                )
 
     def __len__(self) -> int:
         return len(self._rows()) // self._rows_at_once
@@ -111,9 +102,16 @@ class PackedRowsSampler(GroupSampler):
         """Return the rows of an epoch, for as few batches as the texts need."""
         size = self._rows_at_once
         if size not in self._packed:
-            num_batches = -(-sum(self._lengths) // (self.max_tokens * size))
-            while (rows := self._pack(num_batches * size)) is None:
-                num_batches += 1
+            least = most = -(-sum(self._lengths) // (self.max_tokens * size))
+            while (rows := self._pack(most * size)) is None:
+                least, most = most + 1, 2 * most
+            while least < most:
+                middle = (least + most) // 2
+                packed = self._pack(middle * size)
+                if packed is None:
+                    least = middle + 1
+                else:
+                    rows, most = packed, middle
             self._packed[size] = rows
         return self._packed[size]
 
@@ -190,16 +188,16 @@ class PackedRows:
             "position_ids": torch.zeros(shape, dtype=torch.int64),
             "labels": torch.full(shape, IGNORED_LABEL),
         }
-        indices = iter([*list.__iter__(read)])
-        for row, texts in enumerate(read.divide(items)):
-            self._fill({name: tensor[row] for name, tensor in batch.items()}, texts, indices)
+        rows = zip(read.divide(items), read.divide(read), strict=True)
+        for number, (texts, indices) in enumerate(rows):
+            self._fill({name: tensor[number] for name, tensor in batch.items()}, texts, indices)
         return batch
 
     def _fill(
-        self, row: Mapping[str, Tensor], items: Sequence[Any], indices: Iterator[int]
+        self, row: Mapping[str, Tensor], items: Sequence[Any], indices: Sequence[int]
     ) -> None:
         start = 0
-        for item, index in zip(items, indices, strict=False):
+        for item, index in zip(items, indices, strict=True):
             tokens, labels = self._read(item, index)
             end = start + len(tokens)
             if end > self.max_tokens:

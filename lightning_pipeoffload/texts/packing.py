@@ -128,11 +128,16 @@ def check_packing(lengths: Sequence[int], max_tokens: int, mode: str) -> None:
     """Refuse an unknown mode, and a text that is empty or too long by itself."""
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
+    check_lengths(lengths, max_tokens, "a microbatch")
+
+
+def check_lengths(lengths: Sequence[int], max_tokens: int, what: str) -> None:
+    """Refuse a text that is empty, or too long for ``what`` by itself."""
     for place, length in enumerate(lengths):
         if not 0 < length <= max_tokens:
             raise ValueError(
-                f"text {place} has {length} tokens, and max_tokens={max_tokens} is the most of a "
-                f"microbatch: every text must have 1 to {max_tokens}; cut it, leave it out, or set "
+                f"text {place} has {length} tokens, and max_tokens={max_tokens} is the most of "
+                f"{what}: every text must have 1 to {max_tokens}; cut it, leave it out, or set "
                 f"a larger max_tokens"
             )
 

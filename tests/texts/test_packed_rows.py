@@ -126,7 +126,7 @@ def test_labels_may_be_those_of_the_next_token():
     [
         (
             lambda: PackedRowsSampler([3, 9], 2, 8),
-            "text 1 has 9 tokens, and a row has max_tokens=",
+            "text 1 has 9 tokens, and max_tokens=8 is the most of a row",
         ),
         (lambda: PackedRowsSampler([3, 0], 2, 8), "text 1 has 0 tokens"),
         (lambda: PackedRowsSampler([], 2, 8), "lengths is empty"),
