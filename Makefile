@@ -33,7 +33,7 @@ test: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 6 --dist worksteal --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4 --dist worksteal --durations 10
 
 fuzz: $(VENV)/installed-test
 	$(PRINT_TORCH)

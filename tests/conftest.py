@@ -46,10 +46,12 @@ def ranks():
 def _an_environment_of_its_own():
     """Take back what a fit leaves: whoever inherits LOCAL_RANK believes that others start ranks."""
     import torch
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-    before = dict(os.environ)
+    before, rank = dict(os.environ), getattr(rank_zero_only, "rank", 0)
     os.environ["XDG_CACHE_HOME"] = new_caches()
     yield
     os.environ.clear()
     os.environ.update(before)
+    rank_zero_only.rank = rank  # else what global rank 0 says is silent in later tests
     torch.use_deterministic_algorithms(False)  # as Trainer(deterministic=True) does for good

@@ -25,7 +25,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     ("num_ranks", "schedule"),
     [
-        *((1, "zb_h1"), (2, "zb_v"), (4, "interleaved_1f1b")),
+        *((1, "zb_h1"), (2, "zb_v"), slow((4, "interleaved_1f1b"))),
         *map(
             slow, [(2, "1f1b"), (2, "gpipe"), (2, "interleaved_1f1b"), (2, "zb_h2"), (4, "zb_h1")]
         ),

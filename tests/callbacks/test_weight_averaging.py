@@ -119,7 +119,7 @@ def same(found, plain):
         (2, "mean", {}),
         slow((3, "ema", {"schedule": "zb_v", **FOLDER})),
         slow((2, "foreach", FOLDER)),
-        (2, "swa", {"schedule": "zb_v", **FOLDER}),
+        slow((2, "swa", {"schedule": "zb_v", **FOLDER})),
         (2, "teacher on_fit_start", FOLDER),
     ],
 )

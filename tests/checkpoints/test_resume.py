@@ -102,7 +102,7 @@ def path_after(folder, step):
     [
         ("zb_h1", "zb_h1", 3),
         ("zb_h1", "1", 3),
-        ("v", "interleaved", 3),
+        slow(("v", "interleaved", 3)),
         ("v", "split", 5),  # saved in the last batch of an epoch
         slow(("1", "1f1b", 6)),
         slow(("1f1b", "zb_h1", 3)),

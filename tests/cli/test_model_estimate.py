@@ -63,6 +63,7 @@ class FourBits(LateGPT):
         self.layer = partial(Linear4bit, compute_dtype=torch.float32, quant_type="nf4")
 
 
+@pytest.mark.slow
 def test_a_4_bit_base_is_planned_alike_with_its_weights_or_without(capsys, tmp_path):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
     config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=192, **sizes)

@@ -248,7 +248,7 @@ def on_one_device(row):
         return run(row, 0, "", folder)
 
 
-@pytest.mark.parametrize(("row", "schedule"), some(zip(ROWS, cycle(["1f1b", "zb_h1", "zb_v"])), 3))
+@pytest.mark.parametrize(("row", "schedule"), some(zip(ROWS, cycle(["1f1b", "zb_h1", "zb_v"])), 4))
 def test_a_habit_is_as_on_one_device(ranks, tmp_path, row, schedule):
     expected = on_one_device(row)
     count = ROWS[row].num_devices

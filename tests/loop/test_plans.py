@@ -98,7 +98,7 @@ def fit_lengths(size, lengths, options):
 @pytest.mark.parametrize(
     ("size", "form", "options"),
     [
-        (2, "awkward", {"module": {"tie": True}}),
+        slow((2, "awkward", {"module": {"tie": True}})),
         slow((2, "wide", {"memory_limit": "200KiB", "num_microbatches": "auto"})),
         (2, "plain", {"num_microbatches": "auto", "data": {"batch_size": 2}}),
         slow((2, "late", {})),

@@ -301,7 +301,9 @@ def test_adapters_of_a_4_bit_base_train_as_on_one_device(
         assert_alike(found, expected)
 
 
-@pytest.mark.parametrize(("in_parts", "fewer"), [(QUANTIZED_BEFORE, 2), (QUANTIZED_BY_RANKS, 1)])
+@pytest.mark.parametrize(
+    ("in_parts", "fewer"), [(QUANTIZED_BEFORE, 2), slow((QUANTIZED_BY_RANKS, 1))]
+)
 def test_a_checkpoint_resumes_on_another_base_and_schedule(ranks, tmp_path, in_parts, fewer):
     """The scales of the checkpoint are loaded, not those that the module was made with."""
     path, checkpoint = write("by hand", tmp_path / "base"), str(tmp_path / "last.ckpt")

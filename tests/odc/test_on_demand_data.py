@@ -179,6 +179,7 @@ def save_and_load(folder, plain):
     return fit(2, kind=Grouped), goes_on
 
 
+@pytest.mark.slow
 def test_a_file_has_of_an_optimizer_what_it_would_have_on_one_device(ranks, tmp_path):
     save_on_one_device(tmp_path / "plain")
     for whole_run, goes_on in ranks(2).run(save_and_load, str(tmp_path), f"{tmp_path}/plain"):

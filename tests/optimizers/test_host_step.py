@@ -238,7 +238,7 @@ def test_masters_are_those_that_a_user_keeps_by_hand(ranks, tmp_path, size, stra
     ("sizes", "on_host", "strategy", "options"),
     [
         ((2, 1, 2), (True, False, True), {}, {}),
-        ((2, 2, 4), (True, True, True), {"schedule": "zb_v", **MASTERS}, BF16),
+        slow(((2, 2, 4), (True, True, True), {"schedule": "zb_v", **MASTERS}, BF16)),
         slow(((2, 2, 1), (False, True, False), {"save_distributed_checkpoint": True}, {})),
         slow(((4, 2, 2), (True,) * 3, {**MASTERS, "save_distributed_checkpoint": True}, BF16)),
     ],

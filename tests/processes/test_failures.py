@@ -50,7 +50,7 @@ OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 Gi
     [
         ("training_step", "raise", "RuntimeError: on purpose", 0),
         *(slow((hook, "raise", "RuntimeError: on purpose", 1)) for hook in sorted(STEPS)),
-        ("backward", "oom", OUT_OF_MEMORY, 1),
+        slow(("backward", "oom", OUT_OF_MEMORY, 1)),
         slow(("backward", "oom", OUT_OF_MEMORY, 0)),
     ],
 )

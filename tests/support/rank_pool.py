@@ -27,7 +27,6 @@ class RankPool:
     def __init__(self, size, patience=_PATIENCE_SECONDS):
         self.is_broken = False
         self._patience = patience
-        self._ports = set()
         self._pipes = []
         self._processes = []
         for rank in range(size):
@@ -41,9 +40,7 @@ class RankPool:
         After a failure the processes may be anywhere, so the pool is of no more use.
         """
         self.is_broken = True
-        # Never one again: groups that a run has left behind may keep a store at its port.
-        port = next(port for port in iter(free_port, None) if port not in self._ports)
-        self._ports.add(port)
+        port = free_port()
         for pipe in self._pipes:
             pipe.send((port, function, args))
         running = {pipe: rank for rank, pipe in enumerate(self._pipes)}

@@ -71,7 +71,7 @@ def fit(num_devices, call, schedule="zb_h1"):
 
 @pytest.mark.parametrize(
     ("call", "num_ranks", "schedule"),
-    first(2, [(whole, 3, "zb_v"), (parts, 2, "zb_v"), (whole, 2, "zb_h1")]),
+    first(2, [(whole, 2, "zb_h1"), (parts, 2, "zb_v"), (whole, 3, "zb_v")]),
 )
 def test_every_rank_has_the_result_of_one_device(ranks, call, num_ranks, schedule):
     (plain,) = ranks(1).run(fit, 0, call)
