@@ -12,7 +12,6 @@ from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
 from lightning_pipeoffload.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_pipeoffload.checkpoints.load_weights import load_weights
 from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
-from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
 from lightning_pipeoffload.processes.replica import (
     data_parallel_rank,
@@ -21,6 +20,7 @@ from lightning_pipeoffload.processes.replica import (
 from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
+from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRows, PackedRowsSampler
 
 __version__ = "0.1.0"

@@ -158,7 +158,7 @@ class Exchange:
     def _reduce(self, numbers: list[int]) -> Callable[[], list[int]]:
         """Start to reduce a vector; return a function that waits for its maximum."""
         world = self._group.world
-        if world.size == 1:
+        if world.num_processes == 1:
             return lambda: numbers
         vector = torch.tensor(numbers)
         work = world.side_group.allreduce([vector], dist.ReduceOp.MAX)

@@ -22,7 +22,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.file import present
@@ -31,7 +30,12 @@ from lightning_pipeoffload.checkpoints.folder import (
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.loop.data import count_seen, leave_group_samplers, leave_out_seen
+from lightning_pipeoffload.loop.data import (
+    count_seen,
+    group_sampler_of,
+    leave_group_samplers,
+    leave_out_seen,
+)
 from lightning_pipeoffload.loop.lightning_patches import (
     BackwardInStep,
     LaterSteps,
@@ -54,6 +58,7 @@ from lightning_pipeoffload.odc.sharding import (
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
+from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 
 _SIZE_KEY = "on_demand_minibatch_size"
 
@@ -195,14 +200,20 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Check a loader of minibatches, and skip the batches that a resumed epoch has read."""
-        if isinstance(dataloader, DataLoader) and _reads_ungrouped(dataloader):
+        sampler = group_sampler_of(dataloader)
+        if isinstance(sampler, PackedRowsSampler):
+            raise ValueError(
+                'PackedRowsSampler packs rows for a pipeline; strategy="odc" reads '
+                "batch_sampler=MinibatchSampler(...) with collate_fn=MinibatchCollate(...)"
+            )
+        collate = getattr(dataloader, "collate_fn", None)
+        if sampler is not None and not isinstance(collate, MinibatchCollate):
             raise ValueError(
                 "a loader with a MinibatchSampler needs collate_fn=MinibatchCollate(...), which "
                 "groups what it reads into microbatches"
             )
         trainer = self._module.trainer
         if trainer.training:
-            sampler = getattr(dataloader, "batch_sampler", None)
             size = sampler.minibatch_size if isinstance(sampler, MinibatchSampler) else None
             self._minibatch_size = size
             if num_seen := count_seen(trainer):
@@ -338,11 +349,3 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
             self._run.end()
         self._run = self._training = None
         super().teardown()
-
-
-def _reads_minibatches(loader: DataLoader[Any]) -> bool:
-    return isinstance(loader.batch_sampler, MinibatchSampler)
-
-
-def _reads_ungrouped(loader: DataLoader[Any]) -> bool:
-    return _reads_minibatches(loader) and not isinstance(loader.collate_fn, MinibatchCollate)

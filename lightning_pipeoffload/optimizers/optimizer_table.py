@@ -200,12 +200,7 @@ def refuse_on_host(optimizer: Any) -> None:
 
 def may_step_by_bucket(optimizer: Any) -> bool:
     """Return whether steps of subsets of the parameters are known to equal one step of all."""
-    row, own = TABLE.get(_step_of(optimizer)), vars(optimizer).get("step")
-    is_replaced = own is not None and inspect.unwrap(own) is not inspect.unwrap(
-        type(optimizer).step
-    )
-    is_own = is_replaced or bool(_changed_helpers(type(optimizer)))
-    return row is not None and not is_own
+    return _step_of(optimizer) in TABLE and not _own_step(optimizer)
 
 
 def _step_of(optimizer: Any) -> str:
@@ -216,17 +211,24 @@ def _step_of(optimizer: Any) -> str:
 
 def _changed_step(optimizer: Any) -> str:
     """Return why an optimizer's step may differ from that of its class; "" if it does not."""
+    if reason := _own_step(optimizer):
+        return reason
+    # Private: the only lists of the hooks, which may use any parameter.
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for hook in getattr(optimizer, hooks, {}).values():
+            if not narrows(hook):  # of a fit before this one
+                return f"its step has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
+    return ""
+
+
+def _own_step(optimizer: Any) -> str:
+    """Return what of an optimizer's step is not that of its class; "" if all is."""
     own = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
     if own is not None and inspect.unwrap(own) is not inspect.unwrap(type(optimizer).step):
         return "its step has been replaced"
     changed = _changed_helpers(type(optimizer))
     if changed:
         return f"its step is {_step_of(optimizer)}'s, and it has its own {changed}"
-    # Private: the only lists of the hooks, which may use any parameter.
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        for hook in getattr(optimizer, hooks, {}).values():
-            if not narrows(hook):  # of a fit before this one
-                return f"its step has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return ""
 
 

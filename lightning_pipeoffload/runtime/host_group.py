@@ -75,13 +75,12 @@ class World(HostGroup):
     def __init__(self, mesh: RankMesh) -> None:
         groups = [mesh.make_world_group(use, backend="gloo") for use in ("world", "world side")]
         super().__init__(*groups)
-        self.size = mesh.world_size
         self._mesh = mesh
 
     @contextmanager
     def waiting_as_long_as_it_takes(self) -> Iterator[None]:
         """Wait for all processes on leaving the context, without the timeout of the run."""
-        if self.size == 1:
+        if self.num_processes == 1:
             yield
             return
         group = self._mesh.make_world_group("no limit", backend="gloo", timeout=_NO_LIMIT)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
-from lightning_pipeoffload import MinibatchCollate, MinibatchSampler
+from lightning_pipeoffload import MinibatchCollate, MinibatchSampler, PackedRows, PackedRowsSampler
 from lightning_pipeoffload.checkpoints.folder import PartWriter
 from tests.support import on_demand_fits as fits
 from tests.support.on_demand_fits import Texts, assert_same, made, outcome, trainer, whole
@@ -334,6 +334,13 @@ def train_without_collate():
     trainer(2, {}).fit(made(Packed), DataLoader(Data(), batch_sampler=sampler))
 
 
+def train_packed_rows():
+    loader = DataLoader(
+        Data(), batch_sampler=PackedRowsSampler(LENGTHS, 2, 12), collate_fn=PackedRows(2, 12)
+    )
+    trainer(2, {}).fit(made(Packed), loader)
+
+
 def message_of(call, *args):
     try:
         call(*args)
@@ -347,6 +354,7 @@ def message_of(call, *args):
     [
         (validate_minibatches, "a loader of minibatches is for training"),
         (train_without_collate, "needs collate_fn=MinibatchCollate(...)"),
+        (train_packed_rows, "PackedRowsSampler packs rows for a pipeline"),
     ],
 )
 def test_loaders_that_do_not_fit_are_refused(ranks, call, message):
