@@ -42,23 +42,25 @@ class BatchFlags:
     Attributes:
         answers: Their values in the trace, in order.
         calls: The operations that lead from the batch to them.
+        constants: Tensors that these write into and that do not depend on the batch, as they are
+            before that, by number.
         is_repeatable: Whether they depend on nothing else that changes, such as random numbers.
     """
 
     def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
         self.is_repeatable = True
         self.calls: list[_Call] = []
-        self._constants: dict[int, Tensor] = {}  # that the step writes, before that
+        self.constants: dict[int, Tensor] = {}
         self._writes = False
         self._alive: list[Tensor] = []
         self._numbers: dict[int, int] = {}  # of tensors that depend on the batch, by their id
         for leaf in leaves:
             self._number(leaf)
 
-    def with_calls(self, calls: list[_Call]) -> BatchFlags:
+    def with_sized(self, calls: list[_Call], constants: dict[int, Tensor]) -> BatchFlags:
         """Return the booleans of a batch of other lengths."""
         flags = copy(self)
-        flags.calls = calls
+        flags.calls, flags.constants = calls, constants
         return flags
 
     @property
@@ -73,7 +75,7 @@ class BatchFlags:
         written = tensors_in([*written_arguments(func, args, kwargs)])
         for tensor in written:
             if id(tensor) not in self._numbers:
-                self._constants[self._number(tensor)] = tensor.clone()
+                self.constants[self._number(tensor)] = tensor.clone()
         operands = map_operands(self._describe, args), map_operands(self._describe, kwargs)
         result = func(*args, **kwargs)
         answer = result if isinstance(result, bool) else None
@@ -108,7 +110,7 @@ class BatchFlags:
                 map_operands(lambda leaf: _add(leaf, needed), (call.args, call.kwargs))
         self.calls = calls[::-1]
         self._writes = any(call.written for call in calls)
-        self._constants = {n: value for n, value in self._constants.items() if n in needed}
+        self.constants = {n: value for n, value in self.constants.items() if n in needed}
         draws = torch.Tag.nondeterministic_seeded
         self.is_repeatable = not any(draws in getattr(c.func, "tags", ()) for c in calls)
 
@@ -117,7 +119,7 @@ class BatchFlags:
         """Return whether a microbatch with these tensors has the same booleans."""
         if not self.calls:
             return True
-        values = dict(enumerate(leaves)) | self._constants
+        values = dict(enumerate(leaves)) | self.constants
         if self._writes:
             values = {number: value.clone() for number, value in values.items()}
 

@@ -200,15 +200,16 @@ class StepRecord:
     @property
     def sized(self) -> tuple[Any, ...]:
         """All that depends on the lengths of the microbatch."""
-        return *(getattr(self, name) for name in _SIZED), self.flags.calls
+        values = (getattr(self, name) for name in _SIZED)
+        return *values, self.flags.calls, self.flags.constants
 
     def with_sized(self, sized: tuple[Any, ...]) -> StepRecord:
         """Return the record of a microbatch of other lengths, given what depends on these."""
         derived = copy(self)
-        *values, calls = sized
+        *values, calls, constants = sized
         for name, value in zip(_SIZED, values, strict=True):
             setattr(derived, name, value)
-        derived.flags = self.flags.with_calls(calls)
+        derived.flags = self.flags.with_sized(calls, constants)
         derived._carried, derived._payloads = {}, {}
         derived.is_derived, derived.is_known, derived.has_run = True, False, False
         return derived

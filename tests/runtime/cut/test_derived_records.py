@@ -44,6 +44,13 @@ def masked(module, batch):
     return loss_of(module, x)
 
 
+def masked_anew(module, batch):
+    """The mask is made by the step, at the batch's length, and then written."""
+    mask = torch.ones(batch["mask"].shape, dtype=torch.bool)
+    mask.masked_fill_(~batch["mask"], False)
+    return masked(module, {**batch, "mask": mask})
+
+
 def across(module, batch):
     """The blocks of a decoder see the encoder's output, which crosses the cuts between them."""
     other, x = module.embed(batch["x"]), module.embed(batch["y"])
@@ -110,6 +117,7 @@ STEPS = {
         ],
         {5, 8},
     ),
+    "mask made anew": (masked_anew, None, [(n,) for n in (*TRACED, 5, 8)], set()),
     "two lengths": (across, None, [*PAIRS, (6, 6), (7, 5), (20, 5)], {6, 7}),
 }
 
