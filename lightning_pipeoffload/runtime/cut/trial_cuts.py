@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -68,17 +68,10 @@ class TrialCuts:
 
     def _find_calls(self) -> tuple[dict[str, Call], int]:
         """Return the calls of the modules that the step calls once, and all of its work."""
-        while True:
-            trace = StepTrace(self._module, BlockChain("", {}), self._device, self._kernels)
-            calls = _CallNotes(self._module, trace)
-            try:
-                with calls.noting():
-                    trace.trace(self._call)
-            except KernelFoundError:
-                continue
-            except Exception:  # what it has called until then can be enough
-                pass
-            return calls.of_once(), trace.record.forward_flops[0]
+        calls = _CallNotes(self._module)
+        with suppress(Exception):  # what it has called until then can be enough
+            self._trace(BlockChain("", {}), calls.noting)
+        return calls.of_once(), calls.work
 
     def _can_cut(self, names: Sequence[str]) -> bool:
         chain = chain_of_calls(self._module, names)
@@ -91,30 +84,44 @@ class TrialCuts:
             chain.release()
         return True
 
-    def _trace(self, chain: BlockChain) -> None:
-        # What a step writes into long containers does not matter here.
-        with suppress(KernelFoundError), suppress(LongWriteError):
-            StepTrace(self._module, chain, self._device, self._kernels).trace(self._call)
+    def _trace(
+        self,
+        chain: BlockChain,
+        noting: Callable[[StepTrace], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        while True:
+            trace = StepTrace(self._module, chain, self._device, self._kernels)
+            try:
+                # What a whole step has written into long containers does not matter here.
+                with noting(trace), suppress(LongWriteError):
+                    trace.trace(self._call)
+            except KernelFoundError:
+                continue
             return
-        self._trace(chain)
 
 
 class _CallNotes:
     """Notes the calls of modules in a trace without blocks, all of which is one segment."""
 
-    def __init__(self, module: nn.Module, trace: StepTrace) -> None:
-        self._trace, self._trains = trace, torch.is_grad_enabled()
+    def __init__(self, module: nn.Module) -> None:
+        self._trains = torch.is_grad_enabled()
         self._names = {part: name for name, part in module.named_modules()}
+
+    @contextmanager
+    def noting(self, trace: StepTrace) -> Iterator[None]:
+        """Note the calls of a trace within the context, and forget those of others."""
+        self._trace = trace
         self._calls: dict[str, list[Call]] = {}
         self._begun: list[tuple[nn.Module, int, int, int]] = []
         self._count = 0
+        before = torchs.register_module_forward_pre_hook(self._begin)
+        with before, torchs.register_module_forward_hook(self._end):
+            yield
 
-    def noting(self) -> ExitStack:
-        """Note calls within the context."""
-        with ExitStack() as stack:
-            stack.enter_context(torchs.register_module_forward_pre_hook(self._begin))
-            stack.enter_context(torchs.register_module_forward_hook(self._end))
-            return stack.pop_all()
+    @property
+    def work(self) -> int:
+        """All operations of the trace."""
+        return self._trace.record.forward_flops[0]
 
     def of_once(self) -> dict[str, Call]:
         """Return the calls of modules that are called once."""
@@ -140,4 +147,4 @@ class _CallNotes:
             self._calls.setdefault(self._names[part], []).extend(found)
 
     def _seen(self) -> tuple[int, int]:
-        return self._trace.record.forward_flops[0], self._trace.num_imagined
+        return self.work, self._trace.num_imagined

@@ -70,6 +70,18 @@ def attributes(m, x):
     return loss_of(m, m.second(m.first(x).relu()))
 
 
+def one_twice_and_losses(m, x):
+    loss = loss_of(m, through([*m.layers, m.layers[0]], x))
+    m.losses[7] = 1.0  # of a list that is too long to be compared
+    return loss
+
+
+def with_losses():
+    module = Parts(one_twice_and_losses, layers=listed(4))
+    module.losses = [0.0] * 2000
+    return module
+
+
 def listed(count=3):
     return nn.ModuleList(linear_blocks(count))
 
@@ -230,6 +242,7 @@ def test_a_list_that_hooks_fill_has_an_entry_of_each_block(count):
 # What each message names, until what it names trains.
 NAMED = [
     (of_attributes, [["first", "second", "head"]]),
+    (with_losses, [names("layers", 4)[1:]]),
     (lambda: Parts(norms_between, norms=listed(), layers=listed(4)), ["norms"]),
 ]
 
