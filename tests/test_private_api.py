@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
+from lightning_pipeoffload.runtime.cut.checks import is_in_function
 from lightning_pipeoffload.runtime.step import checkpoint_replay
 from lightning_pipeoffload.schedule import Action
 from tests.support.package_source import PACKAGE, imported_in, root_of
@@ -315,6 +316,23 @@ def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_
     assert f"        gen = {checkpoint_replay.GENERATOR}(" in source
     assert " ret = function(*args, **kwargs)" in source
     assert "            next(gen)\n        except StopIteration:\n            return ret" in source
+
+
+def test_a_frame_of_python_is_around_the_forward_of_an_autograd_function():
+    found = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            found.append(is_in_function())
+            return x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    Noting.apply(torch.ones(1))
+    assert (found, is_in_function()) == ([True], False)
 
 
 def test_names_that_are_looked_for_are_there():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
@@ -59,7 +59,7 @@ class CallChecks:
     def check(self, index: int, expected: int) -> None:
         """Raise ``ValueError`` if a stage could not call block ``index`` now."""
         self._check_order(index, expected)
-        self._check_gradients(index)
+        self._check_function(index)
         self._check_checkpoint(index)
         self._num_hooks.append(_count_hooks(self._chain.blocks[index]))
 
@@ -73,7 +73,7 @@ class CallChecks:
             f"called once and in order"
         )
 
-    def _check_gradients(self, index: int) -> None:
+    def _check_function(self, index: int) -> None:
         if self._training and is_in_function():
             raise CallsError(
                 f"the step calls {self._chain.block_name(index)} in an autograd function"
@@ -112,16 +112,13 @@ class CallChecks:
                 yield index
 
 
+# Its frame shows that a function's forward runs; one with a setup_context gets no ctx.
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
 def is_in_function() -> bool:
     """Whether the forward of an autograd function is running, such as a reentrant checkpoint."""
-    if torch.is_grad_enabled():
-        return False
-    named = ((frame.f_code.co_varnames[:1], frame) for frame in running_frames())
-    return any(
-        isinstance(frame.f_locals.get(name), FunctionCtx)
-        for names, frame in named
-        for name in names
-    )
+    return not torch.is_grad_enabled() and any(f.f_code is _APPLY for f in running_frames())
 
 
 def _count_hooks(block: nn.Module) -> int:

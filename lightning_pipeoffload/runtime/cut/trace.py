@@ -325,9 +325,10 @@ class StepTrace:
         """Whether a product of training has no gradient."""
         if not self._training:
             return False
+        if not any(tensor.requires_grad for tensor in tensors):
+            return True
         # The forward of an autograd function runs without gradients, and has a backward.
-        keeps_graph = torch.is_grad_enabled() or is_in_function()
-        return not (keeps_graph and any(tensor.requires_grad for tensor in tensors))
+        return not (torch.is_grad_enabled() or is_in_function())
 
     def _note_pairs(self, result: Any) -> None:
         for shape in (leaf.shape for leaf in shape_only_leaves(result)):

@@ -51,6 +51,21 @@ def reentrant(m, x):
     return loss_of(m, x)
 
 
+def in_a_function_with_setup_context(m, x):
+    class Calling(torch.autograd.Function):
+        @staticmethod
+        def forward(block, x):
+            return block(x)  # <- named in the message
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    for block in m.blocks:
+        x = Calling.apply(block, x)
+    return loss_of(m, x)
+
+
 def two_in_a_checkpoint(m, x):
     def middle(x):
         x = m.blocks[1](x)
@@ -81,7 +96,10 @@ CALLS = {
         "saved_tensors_hooks only, and a pipeline needs these; call torch.autograd.grad("
         "..., create_graph=True) instead"
     ),
-    reentrant: f"the step calls blocks.0 in an autograd function {{line}}, {REENTRANT}",
+    **dict.fromkeys(
+        (reentrant, in_a_function_with_setup_context),
+        f"the step calls blocks.0 in an autograd function {{line}}, {REENTRANT}",
+    ),
 }
 
 

@@ -113,6 +113,42 @@ def test_products_of_activations_have_no_weight_gradient():
     assert found.weight_flops[4] == 0
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class ProductAndContext(torch.autograd.Function):
+    backward = Product.backward
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+
+@pytest.mark.parametrize("product", [Product, ProductAndContext])
+def test_a_product_in_an_autograd_function_has_a_backward(product):
+    def with_product(multiply):
+        step = Step(lambda m, x: loss_of(m, multiply(through(m.blocks, x), m.embed.weight)))
+        return traced(step, torch.ones(2, 4))
+
+    found, expected = with_product(product.apply), with_product(torch.matmul)
+    assert found.weight_flops[4] == expected.weight_flops[4] == 2 * 2 * 4 * (4 + 1)
+    for name in ("forward_flops", "input_flops", "training_flops"):
+        assert getattr(found, name) == getattr(expected, name)
+
+
 def test_the_mask_of_a_block_has_no_values():
     kinds = []
 
