@@ -353,7 +353,7 @@ class StepTrace:
         for_input = flops * num_gradients - for_weight
         record.input_flops[segment] += for_input
         record.weight_flops[segment] += for_weight
-        record.training_flops += flops + torch.is_grad_enabled() * (for_input + for_weight)
+        record.training_flops += flops + self._training * (for_input + for_weight)
 
     def _imagine(self) -> Imagined | None:
         """Make up values inside a block or behind the blocks, where stages have real values."""
