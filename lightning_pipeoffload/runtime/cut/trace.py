@@ -311,7 +311,7 @@ class StepTrace:
             self.record.class_weights = calling_line()
         if self._is_in_block:
             self._note_input_writes(func, args)
-        elif self.segment == len(self.chain):
+        elif self.segment == len(self.chain) > 0:  # a search for blocks has none
             self._note_pairs(result)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         for leaf in leaves_of(result):
@@ -492,7 +492,7 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
         rows = query.shape[:-1].numel()
         return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
     if packet in _WHOLE:  # as they arrive in inference mode, where torch takes none of them apart
-        return int(2 * result.numel() * args[1][0].numel())
+        return int(2 * result.numel() * args[1].shape[1:].numel())
     if packet is aten.matmul:
         return int(2 * result.numel() * args[0].shape[-1])
     if packet is torch.ops.aten._grouped_mm:  # each row of the left with its group's matrix
