@@ -66,13 +66,13 @@ class Texts(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def sampler():
-    return PackedRowsSampler([len(text) for text in TEXTS], ROWS, TOKENS, seed=5)
+def sampler(num_rows=ROWS):
+    return PackedRowsSampler([len(text) for text in TEXTS], num_rows, TOKENS, seed=5)
 
 
-def loader(shifts_labels=False):
-    collate = PackedRows(ROWS, TOKENS, shifts_labels)
-    return DataLoader(ITEMS, batch_sampler=sampler(), collate_fn=collate)
+def loader(shifts_labels=False, num_rows=ROWS):
+    collate = PackedRows(num_rows, TOKENS, shifts_labels)
+    return DataLoader(ITEMS, batch_sampler=sampler(num_rows), collate_fn=collate)
 
 
 def fit(num_devices, options, module_options, folder, num_steps=2, **trainer_options):
@@ -193,6 +193,17 @@ def test_predictions_are_of_rows():
     module.predict_step = lambda batch, batch_idx: module.model(**batch).logits.argmax(-1)
     predictions = fits.trainer(1, BY_TOKENS).predict(module, loader())
     assert torch.cat(predictions).shape == (len(sampler()) * ROWS, TOKENS)
+
+
+@pytest.mark.parametrize("num_rows", [2, 10])
+def test_an_evaluation_has_more_rows_or_fewer_than_a_plan_has_microbatches(num_rows):
+    module, rows = Texts(), loader(num_rows=num_rows)
+    (found,) = fits.trainer(1, BY_TOKENS, limit_val_batches=1).validate(module, rows)
+    batch = next(iter(rows))
+    parts = [{name: value[n : n + 1] for name, value in batch.items()} for n in range(num_rows)]
+    with torch.no_grad():
+        total = sum(module.loss(part, "sum") for part in parts)
+    assert found["val_loss"] == pytest.approx(float(total / batch["labels"].ne(-100).sum()))
 
 
 def with_torchs_collate():
