@@ -43,8 +43,12 @@ class BatchCutter:
         """Whether the strategy has ``make_microbatches``."""
         return self._settings.make_microbatches is not None
 
-    def note_loader(self, loader: Any, is_training: bool) -> None:
-        """Note who makes the batches of a loader of training, or of evaluations."""
+    def note_loader(self, loader: Any, is_training: bool, predicts: bool = False) -> None:
+        """Note who makes the batches of a loader of training, or of evaluations.
+
+        Raises:
+            ValueError: It does not go with the settings, or with the entry's loader before it.
+        """
         by_torch = is_collated_by_torch(loader)
         collation = self._collations.setdefault(is_training, Collation(by_torch))
         collation.by_torch &= by_torch
@@ -53,11 +57,20 @@ class BatchCutter:
             collation.sizes.add(size)
         if size is not None and is_training:
             self._training_sizes.add(size)
-        self._packed[is_training] = check_rows(loader, self._settings if is_training else None)
+        packs = check_rows(loader, self._settings, is_training, predicts)
+        if packs != self._packed.setdefault(is_training, packs):
+            raise ValueError(
+                "some loaders of a run make packed rows with PackedRows, and others of it do not; "
+                "give all of them collate_fn=PackedRows(...), or run the others apart"
+            )
 
     def packs_rows(self, kind: str) -> bool:
         """Whether a row of a batch is one microbatch in a kind of step ("training_step")."""
         return self._packed.get(kind == "training_step", False)
+
+    def leave(self) -> None:
+        """Forget which loaders pack rows, at an entry's end."""
+        self._packed.clear()
 
     def resume(self, first_batch: Mapping[str, Any]) -> None:
         """Continue with what the first batches of a fit that was saved have decided."""

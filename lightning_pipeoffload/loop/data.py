@@ -132,18 +132,20 @@ def loader_size(loader: Any) -> int | None:
 
 
 def group_sampler_of(loader: Any) -> GroupSampler | None:
-    """Return the sampler of a loader whose batches are of groups; None: it has another one."""
+    """Return the loader's PackedRowsSampler or MinibatchSampler; None if it has neither."""
     # Not the batch_sampler itself, which Lightning wraps where it predicts.
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     return sampler if isinstance(sampler, GroupSampler) else None
 
 
-def check_rows(loader: Any, settings: PipelineSettings | None) -> bool:
+def check_rows(loader: Any, settings: PipelineSettings, is_training: bool, predicts: bool) -> bool:
     """Return whether a loader makes batches of packed rows, of which each is a microbatch.
 
     Args:
         loader: The loader.
-        settings: What training cuts its batches by; None: it is of an evaluation.
+        settings: What batches are cut by.
+        is_training: Whether it is a loader of training.
+        predicts: Whether it is one of predictions, which are no means.
 
     Raises:
         ValueError: Its sampler and its collate function do not go together, or the settings do not
@@ -162,26 +164,29 @@ def check_rows(loader: Any, settings: PipelineSettings | None) -> bool:
             f"together: texts are packed by batch_sampler=PackedRowsSampler(...) with "
             f"collate_fn=PackedRows(...)"
         )
-    if settings is not None and isinstance(collate, PackedRows):
-        _check_packing(collate, settings)
-    return isinstance(collate, PackedRows)
+    if not isinstance(collate, PackedRows):
+        return False
+    _check_packing(collate, settings, is_training, predicts)
+    return True
 
 
 def _name_of(collate: Any) -> str:
     return getattr(collate, "__name__", type(collate).__name__)
 
 
-def _check_packing(collate: PackedRows, settings: PipelineSettings) -> None:
+def _check_packing(
+    collate: PackedRows, settings: PipelineSettings, is_training: bool, predicts: bool
+) -> None:
     if settings.make_microbatches is not None:
         raise ValueError(
             "PackedRows makes rows that are a microbatch each; leave out make_microbatches"
         )
-    if settings.microbatch_weight == "samples":
+    if settings.microbatch_weight == "samples" and not predicts:
         raise ValueError(
             "the rows of PackedRows count unlike numbers of labels; give the strategy "
             'microbatch_weight="tokens", or a callable of the microbatch'
         )
-    if settings.num_microbatches not in ("auto", collate.num_rows):
+    if is_training and settings.num_microbatches not in ("auto", collate.num_rows):
         raise ValueError(
             f"num_microbatches={settings.num_microbatches} with PackedRows(num_rows="
             f"{collate.num_rows}): each row is a microbatch, since attention tells texts apart in "

@@ -290,7 +290,7 @@ class Fit:
     def intercept_loader(self, loader: object) -> None:
         """Make a loader's batches the same on every rank, and resume them where the fit does."""
         self._loaders.intercept(loader, self._trainer.training)
-        self.split.cutter.note_loader(loader, self._trainer.training)
+        self.split.cutter.note_loader(loader, self._trainer.training, self._trainer.predicting)
         if self._trainer.training:
             leave_out_seen(loader, count_seen(self._trainer))
 

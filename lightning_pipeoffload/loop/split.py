@@ -268,4 +268,5 @@ class Split:
             self.reduction.abandon()
         self.group.replicas.pending.forget()
         self.weights.forget()
+        self.cutter.leave()
         self.pipeline.detach()

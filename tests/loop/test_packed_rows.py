@@ -191,8 +191,10 @@ def test_what_runs_for_the_check_leaves_no_trace():
 def test_predictions_are_of_rows():
     module = Texts()
     module.predict_step = lambda batch, batch_idx: module.model(**batch).logits.argmax(-1)
-    predictions = fits.trainer(1, BY_TOKENS).predict(module, loader())
+    trainer = fits.trainer(1)  # they are no means: microbatches need no weight
+    predictions = trainer.predict(module, loader())
     assert torch.cat(predictions).shape == (len(sampler()) * ROWS, TOKENS)
+    assert len(trainer.predict(module, padded())) == len(TEXTS) // ROWS  # by another entry
 
 
 @pytest.mark.parametrize("num_rows", [2, 10])
@@ -228,3 +230,25 @@ def test_settings_that_do_not_go_with_packed_rows_are_refused(make, options, mes
     trainer = fits.trainer(1, options, max_steps=1)
     with pytest.raises(ValueError, match=message):
         trainer.fit(Texts(), make())
+
+
+def padded():
+    return DataLoader([{"input_ids": torch.tensor(text[:3])} for text in TEXTS], ROWS)
+
+
+@pytest.mark.parametrize(
+    ("loaders", "options", "message"),
+    [
+        ([loader], {}, 'give the strategy microbatch_weight="tokens"'),
+        (
+            [loader],
+            BY_TOKENS | {"make_microbatches": lambda b, n: [b]},
+            "leave out make_microbatch",
+        ),
+        ([padded, loader], BY_TOKENS, "some loaders of a run make packed rows"),
+        ([loader, padded], BY_TOKENS, "some loaders of a run make packed rows"),
+    ],
+)
+def test_evaluations_that_do_not_go_with_packed_rows_are_refused(loaders, options, message):
+    with pytest.raises(ValueError, match=message):
+        fits.trainer(1, options).validate(Texts(), [make() for make in loaders])
