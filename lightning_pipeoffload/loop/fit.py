@@ -319,7 +319,7 @@ class Fit:
             accumulation = self._accumulation(steps_later)
             if not split.pipeline.committed:
                 self._begin_training(slices[0], accumulation)
-            self._packed_rows.check("training_step", args, kwargs)
+            self._packed_rows.check(inputs)
             done = self._run(inputs, slices, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last:
@@ -406,7 +406,7 @@ class Fit:
         """Run a batch of an evaluation; return what its step has returned."""
         with self._between_hooks(kind), self.end.counted():
             inputs = self._steps.inputs(kind, args, kwargs)
-            self._packed_rows.check(kind, args, kwargs)
+            self._packed_rows.check(inputs)
             done = self._evaluation.run(inputs)
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)

@@ -1,4 +1,4 @@
-"""What batches of packed rows need: settings by which a row is a microbatch, and texts kept apart.
+"""Checks on the first packed batch of each kind of step that a row's texts do not see each other.
 
 A model that looks past a text's start trains on mixed texts, which no error would show. So the
 first row of two texts runs twice, with other tokens in its first text, and only the labels of its
@@ -8,6 +8,7 @@ second one: the loss must be the same, to the bit.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,11 @@ from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL, find_texts
 log = logging.getLogger(__name__)
 
 _ROUNDING = 2e-6  # of differences of losses in float32
+_NUM_TRIES = 8  # each reads the batch, and waits for all ranks
+_UNCHECKED = (
+    "whether the texts of a packed row see each other in %s is not checked: in none of %d batches "
+    "does every replica have a row of two texts with labels"
+)
 _ROUTERS = (
     "the loss of the experts' routers in %s is over all texts of a row, not over each alone: it "
     "is %.1e of the loss that changes with another text of the row"
@@ -51,24 +57,23 @@ class PackedRowCheck:
         self._module, self._steps = module, steps
         self._split, self._evaluate = split, evaluate
         self._done: set[str] = set()
+        self._num_tries: Counter[str] = Counter()
 
-    def check(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, inputs: StepInputs) -> None:
         """Compare a batch's steps on two texts of a row, where it is one of packed rows.
-
-        Args:
-            kind: The kind of step ("training_step").
-            args: Its positional arguments.
-            kwargs: The others.
 
         Raises:
             ValueError: A text's loss depends on the text before it.
         """
+        kind = inputs.kind
         # Predictions are of all texts of a row, and by no labels.
         if kind in (*self._done, "predict_step") or not self._split.cutter.packs_rows(kind):
             return
-        inputs = self._steps.inputs(kind, args, kwargs)
         rows = rows_that_differ(inputs.batch)
+        self._num_tries[kind] += 1
         if not self._split.group.world.agree(rows is not None, unanimous=True):
+            if self._num_tries[kind] == _NUM_TRIES:
+                self._give_up(kind)
             return  # until each replica has a row of two texts
         self._done.add(kind)
         assert rows is not None
@@ -77,6 +82,11 @@ class PackedRowCheck:
         kept = self._split.pipeline.keeping_batch(), leaving_no_trace(self._module, ())
         with kept[0], kept[1], torch.no_grad():
             self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
+
+    def _give_up(self, kind: str) -> None:
+        self._done.add(kind)
+        if self._split.group.reports:
+            log.warning(_UNCHECKED, kind, _NUM_TRIES)
 
     def _numbers_of(self, inputs: StepInputs) -> list[float]:
         done = self._evaluate(inputs)
@@ -137,25 +147,22 @@ def rows_that_differ(batch: Any) -> list[Any] | None:
             "a batch of PackedRows has come to the step without its input_ids, position_ids and "
             "labels, by which the texts of a row are told apart; leave them as they are"
         )
-    size = len(batch["input_ids"])
-    for number in range(size):
-        row = {name: _row_of(value, number, size) for name, value in batch.items()}
-        tokens = row["input_ids"].cpu()
-        starts = find_texts(row["position_ids"].cpu())
-        labels = row["labels"].cpu()
-        others = tokens.unique()
-        if len(starts) < 2 or len(others) < 2:
+    names = "input_ids", "position_ids", "labels"
+    size, device = len(batch["input_ids"]), batch["input_ids"].device
+    on_host = zip(*(batch[name].cpu().split(1) for name in names), strict=False)
+    for number, (tokens, positions, labels) in enumerate(on_host):
+        starts = find_texts(positions)
+        if len(starts) < 2:
             continue
-        start, end = [*starts, tokens.numel()][1:3]
-        first, second = slice(0, start), slice(start, end)
-        kept = torch.full_like(labels, IGNORED_LABEL)
+        first, second = slice(0, starts[1]), slice(*[*starts, tokens.numel()][1:3])
+        kept, others = torch.full_like(labels, IGNORED_LABEL), tokens.unique()
         kept[:, second] = labels[:, second]
-        if bool(kept.eq(IGNORED_LABEL).all()):
+        if len(others) < 2 or bool(kept.eq(IGNORED_LABEL).all()):
             continue
         changed = tokens.clone()
         places = torch.searchsorted(others, tokens[:, first])
         changed[:, first] = others[(places + 1) % len(others)]
-        device = row["labels"].device
+        row = {name: _row_of(value, number, size) for name, value in batch.items()}
         row["labels"] = kept.to(device)
         return [row, {**row, "input_ids": changed.to(device)}]
     return None

@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipeoffload import MinibatchSampler, PackedRows, PackedRowsSampler
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights
+from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
 from lightning_pipeoffload.loop.split import Split
+from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.processes.replica import forget_replica, set_replica
 from tests.support import fits
 from tests.support.pairs import slow
@@ -167,6 +169,23 @@ def test_a_model_that_looks_past_a_texts_start_is_refused(kind):
     validation = loader() if kind == "validation_step" else None
     with pytest.raises(ValueError, match=f"in {kind} the texts of a packed row see each other"):
         trainer.fit(module, loader(), validation)
+
+
+def test_the_check_gives_up_where_no_row_has_two_texts(caplog):
+    asked = []
+
+    def agree(flag, unanimous):
+        asked.append(flag)
+        return flag
+
+    group = SimpleNamespace(world=SimpleNamespace(agree=agree), reports=True)
+    cutter = SimpleNamespace(packs_rows=lambda kind: True)
+    check = PackedRowCheck(None, None, SimpleNamespace(group=group, cutter=cutter), None)
+    batch = {name: torch.arange(6).repeat(2, 1) for name in ("input_ids", "position_ids", "labels")}
+    for _ in range(20):
+        check.check(StepInputs("training_step", batch, None, 0))
+    assert asked == [False] * 8
+    assert caplog.text.count("in training_step is not checked") == 1
 
 
 def test_what_runs_for_the_check_leaves_no_trace():
