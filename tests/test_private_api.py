@@ -155,7 +155,6 @@ OWNERS = [
     (OPTIMIZER, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),
     (TRAINER.strategy, "_checkpoint_io"),
     (ThroughputMonitor(len), "_throughputs"),
-    (TRAINER._data_connector, "_requires_distributed_sampler"),
     (ModelParallelStrategy, "_setup_distributed"),
     (SHARDED, "_get_fsdp_state"),
     (SHARDED._get_fsdp_state(), "_fsdp_param_group"),
@@ -285,6 +284,7 @@ REPLACED = [
     (TRAINER._logger_connector, "on_batch_end", []),
     (TRAINER._logger_connector, "epoch_end_reached", []),
     (TRAINER._logger_connector, "reset_results", []),
+    (TRAINER._data_connector, "_requires_distributed_sampler", ["dataloader"]),
     (TRAINER._signal_connector, "_sigterm_notifier_fn", ["signum", "_"]),
     (TRAINER._signal_connector, "_slurm_sigusr_handler_fn", ["signum", "_"]),
     (TRAINER.precision_plugin, "clip_grad_by_norm", ["optimizer", "clip_val"]),
@@ -308,7 +308,7 @@ def test_every_method_that_is_replaced_is_listed():
     calls = [node for node in ast.walk(patches) if isinstance(node, ast.Call)]
     found = {c.args[1].value for c in calls if getattr(c.func, "id", "") == "replace"}
     assert found <= {name for _, name, _ in REPLACED}
-    assert len(found) == 11
+    assert len(found) == 12
 
 
 def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_on():

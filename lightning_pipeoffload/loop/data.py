@@ -349,20 +349,6 @@ def _explain(name: str, one: int, other: int) -> str:
     )
 
 
-def leave_group_samplers(trainer: Trainer) -> None:
-    """Let Lightning put no sampler of its own where one reads this replica's part already."""
-    connector: Any = trainer._data_connector  # private, with the method that decides it
-    plain = type(connector)._requires_distributed_sampler
-    # Not a function inside this one: a trainer may be saved after a fit.
-    connector._requires_distributed_sampler = partial(_requires_sampler, plain, connector)
-
-
-def _requires_sampler(
-    plain: Callable[[Any, DataLoader[Any]], bool], connector: Any, loader: DataLoader[Any]
-) -> bool:
-    return group_sampler_of(loader) is None and plain(connector, loader)
-
-
 def _is_shared_out(loader: Any) -> bool:
     if not isinstance(loader, DataLoader):
         return False

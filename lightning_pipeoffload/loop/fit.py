@@ -32,7 +32,6 @@ from lightning_pipeoffload.loop.data import (
     PipelineLoaders,
     count_seen,
     epoch_to_read,
-    leave_group_samplers,
     leave_out_seen,
 )
 from lightning_pipeoffload.loop.evaluation import Evaluation
@@ -189,7 +188,6 @@ class Fit:
         totals = GradientTotals(self._precision, group, pipeline.gradient_age, validation)
         self._at_end.enter_context(joined_precision(self._precision, totals))
         join_loops(self._trainer, group, self._at_end)
-        leave_group_samplers(self._trainer)
         self._join_metrics()
         if self._processes.meeting is not None:
             self._hook_forwards = HookForwards(pipeline, self._processes.meeting)

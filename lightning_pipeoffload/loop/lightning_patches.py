@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_pipeoffload.loop.backward import GradientTotals, scaler_of
+from lightning_pipeoffload.loop.data import group_sampler_of
 from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.mesh import RankMesh
@@ -76,6 +77,7 @@ def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
         # Private: in Lightning's own every rank goes by its own clock.
         replace(epoch, "_should_check_val_fx", _check_validation, trainer)
     stop_without_waiting(trainer, replace)
+    leave_group_samplers(trainer, replace)
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
         if isinstance(callback, ThroughputMonitor):
             throughputs = callback._throughputs  # private: nothing else has them
@@ -156,6 +158,15 @@ def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replac
     replace(epoch, "_broadcast_sigterm_tensor", _stop_after_signal, trainer)
     # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
     replace(trainer._signal_connector, "_sigterm_notifier_fn", _note_sigterm, trainer)
+
+
+def leave_group_samplers(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:
+    """Keep Lightning from adding a DistributedSampler to loaders that need none.
+
+    The sampler of such a loader already shares the data out among replicas.
+    """
+    # Private: nothing else decides it for one loader.
+    replace(trainer._data_connector, "_requires_distributed_sampler", _requires_sampler)
 
 
 def answer_requeue(
@@ -336,6 +347,10 @@ def _check_validation(trainer: Any, plain: Callable[[Any], bool], data_fetcher: 
     clocks = trainer.strategy.fit.end.clocks
     with nullcontext() if clocks is None else clocks.deciding():
         return plain(data_fetcher)
+
+
+def _requires_sampler(plain: Callable[[Any], bool], loader: Any) -> bool:
+    return group_sampler_of(loader) is None and plain(loader)
 
 
 def _note_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None) -> None:

@@ -33,12 +33,12 @@ from lightning_pipeoffload.checkpoints.folder import (
 from lightning_pipeoffload.loop.data import (
     count_seen,
     group_sampler_of,
-    leave_group_samplers,
     leave_out_seen,
 )
 from lightning_pipeoffload.loop.lightning_patches import (
     BackwardInStep,
     LaterSteps,
+    leave_group_samplers,
     stop_without_waiting,
 )
 from lightning_pipeoffload.loop.run_checks import explaining_optimizers

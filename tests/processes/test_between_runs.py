@@ -102,6 +102,7 @@ def save_after(num_devices):
         len(pickle.dumps(module)) > 0,
         module.accuracy.distributed_available_fn is jit_distributed_available,
         "clip_grad_by_norm" in vars(trainer.precision_plugin),
+        "_requires_distributed_sampler" in vars(trainer._data_connector),
         again.settings == trainer.strategy.settings,
     )
 
@@ -109,7 +110,7 @@ def save_after(num_devices):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_a_fit_used_can_be_saved_after_it(ranks, num_ranks):
     found = ranks(num_ranks).run(save_after, num_ranks)
-    assert found == [("TQDMProgressBar", True, True, False, True)] * num_ranks
+    assert found == [("TQDMProgressBar", True, True, False, False, True)] * num_ranks
 
 
 def monitor_throughput(num_devices, folder):
