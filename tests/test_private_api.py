@@ -138,7 +138,6 @@ OWNERS = [
     ),
     (torch._C._distributed_c10d.Backend.Options, "_timeout"),  # of NCCL's options too
     (ModelParallelStrategy(), "_save_distributed_checkpoint _device_mesh"),
-    (torch.compile(nn.Module(), backend="eager"), "_orig_mod"),
     (copyreg, "_reconstructor"),
     (Action, "_replace _fields _asdict"),
     (TRAINER._accelerator_connector, "_layer_sync"),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import compiled_call
 from lightning_pipeoffload.runtime.cut.called_blocks import (
     Containers,
     containers_in,
@@ -198,9 +199,9 @@ def _check_weights(module: nn.Module) -> None:
 
 def _check_uncompiled(module: nn.Module, chain: BlockChain) -> None:
     for path, child in module.named_modules():
-        around = any(chain.block_name(i).startswith(f"{path}.") for i in range(len(chain)))
-        # Private, both: what torch.compile(module) and module.compile() leave behind.
-        if around and (hasattr(child, "_orig_mod") or child._compiled_call_impl is not None):
+        if compiled_call(child) is None:
+            continue
+        if any(name.startswith(f"{path}.") for name in chain.names):
             raise ValueError(
                 f"{path} is compiled as a whole and contains the blocks {chain.name}; a stage runs "
                 f"only its own blocks, so compile the blocks instead, block.compile() for each"

@@ -15,6 +15,8 @@ from itertools import groupby, pairwise
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import compiled_call
+
 _LISTS = nn.ModuleList | nn.ModuleDict
 _JOINS = 1 / 16  # of the work: a container that joins the largest one
 _IS_LARGE = 1 / 8  # a block that is cut at its own containers
@@ -176,9 +178,8 @@ class CalledChains:
 
 def _is_closed(part: nn.Module) -> bool:
     """Whether nothing in a module is cut: it is compiled as a whole, or torchmetrics'."""
-    # Private, both: what torch.compile(module) and module.compile() leave behind.
-    is_compiled = hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
-    return is_compiled or any(base.__name__ == "Metric" for base in type(part).__mro__)
+    is_metric = any(base.__name__ == "Metric" for base in type(part).__mro__)
+    return is_metric or compiled_call(part) is not None
 
 
 def propose(module: nn.Module, num_stages: int = 2) -> str:
