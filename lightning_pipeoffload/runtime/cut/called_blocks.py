@@ -112,8 +112,11 @@ class CalledChains:
         self._module, self._calls, self._work = module, calls, work
         self._containers = dict(self._find_containers(is_whole))
 
-    def best_first(self) -> Iterator[Names]:
-        """Yield the names of blocks in the order of their calls."""
+    def best_first(self) -> list[Names]:
+        """Return the names of each chain's blocks, in the order of their calls."""
+        return [*map(list, dict.fromkeys(map(tuple, self._candidates())))]
+
+    def _candidates(self) -> Iterator[Names]:
         order = sorted(self._containers, key=self._rank_of)
         if order and spread(self._module, self._containers[order[0]])[0]:
             joined = self._join(self._containers, order[:1], _JOINS * self._work)
@@ -141,27 +144,28 @@ class CalledChains:
 
     def _join(self, containers: Containers, first: Sequence[str], least: float) -> Names:
         """Return the entries of containers that are called one after another, the largest first."""
-        others = sorted(containers, key=lambda path: -self._work_of(containers[path]))
+        work = {path: self._work_of(names) for path, names in containers.items()}
+        others = [path for path in containers if work[path] >= least]
         joined: Names = []
-        for path in dict.fromkeys((*first, *others)):
+        for path in dict.fromkeys((*first, *sorted(others, key=lambda path: -work[path]))):
             together = self._in_order([*joined, *containers[path]])
-            is_worth_it = path in first or self._work_of(containers[path]) >= least
             runs = [own for own, _ in groupby(together, set(containers[path]).__contains__)]
-            if is_worth_it and runs.count(True) == 1 and self._are_apart(together):
+            if runs.count(True) == 1 and self._are_apart(together):
                 joined = together
         return joined
 
     def _open(self, name: str) -> Names:
         """Return a large block's own blocks, where it consists of them; else the block."""
         call = self._calls[name]
+        if call.reads_values or call.work <= _IS_LARGE * self._work:
+            return [name]
         inside = {
             path: names
             for path, names in self._containers.items()
             if _is_in(path, [name]) and _are_composed(self._module, names)
         }
         names = self._join(inside, (), 0)
-        is_large = call.work > _IS_LARGE * self._work and not call.reads_values
-        if is_large and len(names) > 1 and self._work_of(names) >= _COVERS * call.work:
+        if len(names) > 1 and self._work_of(names) >= _COVERS * call.work:
             return [inner for each in names for inner in self._open(each)]
         return [name]
 
