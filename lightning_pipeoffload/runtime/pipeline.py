@@ -175,12 +175,15 @@ class Pipeline:
         self._forget_cut()
         self._know_parameters()
 
-    def _cut_instead_at(self, chain: BlockChain) -> None:
+    def _cut_instead_at(self, names: list[str] | None) -> None:
         self.chain.release()
-        self.compiler.leave()
-        self._cut_at(chain)
-        self.compiler.compile()
-        chain.intercept()
+        self.compiler.leave()  # or its blocks seem to be compiled by the user
+        module = self.module
+        try:
+            self._cut_at(find_chain(module) if names is None else chain_of_calls(module, names))
+        finally:
+            self.compiler.compile()
+            self.chain.intercept()
 
     def _find_chain(self, kind: str, part: Any, step: UsersStep, seed: int) -> None:
         """Choose the blocks by what the step calls: anew in training, whatever ran before.
@@ -189,9 +192,10 @@ class Pipeline:
             ValueError: The step cannot be cut.
         """
         error: ValueError | None = None
+        self.compiler.leave()
         for names in (*self.records.find_chains(part, step, seed), None):
             try:
-                self._cut_instead_at(_chain_of(self.module, names))
+                self._cut_instead_at(names)
                 self.records.find(kind, part, step, seed)
             except ValueError as refused:
                 error = error or refused
@@ -205,7 +209,7 @@ class Pipeline:
 
     def _use_blocks(self, names: list[str]) -> None:
         if names != self.chain.names:
-            self._cut_instead_at(chain_of_calls(self.module, names))
+            self._cut_instead_at(names)
 
     def resume_with(self, names: list[str]) -> None:
         """Cut at the blocks that a fit was saved with, if the module still has them."""
@@ -566,7 +570,3 @@ class Pipeline:
     def block_names(self, stage: int) -> list[str]:
         """Return the names of a stage's blocks."""
         return [self.chain.block_name(index) for index in self.partition[stage].blocks]
-
-
-def _chain_of(module: nn.Module, names: list[str] | None) -> BlockChain:
-    return find_chain(module) if names is None else chain_of_calls(module, names)

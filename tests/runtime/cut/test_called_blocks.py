@@ -200,6 +200,26 @@ def test_masks_depend_on_the_module_and_its_training_step_alone():
     assert found == [found[0]] * 4
 
 
+class TwiceInEvaluations(Level):
+    def forward(self, x):
+        x = super().forward(x)
+        return x if torch.is_grad_enabled() else super().forward(x)
+
+
+def test_blocks_that_were_compiled_for_a_validation_may_be_cut_in_training():
+    levels = nn.Sequential(*map(TwiceInEvaluations, (2, 6, 2)))
+    module, batch = Parts(lambda m, x: loss_of(m, m.levels(x)), levels=levels), torch.randn(4, 4)
+    pipeline = InProcessPipeline(module, build("1f1b", 3, 4), call_step, compile=True)
+    for rank in pipeline.ranks:
+        cut = partial(rank.cut_batch, batch, 1, partial(called, rank.module))
+        with torch.no_grad():
+            cut("validation_step", 0)
+        assert rank.chain.names == names("levels", 3)
+        cut("training_step", 0)
+        assert rank.chain.names == FOUND[4][1]
+        rank.detach()
+
+
 def called(module, batch, call):
     return module.step(batch)
 
