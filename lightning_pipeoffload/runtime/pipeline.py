@@ -213,7 +213,8 @@ class Pipeline:
 
     def resume_with(self, names: list[str]) -> None:
         """Cut at the blocks that a fit was saved with, if the module still has them."""
-        if self._is_open and set(names) <= dict(self.module.named_modules()).keys():
+        is_open = self._is_open and not self.is_split
+        if is_open and set(names) <= dict(self.module.named_modules()).keys():
             self._use_blocks(names)
             self._is_by_training = True
 
