@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import (
     first_chain,
 )
 from lightning_pipeoffload.runtime.cut.checks import (
+    CallsError,
     check_recompute_full,
     check_shared_weights,
     check_step,
@@ -310,8 +311,6 @@ class Pipeline:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         self._notice_frozen()
-        if self._awaits_calls:
-            self._find_chain(kind, cut.parts[0], step, mix_seed(seed, 0))
         self.is_new = False
         records: list[StepRecord] = []
         self.batch_records = records
@@ -325,7 +324,7 @@ class Pipeline:
                 and num_samples == cut.sizes[0]
                 and records[0].holds_for_shapes
             )
-            record = records[0] if is_like_first else self.records.find(kind, part, step, own_seed)
+            record = records[0] if is_like_first else self._find_record(kind, part, step, own_seed)
             if not record.is_known:
                 self._take_in(record)
                 record.is_known = True
@@ -342,6 +341,15 @@ class Pipeline:
         for record in new:
             record.has_run = True
         return slices
+
+    def _find_record(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
+        try:
+            if self._awaits_calls:
+                self._find_chain(kind, part, step, seed)
+            return self.records.find(kind, part, step, seed)
+        except CallsError as error:
+            proposal = self.records.propose(part, step, seed)
+            raise ValueError(f"{error}{proposal}") from None
 
     @contextmanager
     def keeping_batch(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
-from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
@@ -109,7 +108,8 @@ class StepRecords:
         """Return the record of a step for a microbatch; trace the step if there is none.
 
         Raises:
-            ValueError: The step cannot be cut at its blocks, with the reason and the line.
+            ValueError: The step cannot be cut at its blocks, with the reason and the line; a
+                CallsError where it might be cut at others.
         """
         shapes = kind, self._module.training, *split_lengths(shape_signature(part))
         key = shapes, self._find_answers(shapes, part)
@@ -123,10 +123,7 @@ class StepRecords:
         if (key, sizes) in self.known:
             self.known.move_to_end((key, sizes))
             return self.known[key, sizes]
-        try:
-            record = self._trace(trial, is_first=shapes[:2] not in self._compared)
-        except CallsError as error:
-            raise ValueError(self._with_other_blocks(error, trial)) from None
+        record = self._trace(trial, is_first=shapes[:2] not in self._compared)
         key = shapes, record.flags.answers
         if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
             self._sized_in[key] = record.sized_in
@@ -170,21 +167,21 @@ class StepRecords:
         if record.has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
 
-    def _with_other_blocks(self, error: CallsError, trial: Callable[[], Any]) -> str:
-        # An evaluation runs as a whole then.
-        proposal = ""
-        if torch.is_grad_enabled():
-            proposal = self._trial_cuts(trial).propose(self._chain, self._num_stages)
-        return f"{error}; it could be cut with {proposal}" if proposal else str(error)
+    def propose(self, part: Any, step: UsersStep, seed: int) -> str:
+        """Return how an error goes on if a step could be cut at other blocks, which it names."""
+        if not torch.is_grad_enabled():  # an evaluation runs as a whole then
+            return ""
+        proposal = self._trial_cuts(part, step, seed).propose(self._chain, self._num_stages)
+        return f"; it could be cut with {proposal}" if proposal else ""
 
     def find_chains(self, part: Any, step: UsersStep, seed: int) -> list[list[str]]:
         """Return the blocks that a step could be cut at by what it calls, the best first."""
         self._before_trace()
-        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
-        return self._trial_cuts(trial).best_first()
+        return self._trial_cuts(part, step, seed).best_first()
 
-    def _trial_cuts(self, trial: Callable[[], Any]) -> TrialCuts:
+    def _trial_cuts(self, part: Any, step: UsersStep, seed: int) -> TrialCuts:
         module, _, device, kernels = self._traced
+        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
         return TrialCuts(module, device, kernels, trial)
 
     def _find_answers(self, shapes: Any, part: Any) -> tuple[bool, ...] | None:

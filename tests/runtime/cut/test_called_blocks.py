@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import (
@@ -234,6 +235,25 @@ def test_a_resumed_fit_has_the_blocks_it_was_saved_with():
     for rank in pipeline.ranks:
         rank.resume_with(names("layer1", 2))  # once the module is split, it is cut no more
     assert [rank.called_blocks for rank in pipeline.ranks] == [saved] * 3
+
+
+def one_twice_and_a_branch(m, x):
+    x = m.others[0](through([*m.layers, m.layers[0]], x).repeat(100, 1))
+    return loss_of(m, m.others[1](x if x.sum() > 0 else -x))
+
+
+def test_each_chain_is_tried_once_and_none_is_proposed_beside_another_refusal(monkeypatch):
+    tried, trace = [], StepTrace.trace
+
+    def note(self, run):
+        tried.append(self.chain.names)
+        return trace(self, run)
+
+    monkeypatch.setattr(StepTrace, "trace", note)
+    module = Parts(one_twice_and_a_branch, layers=listed(4), others=listed(2))
+    with pytest.raises(ValueError, match=r"before others\.1"):
+        run_pipeline(module, build("1f1b", 2, 4), torch.randn(4, 4), 1)
+    assert tried == [[], names("others", 2), names("layers", 4)]
 
 
 KEPT: ContextVar[list | None] = ContextVar("kept", default=None)
