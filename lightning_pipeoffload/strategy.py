@@ -25,6 +25,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
+from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.loop.backward import BatchBackward
 from lightning_pipeoffload.loop.fit import Fit
 from lightning_pipeoffload.loop.lightning_patches import LaterSteps
@@ -32,6 +33,7 @@ from lightning_pipeoffload.loop.run_checks import check_run, explaining_optimize
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
+from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.planning.settings import (
     PipelineSettings,
     ScheduleLike,
@@ -295,6 +297,17 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         return self._split
 
     @property
+    @override
+    def _split_state(self) -> SplitState | None:
+        state = None if self._split is None else self._split.state
+        return state if state is not None and state.is_split else None
+
+    @property
+    @override
+    def _parameters(self) -> OptimizedParameters:
+        return self.split.parameters
+
+    @property
     def fit(self) -> Fit:
         """The fit or evaluation that runs.
 
@@ -322,7 +335,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the cut module and the run: a trainer may be saved after a fit."""
-        of_a_run = {"_split", "_fit", "_parameters", "_state", "_masters"}
+        of_a_run = {"_split", "_fit", "_masters"}
         state = super().__getstate__()
         return {name: value for name, value in state.items() if name not in of_a_run}
 
@@ -336,7 +349,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
 
     def _forget_module(self) -> None:
         """Drop what belongs to a module, or to layers, that this trainer has no more."""
-        self._split, self._state, self._masters = None, None, self._no_masters()
+        self._split, self._masters = None, self._no_masters()
         self.optimizers, self.lr_scheduler_configs = [], []
 
     @override
@@ -363,8 +376,7 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
-        split = self._split = self.fit.attach(self._split, self._masters)
-        self._parameters, self._state = split.parameters, split.state
+        self._split = self.fit.attach(self._split, self._masters)
         self.continued = self.fit.continued
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         self.fit.setup()

@@ -173,3 +173,12 @@ def test_nothing_of_a_fit_is_left_when_nobody_has_it(tmp_path, monkeypatch):
     group = _group_of_a_fit()
     gc.collect()
     assert group() is None
+
+
+def test_a_trainer_that_gets_another_module_lets_go_of_the_first():
+    trainer = fits.trainer(1, max_steps=1, limit_val_batches=0)
+    trainer.fit(fits.Net(), fits.loader())
+    pipeline = weakref.ref(trainer.strategy.split.pipeline)
+    trainer.strategy.connect(fits.Net())
+    gc.collect()
+    assert pipeline() is None

@@ -59,8 +59,6 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     """
 
     continued = Continued()
-    _parameters: OptimizedParameters
-    _state: SplitState | None = None
     _masters: MasterWeights | None = None
 
     @property
@@ -75,11 +73,12 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     @property
     def _split_state(self) -> SplitState | None:
         """The state of a split module; None until the module is split."""
-        return self._state if self._state is not None and self._state.is_split else None
+        raise NotImplementedError
 
     @property
-    def _is_split(self) -> bool:
-        return self._split_state is not None
+    def _parameters(self) -> OptimizedParameters:
+        """The optimizers' parameters."""
+        raise NotImplementedError
 
     def describe_saving(self) -> dict[str, str]:
         """Return what all ranks have to set alike to save together, by name."""
@@ -146,7 +145,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         checkpoint[_SEED] = self.continued.seed
         if self.continued.first_batch.keys() - {"lists"}:
             checkpoint[_FIRST_BATCH] = copy.deepcopy(self.continued.first_batch)
-        if not self._is_split:  # what is not read yet may be in the file that is replaced
+        if self._split_state is None:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
             if self._masters is not None:
