@@ -121,8 +121,9 @@ class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
         gradient_accumulation_fusion: Whether W adds products of bfloat16 or float16 to float32
             gradients in one pass, under mixed precision or ``grad_dtype``; where the device cannot,
             in two. It rounds once instead of twice, so that bits differ from autograd's.
-        derive_lengths: Whether the shapes inside a step are derived for a batch of a new length,
-            from batches of other lengths that agree; False: the step is traced for each length.
+        derive_lengths: Whether a batch of a new sequence length may skip the trace: its shapes are
+            interpolated from lengths that were traced, where these fit a polynomial of degree two.
+            False: each new length is traced, which is slower and always right.
         solver_seconds: Limit of the solver of schedule="optpipe", a process of its own at low
             priority while training goes on; better plans are adopted between two steps.
         plan_cache: Folder of plans that were found, by a solver or as the best of all families;
