@@ -129,8 +129,8 @@ class MemoryNeeds:
             weight_input=[stage.weight_input_bytes or 0 for stage in saved],
             weight_residue=[stage.residue_bytes or 0 for stage in saved],
         )
-        sent = _sent(pipeline, first.record)
-        return cls(_owned(pipeline, states), costs, sent, pipeline.flops_of_one, num_sharing)
+        sent, unit = _sent(pipeline, first.record), pipeline.segment_costs.unit
+        return cls(_owned(pipeline, states), costs, sent, unit, num_sharing)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
         """Return the needs of another cut of the same blocks, where here each block is a stage."""

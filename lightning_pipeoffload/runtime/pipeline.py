@@ -119,7 +119,6 @@ class Pipeline:
         mixed: Names of weights that a stage uses both where W can wait and where it cannot.
         stage_gradients: For weights that several stages of this rank use, the gradients of all
             these stages but the first, by name.
-        flops_of_one: Operations per unit of ``costs``.
         segment_costs: The costs of each segment, once the chain is cut.
         batch_records: The records of the microbatches of the last batch that was cut.
         is_new: Whether the last batch that was cut has a microbatch of new shapes: some dimension
@@ -145,7 +144,6 @@ class Pipeline:
         self.device = device
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
-        self.flops_of_one = 0.0
         self.is_new = False
         self.batch_records: list[StepRecord] = []
         self.before_trace: Callable[[], None] = lambda: None
@@ -502,7 +500,6 @@ class Pipeline:
         ranks = self.settings.stage_ranks
         self.partition = cut(self.chain, costs, ranks, self.settings.split)
         self.costs: Costs = stage_costs(costs, self.partition)
-        self.flops_of_one = costs.unit
         self.num_parameters = [
             sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
         ]
