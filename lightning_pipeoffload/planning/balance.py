@@ -17,7 +17,7 @@ _ALONE = 0.5  # of a rank's work, from which on a segment is the reason
 def describe_cut(report: Mapping[str, Any], pipeline: Pipeline) -> str:
     """Return the line for a report; see :func:`.report.predict`."""
     shares = shares_of_ranks(report)
-    names = [pipeline.chain.block_name(index) for index in range(len(pipeline.chain))]
+    names = pipeline.chain.names
     texts = ", ".join(map(share_text, shares))
     line = f"Cut: {span_of(names)}, {len(names)} blocks; work of the ranks: {texts}."
     most = max(shares)
@@ -42,7 +42,7 @@ def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:
     work, chain = pipeline.segment_costs.work, pipeline.chain
     segments = sorted({s for index in stages for s in pipeline.partition[index].segments})
     heaviest = max(segments, key=work.__getitem__)
-    names = [chain.block_name(index) for index in range(len(chain))]
+    names = chain.names
     if work[heaviest] < _ALONE * sum(work[segment] for segment in segments):
         count = len(names)
         return f"{count} blocks make no better stages; use fewer devices, or leave split at auto"

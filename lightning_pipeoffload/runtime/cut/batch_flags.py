@@ -104,8 +104,8 @@ class BatchFlags:
         calls: list[_Call] = []
         for call in reversed(self.calls):
             leads = call.answer is not None or not needed.isdisjoint(call.made)
-            # A write reaches others by shared memory.
-            if leads or {memory[n] for n in call.written} & {memory[n] for n in needed if memory}:
+            written = {memory[n] for n in call.written}  # a write reaches others by shared memory
+            if leads or (written and any(memory[n] in written for n in needed)):
                 calls.append(call)
                 map_operands(lambda leaf: _add(leaf, needed), (call.args, call.kwargs))
         self.calls = calls[::-1]

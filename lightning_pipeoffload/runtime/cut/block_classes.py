@@ -148,18 +148,18 @@ def find_alike_saving(
     Weights that are used between the blocks make no block alike.
     """
     classes = find_classes(chain, record)
-    repeated = _repeated(chain, record, classes).keys()
     with_others = {
         segment
         for name, segments in record.segments.items()
         for segment in segments
         if segment != chain.index_of(name)
     }
+    repeated = _repeated(chain, record, classes).keys() - with_others
     found: dict[int, int] = {}
     for blocks in stages:
         for index in blocks[2:]:
             is_alike = classes[index - 2] == classes[index - 1] == classes[index]
-            if is_alike and index in repeated - with_others:
+            if is_alike and index in repeated:
                 found[index] = found.get(index - 1, index - 1)
     return found
 

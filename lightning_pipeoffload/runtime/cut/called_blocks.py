@@ -197,8 +197,7 @@ def propose(module: nn.Module, num_stages: int = 2) -> str:
         if sum(_trains(module.get_submodule(name)) for name in names) > 1
     }
     while containers:
-        outermost = [path for path in containers if not _is_in(path, containers.keys() - {path})]
-        names = [name for path in outermost for name in containers.pop(path)]
+        names = [name for path in _outermost(containers) for name in containers.pop(path)]
         if len(names) >= num_stages:
             return as_argument(module, names)
     children = _children(module)
@@ -209,9 +208,13 @@ def inner_blocks(module: nn.Module, name: str) -> Names:
     """Return the entries of the containers in a block, or else its children with parameters."""
     containers = containers_in(module)
     inside = [path for path in containers if path.startswith(f"{name}.")]
-    outermost = [path for path in inside if not _is_in(path, {*inside} - {path})]
-    names = [entry for path in outermost for entry in containers[path]]
+    names = [entry for path in _outermost(inside) for entry in containers[path]]
     return names or _children(module.get_submodule(name), f"{name}.")
+
+
+def _outermost(paths: Iterable[str]) -> Names:
+    found = {*paths}
+    return [path for path in paths if not _is_in(path, found - {path})]
 
 
 def _trains(part: nn.Module) -> bool:

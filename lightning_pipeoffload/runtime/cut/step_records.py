@@ -311,8 +311,8 @@ class StepRecords:
 def _is_within(key: Any, other: Any) -> bool:
     """Whether no length of a microbatch exceeds another one's, with which it agrees else."""
     ((*kind, lengths), answers), sizes = key
-    ((*others, limits), *_), _ = other
-    agree = (kind, answers, sizes) == (others, other[0][1], other[1])
+    ((*other_kind, limits), other_answers), other_sizes = other
+    agree = (kind, answers, sizes) == (other_kind, other_answers, other_sizes)
     return agree and all(map(int.__le__, lengths, limits))
 
 
