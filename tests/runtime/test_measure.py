@@ -1,5 +1,7 @@
 """Costs of stages, speeds of copies, and bytes that stages keep."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -77,6 +79,27 @@ def test_blocks_are_measured_with_the_casts_that_a_step_shares():
         module.embed(torch.randn(4, 4))
     assert once == [1] * 12
     assert casts.weights[-1] is module.embed.weight  # none of the casts is kept
+    pipeline.detach()
+
+
+def test_a_record_whose_shapes_have_run_is_kept_so_that_no_other_has_its_id():
+    module = Regression(linear_blocks(4))
+    pipeline = Pipeline(module, 0, CutSettings((0, 0)), CPU)
+
+    def cut_batch():
+        return pipeline.cut_batch(torch.randn(4, 4), 1, lambda x, _: module.step(x), "train", 0)
+
+    cut_batch()
+    trial = BlockMeasurement(pipeline, InProcessTransport(), range(4))
+    trial.measure(cut_batch, "none", CopySpeed(1.0, 1.0, 1.0))
+    measured = weakref.ref(pipeline.batch_records[0])
+    pipeline.records.forget()
+    cut_batch()
+    gc.collect()
+    assert measured() is not None
+    del trial
+    gc.collect()
+    assert measured() is None
     pipeline.detach()
 
 

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage, cut
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -203,7 +204,7 @@ class BlockMeasurement:
         self._sampled = SampledCut.of(classes, ranks)
         self._cut = self._cut_into_samples(stages)
         records = pipeline.records.known.values()
-        self._warm: set[int] = set()  # ids of records
+        self._warm: list[StepRecord] = []
         self._written = {write.name for record in records for write in record.weight_writes}
 
     def _cut_into_samples(self, stages: Sequence[int]) -> CutSettings:
@@ -281,8 +282,8 @@ class BlockMeasurement:
 
     def _passes(self, first: Microbatch) -> Iterator[int]:
         """Yield the microbatches of each pass, the last of which counts."""
-        if id(first.record) not in self._warm:  # its shapes run for the first time
-            self._warm.add(id(first.record))
+        if not any(record is first.record for record in self._warm):
+            self._warm.append(first.record)  # whose shapes run for the first time
             yield 1
         yield _NUM_MEASURED
 
