@@ -249,8 +249,8 @@ def _weights(costs: SegmentCosts) -> list[float]:
 
 
 def _weights_of_cuts(sent: Mapping[int, int]) -> dict[int, float]:
-    least = min(sent.values(), default=0)
-    return {block: _SENT_SHARE * (count / (least or 1) - 1) for block, count in sent.items()}
+    least = min((count for count in sent.values() if count), default=1)
+    return {block: _SENT_SHARE * max(0.0, count / least - 1) for block, count in sent.items()}
 
 
 def _balance(

@@ -204,6 +204,7 @@ def test_cuts(costs, ranks, split, counts):
         ({"impossible": {*range(1, 8)}}, range(4), [2, 2, 2, 2]),
         ({"sent": dict.fromkeys(range(1, 8), 8) | {3: 4, 6: 4}}, range(3), [3, 3, 2]),
         ({"sent": dict.fromkeys(range(1, 8), 8) | {1: 4}}, range(2), [4, 4]),
+        ({"sent": dict.fromkeys(range(1, 8), 4096) | {1: 0}}, range(2), [4, 4]),
     ],
 )
 def test_impossible_cuts_are_avoided_and_equal_ones_send_least(options, ranks, counts):
