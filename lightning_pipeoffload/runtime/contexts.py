@@ -51,9 +51,9 @@ class _Both:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Make many small objects without a search for unused ones in between.
+    """Switch Python's garbage collector off inside.
 
-    Such a search goes through all objects of the process, and took a third of a trace's time.
+    A collection visits every object of the process, and took a third of a trace's time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

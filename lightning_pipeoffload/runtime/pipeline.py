@@ -351,7 +351,10 @@ class Pipeline:
 
     @contextmanager
     def keeping_batch(self) -> Iterator[None]:
-        """Go on afterwards with the batch that was cut last, whatever is cut meanwhile."""
+        """Restore ``batch_records`` and ``is_new`` afterwards.
+
+        Batches that are cut inside, for a check, do not replace the last one's.
+        """
         before = self.is_new, self.batch_records
         try:
             yield

@@ -98,9 +98,10 @@ class SegmentWork:
         self._add_sizes(segment, sizes)
 
     def _add_sizes(self, segment: int, sizes: list[int]) -> None:
-        """Add numbers to a sum with factors that look like chance, so that it tells them apart.
+        """Add the numbers to a checksum, each times a pseudo-random factor.
 
-        A sum, as it is a polynomial of lengths where each number is; see derived_records.
+        It is a plain sum, so where each number is a polynomial of the lengths, so is the checksum,
+        and derived_records can compute it.
         """
         factor, total = self._factors[segment], self._sizes[segment]
         for size in sizes:
@@ -142,10 +143,11 @@ def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutpu
 def find_alike_saving(
     chain: BlockChain, record: StepRecord, stages: Iterable[range]
 ) -> dict[int, int]:
-    """Return the blocks that save as many bytes as one before them in the same stage, with that.
+    """Map each block that a memory measurement may skip to an earlier one of its stage.
 
-    It is the second of its class at least: the first saves what all of them share, such as a mask.
-    Weights that are used between the blocks make no block alike.
+    The two save as many bytes. The earlier one is the second of its kind or later: the first also
+    saves what all share, such as a mask. No block is skipped in whose segment other weights are
+    used than its own.
     """
     classes = find_classes(chain, record)
     with_others = {

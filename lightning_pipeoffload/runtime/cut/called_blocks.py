@@ -74,7 +74,10 @@ def _size(module: nn.Module, name: str) -> int:
 
 
 def is_ambiguous(module: nn.Module, name: str) -> bool:
-    """Whether a step's calls may show other blocks than the entries of the container ``name``."""
+    """Whether another container than ``name`` could hold the blocks too.
+
+    Only a traced step can tell then.
+    """
     containers = containers_in(module)
     entries = containers.get(name, [])
     if not any(spread(module, names)[0] for names in containers.values()):

@@ -119,7 +119,12 @@ class RecordFamily:
         return first.with_sized(_fill(first.sized, iter(numbers)))
 
     def _is_between(self, lengths: Lengths) -> bool:
-        """Whether each length, sum and difference of two is between traced ones, and as even."""
+        """Whether lengths lie within the traced range, in its steps.
+
+        That holds for each length, and for the sum and difference of each two. They differ from the
+        traced values by multiples of the step that these have in common: from even lengths alone
+        no odd one is derived.
+        """
         columns = dict.fromkeys(zip(lengths, *self._lengths, strict=True))
         for found, *traced in _compared([*columns]):
             if not min(traced) <= found <= max(traced):

@@ -29,7 +29,10 @@ class CutSettings:
     recompute: str = "none"  # see stage_pass.StageContext
     global_ranks: tuple[int, ...] = ()  # of each stage, for messages; (): as in the pipeline
     agree: Callable[[Any], Any] = lambda own: own
-    """Returns replica 0's costs of those that each replica passes: all have to cut alike."""
+    """Called by all replicas: returns what replica 0 passed (costs, names of blocks).
+
+    So all cut alike.
+    """
     compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
     gradient_accumulation_fusion: bool = False  # see weight_grad.queue.add_product_in_float32
     derive_lengths: bool = True  # see derived_records

@@ -49,10 +49,12 @@ class TrialCuts:
         return [names for names in chains.best_first() if chains.holds_most(names)]
 
     def propose(self, chain: BlockChain, num_stages: int) -> str:
-        """Return ``blocks=...`` of at least so many blocks that it can be cut with; "" of none.
+        """Return the ``blocks=...`` argument with which a trial trace of the step succeeds.
+
+        "" if there is none.
 
         Args:
-            chain: The chain with which it cannot.
+            chain: The chain with which the step cannot be cut.
             num_stages: The least number of blocks.
         """
         chain.release()
