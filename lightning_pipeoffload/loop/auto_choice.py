@@ -24,7 +24,7 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for
 from lightning_pipeoffload.planning.report import Progress, print_line
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.block_classes import find_classes
+from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks, find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.measure.block_costs import (
@@ -112,6 +112,7 @@ class AutoChoice:
         self._has_step_barrier = has_step_barrier
         self._trial: BlockMeasurement | None = None
         self._works: dict[int, str] = {}  # by number of microbatches
+        self._blocks = ""
         trainer: Any = pipeline.module.trainer
         has_bar = getattr(trainer, "progress_bar_callback", None) is not None
         self._progress = Progress(self._group.reports and has_bar)
@@ -134,15 +135,19 @@ class AutoChoice:
         def cut_batch(count: int) -> list[Microbatch]:
             copied = replace(inputs, batch=copy_batch(inputs.batch))
             slices = self._cutter.cut_into(copied, count, batch_size)
-            self._works[count] = digest_work(slices[0].record)
+            # As they are made before they are compiled and measured.
+            self._blocks = self._blocks or describe_blocks(self._pipeline.chain)
+            self._works[count] = digest_work(self._blocks, slices[0].record)
             return slices
 
-        conditions = num_microbatches, batch_size, self._has_step_barrier, self._is_limited
-        given = self._settings, self._pipeline, inputs.batch, conditions
-        store = ChoiceStore(*given)
-        chosen = self._choose_again(store, cut_batch)
-        if chosen is not None:
-            return chosen
+        # A cut of a module in parts stays, and what is measured is not deterministic.
+        store = None
+        if not (self._pipeline.is_split or torch.are_deterministic_algorithms_enabled()):
+            conditions = num_microbatches, batch_size, self._has_step_barrier, self._is_limited
+            store = ChoiceStore(self._settings, self._pipeline, inputs.batch, conditions)
+            chosen = self._choose_again(store, cut_batch)
+            if chosen is not None:
+                return chosen
         first = cut_batch(num_microbatches)[0]
         self._note_trace()
         cache = ChoiceCache(
@@ -161,7 +166,8 @@ class AutoChoice:
         chosen = self._decide(cut_costs, limits, self._options(cut_costs))
         if self._group.reports and chosen.plan is not None:
             cache.store(chosen.plan.best, chosen.settings)
-        self._store(store, cut_costs, chosen)
+        if store is not None:
+            self._store(store, cut_costs, chosen)
         return chosen
 
     def _note_trace(self) -> None:
@@ -170,9 +176,6 @@ class AutoChoice:
 
     def _choose_again(self, store: ChoiceStore, cut_batch: CutBatch) -> Chosen | None:
         """Plan what an earlier start has chosen; None if there is none, or it does not fit."""
-        # A cut of a module in parts stays, and what is measured is not deterministic.
-        if self._pipeline.is_split or torch.are_deterministic_algorithms_enabled():
-            return None
         found = store.find()
         if found is None:
             return None

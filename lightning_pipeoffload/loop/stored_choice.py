@@ -1,8 +1,9 @@
 """The choice of an earlier start of the same run, with the costs that it was made by.
 
 Another start traces the microbatches of that choice only, plans it under its own limits, and
-measures nothing. It is the same run where the batch's shapes, the step's operations, the blocks,
-the settings, optimizers, precision, versions and all ranks' devices are the same.
+measures nothing. It is the same run where the batch's shapes, the parameters, the settings,
+optimizers, precision, versions and all ranks' devices are the same, by which the choice is found,
+and, once a microbatch was traced, the blocks and the step's operations.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.accelerator import accelerator_module
-from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import BesideBlocks
 from lightning_pipeoffload.runtime.microbatch import shape_signature
@@ -40,7 +41,7 @@ class StoredChoice:
 
     Attributes:
         option: What was chosen.
-        work: A digest of the operations of its microbatches.
+        work: A digest of the blocks and of the operations of its microbatches.
         costs: The costs of its blocks.
         beside: The overhead of an action beside them.
         num_classes: The number of classes of alike blocks.
@@ -82,7 +83,7 @@ class ChoiceStore:
         group = self._group = pipeline.group
         trainer: Any = pipeline.module.trainer
         described = (
-            *(type(pipeline.module).__qualname__, describe_blocks(pipeline.chain)),
+            *(type(pipeline.module).__qualname__, _describe_parameters(pipeline.module)),
             *(shape_signature(batch),),
             *([*map(_name_of, trainer.optimizers)], trainer.precision),
             *(_describe_settings(settings), pipeline.settings.stage_ranks, conditions),
@@ -110,9 +111,14 @@ class ChoiceStore:
             store_text(self.path, json.dumps(asdict(choice)), "choice-*.json")
 
 
-def digest_work(record: StepRecord) -> str:
-    """Return a digest of a step's operations, their shapes and numbers."""
-    return sha256(repr(record.work).encode()).hexdigest()
+def digest_work(blocks: str, record: StepRecord) -> str:
+    """Return a digest of how blocks are made, and of a step's operations, shapes and numbers."""
+    return sha256(repr((blocks, record.work)).encode()).hexdigest()
+
+
+def _describe_parameters(module: nn.Module) -> list[tuple[Any, ...]]:
+    # Not the blocks: those that a step calls are not known before its trace.
+    return [(name, *p.shape, p.dtype) for name, p in module.named_parameters()]
 
 
 def _name_of(optimizer: Any) -> str:

@@ -11,7 +11,14 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import SCHEDULES, Kind
 from tests.support import fits
-from tests.support.auto_fits import auto_and_by_hand, by_each, differences, fit, fit_twice
+from tests.support.auto_fits import (
+    auto_and_by_hand,
+    by_each,
+    differences,
+    fit,
+    fit_levels,
+    fit_twice,
+)
 from tests.support.pairs import slow
 
 SECONDS = {Kind.F: 1e-2, Kind.B: 1e-2, Kind.W: 1e-2, Kind.BW: 2e-2}
@@ -152,6 +159,14 @@ def test_a_second_start_of_the_same_run_measures_nothing(ranks, tmp_path, wide, 
         for name in ("schedule", "num_chunks", "num_microbatches", "num_block_classes"):
             assert report[name] == before[name]
         assert [s["blocks"] for s in report["stages"]] == [s["blocks"] for s in before["stages"]]
+
+
+def test_what_was_chosen_belongs_to_the_parameters_also_where_a_step_calls_the_blocks(
+    ranks, tmp_path
+):
+    starts = [(2, 0), (3, 0), (2, 1)]  # a sanity check sees blocks before training does
+    reports = ranks(2).run(fit_levels, 2, str(tmp_path), starts)[0]
+    assert [len(report["candidates"]) > 1 for report in reports] == [True, True, False]
 
 
 def test_no_block_is_computed_again_that_uses_what_the_step_writes(ranks, tmp_path):

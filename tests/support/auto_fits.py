@@ -101,12 +101,23 @@ class Late(fits.Net):
             self.blocks = nn.ModuleList(fits.Block(0.1) for _ in range(8)).double()
 
 
+class Levels(fits.Net):
+    """Its blocks are those that the step calls, of two lists."""
+
+    def __init__(self, depth):
+        super().__init__(depth=2 * depth)
+        self.first, self.second = self.blocks[:depth], self.blocks[depth:]
+        del self.blocks
+        self.blocks = *self.first, *self.second
+
+
 MODULES = {
     "awkward": Awkward,
     "bare": Bare,
     "counts": Counts,
     "plain": fits.Net,
     "late": Late,
+    "levels": Levels,
     "wide": Wide,
 }
 
@@ -168,6 +179,16 @@ def by_each(num_devices, folder, options, plans):
     """Fit a module with a tied weight by each of some plans."""
     tied = {"module": {"tie": True}, **options}
     return [fit(num_devices, f"{folder}/{i}.ckpt", "plain", tied | p) for i, p in enumerate(plans)]
+
+
+def fit_levels(num_devices, folder, starts):
+    """Fit modules of so many layers, with so many batches of a sanity check; return the reports."""
+    options = {"plan_cache": f"{folder}/plans"}
+    reports = []
+    for depth, num_checked in starts:
+        more = {"module": {"depth": depth}, "trainer": {"num_sanity_val_steps": num_checked}}
+        reports.append(fit(num_devices, f"{folder}/a.ckpt", "levels", options | more))
+    return [done.get("report") for done in reports]
 
 
 def fit_twice(num_devices):
