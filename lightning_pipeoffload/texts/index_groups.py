@@ -34,10 +34,25 @@ class IndexGroups(list[int]):
         return super().__iter__()
 
     @classmethod
-    def take(cls, num_samples: int) -> Self | None:
-        """Return the groups that were read last, where they are of this class and so many."""
+    def take(cls, num_samples: int, collate: str, sampler: str) -> Self:
+        """Return the groups that were read last.
+
+        Args:
+            num_samples: The number of samples that were read.
+            collate: The name of the collate function, for the message.
+            sampler: The name of the sampler that it needs.
+
+        Raises:
+            ValueError: These are not of this class, or of another number of samples.
+        """
         read, IndexGroups._last_read = IndexGroups._last_read, None
-        return read if isinstance(read, cls) and sum(read.sizes) == num_samples else None
+        if not isinstance(read, cls) or sum(read.sizes) != num_samples:
+            raise ValueError(
+                f"{collate} got {num_samples} samples that no {sampler} has asked for: use it "
+                f"with DataLoader(..., batch_sampler={sampler}(...)), and with a dataset whose "
+                f"__getitems__, if it has one, iterates over what it is given"
+            )
+        return read
 
     def divide(self, samples: Sequence[Any]) -> list[list[Any]]:
         """Return the samples in groups."""

@@ -99,13 +99,7 @@ class MinibatchCollate:
         Raises:
             ValueError: A ``MinibatchSampler`` has not yielded their indices.
         """
-        read = PackedIndices.take(len(samples))
-        if read is None:
-            raise ValueError(
-                f"MinibatchCollate got {len(samples)} samples that no MinibatchSampler has asked "
-                f"for: use it with DataLoader(..., batch_sampler=MinibatchSampler(...)), and with "
-                f"a dataset whose __getitems__, if it has one, iterates over what it is given"
-            )
+        read = PackedIndices.take(len(samples), "MinibatchCollate", "MinibatchSampler")
         return Minibatch(map(self._collate, read.divide(samples)), read.weights, read.total)
 
 

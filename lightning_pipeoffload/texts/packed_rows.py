@@ -26,7 +26,6 @@ from lightning_pipeoffload.texts.index_groups import GroupSampler, IndexGroups
 from lightning_pipeoffload.texts.packing import Cost, check_lengths, find_cost
 
 IGNORED_LABEL = -100  # torch's ignore_index, and transformers'
-_WITH_IT = "batch_sampler=PackedRowsSampler(...), collate_fn=PackedRows(...)"
 
 Rows = list[list[int]]
 
@@ -170,13 +169,7 @@ class PackedRows:
             ValueError: A ``PackedRowsSampler`` has not yielded their indices, its rows are not
                 those of this object, or an item is not what its length says.
         """
-        read = IndexGroups.take(len(items))
-        if read is None:
-            raise ValueError(
-                f"PackedRows got {len(items)} texts that no PackedRowsSampler has asked for: use "
-                f"DataLoader(dataset, {_WITH_IT}), and a dataset whose __getitems__, if it has "
-                f"one, iterates over what it is given"
-            )
+        read = IndexGroups.take(len(items), "PackedRows", "PackedRowsSampler")
         if len(read.sizes) != self.num_rows:
             raise ValueError(
                 f"PackedRows(num_rows={self.num_rows}) got {len(read.sizes)} rows; give it the "
