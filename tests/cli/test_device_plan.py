@@ -82,13 +82,19 @@ def test_weights_gradients_and_states_leave_less_for_activations(capsys):
         plan(plan_config(*AUTO, f"device_memory={int(weights * 0.9)}"))
 
 
-def test_what_is_copied_is_told(capsys):
-    told = planned(capsys, "schedule=gpipe", "strategy.offload=half", "efficiency=1")
+@pytest.mark.parametrize(
+    ("width", "offload", "offloaded"),
+    [(64, "none", [0, 0]), (4096, "half", [4, 4])],  # copies last longer than narrow blocks compute
+)
+def test_what_is_copied_is_told(capsys, width, offload, offloaded):
+    half = ("schedule=gpipe", "strategy.offload=half", "efficiency=1", "num_microbatches=8")
+    told = planned(capsys, *half, f"model.width={width}")
     assert told["schedule"] == "gpipe"
     report = next(c for c in told["candidates"] if c["fits"])
-    assert report["offload"] == "half"
-    assert told["wanted"] == [2, 2]
-    assert [a + k for a, k in zip(told["offloaded"], told["kept"], strict=True)] == [2, 2]
+    assert report["offload"] == offload
+    assert told["wanted"] == [4, 4]
+    assert told["offloaded"] == offloaded
+    assert [a + k for a, k in zip(told["offloaded"], told["kept"], strict=True)] == [4, 4]
 
 
 @pytest.mark.parametrize(
