@@ -1,15 +1,17 @@
 # make train   trains the demo GPT over two pipeline ranks on the CPU
 # make test    runs lint, types and tests
+# make wheel   builds a wheel in dist/, with the python that it is given, for machines without this clone
 # make docs    builds the documentation site in build/site, and fails on a warning
 # make gpu     what one GPU tells, in so many seconds, with the python that it is given:
 #              make gpu PYTHON=python3 SECONDS=440
 # make fuzz    runs generated programs beside one device, for so many seconds: make fuzz SECONDS=600
-# All but gpu make the environment that they need, and again when pyproject.toml changes.
+# All but gpu and wheel make the environment that they need, and again when pyproject.toml changes.
 # What TORCH says goes to pip, and has an environment of its own: make test TORCH=torch==2.14.1
 # tests that torch in .venv-torch-2.14.1.
 
 PYTHON ?= python3
 SECONDS ?= 440
+WHEELS ?= dist
 # Installed first and pinned, so that a machine which has this version's CPU wheel takes that one: the
 # newest on PyPI brings gigabytes of CUDA.
 DEFAULT := torch==2.13.0
@@ -22,7 +24,7 @@ PRINT_TORCH = @$(BIN)/python -c 'import torch; print("torch", torch.__version__,
 # Without bytecode every rank compiles torch and lightning anew at its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test fuzz docs gpu
+.PHONY: train test fuzz docs gpu wheel
 # Training and tests, one thread a rank: on two cores they would wait for each other's threads.
 train: $(VENV)/installed
 	$(PRINT_TORCH)
@@ -41,6 +43,9 @@ fuzz: $(VENV)/installed-test
 
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel:
+	$(PYTHON) -m pip wheel --no-deps --wheel-dir '$(WHEELS)' .
 
 gpu:
 	$(PYTHON) -u -m examples.benchmarks.gpu_check --seconds $(SECONDS)

@@ -4,6 +4,14 @@ Importing it registers the strategies: ``Trainer(strategy="pipeoffload")``, and 
 schedule, ``"pipeoffload_zb_h1"`` for instance.
 """
 
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"lightning_pipeoffload runs on Linux only, and this is {sys.platform}; use a Linux "
+        f"machine or container, or WSL 2 on Windows"
+    )
+
 import lightning_pipeoffload.lightning_names  # noqa: F401, I001 - first: what it does to imports
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -9,6 +9,15 @@ import pytest
 from lightning_pipeoffload import lightning_names
 from tests.support.pairs import slow
 
+# What a program does that is not on Linux
+ELSEWHERE = "import sys; sys.platform = 'win32'; import lightning_pipeoffload"
+
+
+def test_other_systems_are_refused_by_name():
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
+    assert "ImportError: lightning_pipeoffload runs on Linux only, and this is win32" in done.stderr
+
+
 # The class of each part comes from the other name than its neighbour's.
 MIXED = """
 import lightning as L

@@ -25,9 +25,11 @@ def scripts(tmp_path_factory):
     Its dependencies are those of this environment, without what is installed in place there.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", REPOSITORY, "--no-deps", "-w", folder, cwd=folder)
+    make = ("make", "-C", REPOSITORY, "wheel", f"PYTHON={sys.executable}", f"WHEELS={folder}")
+    run(*make, cwd=folder)
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     (wheel,) = folder.glob("*.whl")
+    assert f"/{wheel.name}[" in (REPOSITORY / "docs/first_hour.md").read_text()
     binaries = folder / "venv" / "bin"
     run(binaries / "pip", "install", "--no-deps", "--no-index", wheel, cwd=folder)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
