@@ -14,8 +14,6 @@ if sys.platform != "linux":
 
 import lightning_pipeoffload.lightning_names  # noqa: F401, I001 - first: what it does to imports
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
 from lightning_pipeoffload.callbacks.pipeline_monitor import PipelineMonitor
 from lightning_pipeoffload.checkpoints.load_weights import load_weights
@@ -26,8 +24,8 @@ from lightning_pipeoffload.processes.replica import (
     data_parallel_size,
 )
 from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
-from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
+from lightning_pipeoffload.strategy_names import register_strategies
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRows, PackedRowsSampler
 
@@ -49,22 +47,4 @@ __all__ = [
     "save_pretrained",
 ]
 
-StrategyRegistry.register(
-    "pipeoffload", PipeOffloadStrategy, description="Zero-bubble pipeline parallelism"
-)
-StrategyRegistry.register(
-    "pipeoffload_notebook",
-    PipeOffloadStrategy,
-    description="Pipeline parallelism from a notebook, whose kernel forks the ranks",
-    start_method="fork",
-)
-StrategyRegistry.register(
-    "odc", OnDemandStrategy, description="Sharded data parallelism with on-demand communication"
-)
-for _name in SCHEDULES:
-    StrategyRegistry.register(
-        f"pipeoffload_{_name}",
-        PipeOffloadStrategy,
-        description=f"Pipeline parallelism with the schedule {_name}",
-        schedule=_name,
-    )
+register_strategies()

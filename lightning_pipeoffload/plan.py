@@ -70,6 +70,11 @@ def _plan_model(config: DictConfig) -> None:
         raise ScheduleError(
             f"device ({config.device}) is for a model, whose operations are counted: add model=NAME"
         )
+    if "_target_" not in mapping(config, "model"):
+        raise ScheduleError(
+            f"model ({config.model}) names no class; add model=gpt_tiny or "
+            f"+model._target_=my_package.MyModule"
+        )
     others = {"costs_file": config.costs_file, "sweep": config.sweep, "compare": config.compare}
     if config.device is None:
         if config.strategy.schedule == "auto" or config.costs_file or config.sweep:

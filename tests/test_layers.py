@@ -57,6 +57,7 @@ LAYERS = (
     "loop",
     "odc",
     "strategy",
+    "strategy_names",
     "callbacks",
     "",
     "demos",

@@ -182,6 +182,7 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("+layer.width=3", r"layer\.width is unknown; layer has hidden_size, sequence_length"),
         ("layer={hidden_size:many,sequence_length:8}", r"hidden_size \(many\) must be a number"),
         ("+options.costs=3", r"options\.costs is an argument of its own; set costs"),
+        ("+model.width=32", r"model \(\{'width': 32\}\) names no class; add model=gpt_tiny or"),
         ("memory_limit=nan", r"memory_limit \(nan\) must be a number"),
         (
             "strategy.memory_limit=4GiB",
@@ -264,6 +265,7 @@ def test_the_command_leaves_nothing_behind(command, tmp_path):
         ("speed=3", "Could not override 'speed'"),
         ("schedule=nonsense", "Could not find 'schedule/nonsense'"),
         ("costs.speed=3", "Could not override 'costs.speed'"),
+        ("model.width=3", "'model.width': no model is chosen; add model=NAME, of gpt_small, gpt"),
         ("modle=gpt_tiny", "Could not override 'modle'; did you mean model?"),
         ("costs.forwrd=3", "Could not override 'costs.forwrd'; did you mean costs.forward?"),
         ("speed", "Error parsing override 'speed'"),

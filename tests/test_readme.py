@@ -205,7 +205,9 @@ def test_a_training_runs(line, tmp_path):
     assert "samples/s" in output_of([*train, *shlex.split(line), *SMALL], tmp_path)
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake (train|test|docs|gpu|wheel)\b", TEXT))))
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"\bmake (train|test|docs|gpu|wheel)\b", TEXT)))
+)
 def test_make_knows_the_target(target):
     make = ["make", "--dry-run", target, f"PYTHON={sys.executable}"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)

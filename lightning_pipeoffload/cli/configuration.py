@@ -183,6 +183,9 @@ def _name_similar(message: str, config_name: str) -> str:
     path, _, name = found[1].rpartition(".")
     with initialize_config_dir(str(configuration_directory()), version_base=None):
         there = OmegaConf.select(compose(config_name), path) if path else compose(config_name)
+    if path and there is None and (configuration_directory() / path).is_dir():
+        options = sorted(file.stem for file in (configuration_directory() / path).glob("*.yaml"))
+        return f"{found[0]}: no {path} is chosen; add {path}=NAME, of {', '.join(options)}"
     groups = [] if path else [each.name for each in configuration_directory().iterdir()]
     names = {*groups, *(map(str, there) if isinstance(there, Mapping) else ())}
     similar = get_close_matches(name, names, n=1)

@@ -14,6 +14,7 @@ from lightning_pipeoffload.cli.given_plan import has_barrier, parse_name
 from lightning_pipeoffload.cli.model_planner import Estimate, ModelPlanner
 from lightning_pipeoffload.cli.plan_output import described, print_choice, print_json
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
+from lightning_pipeoffload.planning.limits import bytes_writer
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
 from lightning_pipeoffload.schedule import (
     MemoryLimitError,
@@ -92,9 +93,10 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
         return make_plan(planner.request(wanted, config.num_ranks, planner.settings))
     except MemoryLimitError as error:
         _, memory, needed = error.args
+        write = bytes_writer(config.device_memory)
         raise ScheduleError(
-            f"{config.device} has {bytes_text(memory)}, and any such plan needs "
-            f"{bytes_text(needed)} or more of a device; "
+            f"{config.device} has {write(memory)}, and any such plan needs "
+            f"{write(needed)} or more of a device; "
             f"{planner.advice(planner.settings_named(name), config.num_ranks)}"
         ) from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_pipeoffload.planning.limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import keeps_limits
 from lightning_pipeoffload.planning.report import print_gain
@@ -12,7 +12,6 @@ from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, Sc
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
-from lightning_pipeoffload.schedule.text import bytes_text
 
 
 class SolverSearch:
@@ -65,7 +64,7 @@ class SolverSearch:
             try:
                 start = best_of_families(problem)
             except MemoryLimitError as refused:
-                error = refused.told(bytes_text)
+                error = refused.told(bytes_writer(self._training.current.settings.memory_limit))
         start, error = self._group.world.broadcast((start, error), 0)
         if start is None:
             raise ScheduleError(error)

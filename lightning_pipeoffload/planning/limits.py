@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
@@ -22,21 +23,46 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)}
 
+_LEAST = 1 << 10  # fewer bytes are a unit that was left out
+
 
 def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
     """Read an amount of memory: bytes, or a number with a unit, "40GiB" or "500 MB".
 
     Raises:
-        ValueError: It is neither, or less than a byte; ``name`` is the argument in the message.
+        ValueError: It is neither, or its unit was left out; the message begins with ``name``.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
     unit = _UNITS.get(match[2]) if match else None
     amount = int(float(match[1]) * unit) if match and unit else 0
-    if not amount:
+    if not match or not amount:
         raise ValueError(
             f'{name}={value!r} is no amount of memory; use bytes, or a text such as "40GiB"'
         )
+    if not match[2] and amount < _LEAST:
+        raise ValueError(
+            f"{name}={value!r} is {amount} bytes, less than any plan needs; did you mean "
+            f'"{match[1]}GiB"?'
+        )
     return amount
+
+
+def bytes_writer(given: int | str | None) -> Callable[[float], str]:
+    """Return what writes bytes in the unit of ``given``, with what plans are written in beside it.
+
+    So ``memory_limit="10GB"`` is answered by "10.00 GB = 9,536.75 MiB"; None: in MiB and GiB alone.
+    """
+    unit = "".join(filter(str.isalpha, str(given))) if given is not None else "MiB"
+
+    def write(num_bytes: float) -> str:
+        amount, text = num_bytes / _UNITS[unit], bytes_text(num_bytes)
+        if given is None or text.split()[-1] == unit:
+            return text
+        is_whole = unit in ("", "B")
+        own = f"{ceil(amount)} bytes" if is_whole else f"{ceil(amount * 100) / 100:,.2f} {unit}"
+        return f"{own} = {text}"
+
+    return write
 
 
 def device_limit(device: torch.device, bytes_beside: int) -> int | None:

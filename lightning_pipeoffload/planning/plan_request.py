@@ -13,7 +13,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from lightning_pipeoffload.planning.limits import MachineLimits
+from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.schedule import (
@@ -37,7 +37,6 @@ from lightning_pipeoffload.schedule.make_plan import (
     PlanRequest,
     make_plan,
 )
-from lightning_pipeoffload.schedule.text import bytes_text
 
 _NO_LIMITS = MachineLimits()
 
@@ -84,6 +83,7 @@ def request_for(
         host_shortage=limits.shortage,
         must_fit=settings.limit_bytes is not None,
         omits_above=inf,
+        write_memory=bytes_writer(settings.memory_limit),
         recipes={**FAMILIES, **settings.own_recipe},
     )
 
@@ -113,7 +113,7 @@ def plan_of(request: PlanRequest) -> Plan:
     try:
         return make_plan(request)
     except MemoryLimitError as error:
-        raise ScheduleError(error.told(bytes_text)) from None
+        raise ScheduleError(error.told(request.write_memory)) from None
     except HostShortageError as error:
         raise ScheduleError(
             f"{error}; allow more with host_memory_limit if the machine has it, offload less or, "

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pipeoffload.planning.limits import parse_bytes
+from lightning_pipeoffload.planning.limits import bytes_writer, parse_bytes
 from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.groups import PipelineGroup
@@ -238,7 +238,8 @@ class PipelineSettings:
         """Return the most host memory of a rank, one of so many on its machine; None: any."""
         if self.host_memory_limit is None:
             return HostBudget.share_of_machine(num_local_ranks)
-        return HostBudget.given(parse_bytes(self.host_memory_limit, "host_memory_limit"))
+        given = parse_bytes(self.host_memory_limit, "host_memory_limit")
+        return HostBudget.given(given, bytes_writer(self.host_memory_limit)(given))
 
     # ``on_accelerator``: whether the devices have a memory of their own.
 

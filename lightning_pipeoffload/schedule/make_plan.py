@@ -32,7 +32,7 @@ from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds
 from .solver.plan_problem import earliest_end, most_work
-from .text import share_text
+from .text import bytes_text, share_text
 
 __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
 
@@ -87,6 +87,7 @@ class PlanRequest:
             is not below the best period.
         omits_above: Skip options that must take longer than this period, or than the best plan of
             earlier phases; these are never chosen. None: plan all options, for a table.
+        write_memory: Formats memory in refusals.
         show: Called with what is being done, as "planning 3 of 60".
         share: Divides the work among the processes that make this plan.
         recipes: The recipe of each schedule, by its name.
@@ -105,6 +106,7 @@ class PlanRequest:
     must_fit: bool = True
     searches_always: bool = False
     omits_above: float | None = None
+    write_memory: Callable[[float], str] = bytes_text
     show: Callable[[str], None] = lambda text: None
     share: Share = do_all
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)

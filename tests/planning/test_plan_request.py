@@ -108,13 +108,20 @@ def test_a_limit_is_kept_where_b_leaves_more_than_f_has(name):
     ("costs", "offload", "limit", "message"),
     [
         *(
-            (LEFT_FOR_W, x, 4 * MIB, r"4\.00 MiB\) is less than the 5\.00 MiB")
+            (LEFT_FOR_W, x, 4 * MIB, r"= 4\.00 MiB\) is less than the 5242880 bytes = 5")
             for x in ("none", 0.0)
         ),
         *(
-            (COSTS, x, 1, r"memory_limit \(0\.01 MiB\) is less than the \d\.\d\d MiB")
+            (
+                COSTS,
+                x,
+                1024,
+                r"memory_limit \(1024 bytes = 0\.01 MiB\) is less than the \d+ bytes = ",
+            )
             for x in ("auto", "none", "full")
         ),
+        (COSTS, "none", "1MB", r"\(1\.00 MB = 0\.96 MiB\) is less than the 4\.20 MB = 4\.00 MiB"),
+        (COSTS, "none", "1MiB", r"\(1\.00 MiB\) is less than the 4\.00 MiB"),
     ],
 )
 def test_a_limit_that_nothing_keeps_is_refused(costs, offload, limit, message):

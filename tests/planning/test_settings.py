@@ -26,7 +26,7 @@ BAD_ARGUMENTS = {
     "sharding": ("gradients", "sharding must be .*, not 'gradients'"),
     "solver_seconds": (-1, "solver_seconds .* must be a number from 0 on"),
     "plan_cache": (5, "plan_cache must be the path of a folder, or None, not 5"),
-    "memory_limit": ("lots", "memory_limit='lots' is no amount of memory; use bytes"),
+    "memory_limit": ("10", "memory_limit='10' is 10 bytes, .*; did you mean \"10GiB\""),
     "host_memory_limit": (0, "host_memory_limit=0 is no amount of memory; use bytes"),
     "microbatch_weight": ("words", "or a callable of the microbatch, not 'words'"),
     "save_distributed_checkpoint": ("yes", "must be True or False, not 'yes'"),
@@ -46,6 +46,7 @@ ALSO_BAD = [
     ("process_group_backend", "cpu:gloo,cuda:ncc"),
     ("timeout", timedelta(0)),
     ("master_weights", "float64"),
+    ("memory_limit", "lots"),
 ]
 
 
@@ -60,6 +61,17 @@ def test_a_bad_argument_is_refused(name):
 def test_other_bad_arguments_are_refused_as_well(name, value):
     with pytest.raises(ValueError, match=f"{name}( must|=)"):
         PipeOffloadStrategy(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("zbh1", "zb_h1"), ("note_book", "notebook"), ("interleaved", "interleaved")],
+)
+def test_an_unknown_name_of_a_strategy_is_refused_with_ours(name, meant):
+    with pytest.raises(ValueError, match=f"did you mean .pipeoffload_{meant}.*, v_half"):
+        Trainer(strategy=f"pipeoffload_{name}")
+    with pytest.raises(ValueError, match="Example choices: auto, ddp"):
+        Trainer(strategy="dpp")
 
 
 @pytest.mark.parametrize(

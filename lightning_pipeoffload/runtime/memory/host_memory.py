@@ -54,8 +54,8 @@ class HostBudget:
     origin: str
 
     @classmethod
-    def given(cls, num_bytes: int) -> HostBudget:
-        return cls(num_bytes, f"host_memory_limit is {bytes_text(num_bytes)}")
+    def given(cls, num_bytes: int, text: str = "") -> HostBudget:
+        return cls(num_bytes, f"host_memory_limit is {text or bytes_text(num_bytes)}")
 
     @classmethod
     def share_of_machine(cls, num_local_ranks: int) -> HostBudget | None:
