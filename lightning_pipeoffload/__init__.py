@@ -23,6 +23,7 @@ from lightning_pipeoffload.processes.replica import (
     data_parallel_rank,
     data_parallel_size,
 )
+from lightning_pipeoffload.runtime.weight_grad.chunked_loss import chunked_loss
 from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 from lightning_pipeoffload.strategy_names import register_strategies
@@ -40,6 +41,7 @@ __all__ = [
     "PackedRowsSampler",
     "PipeOffloadStrategy",
     "PipelineMonitor",
+    "chunked_loss",
     "data_parallel_rank",
     "data_parallel_size",
     "defer_weight_grad",

@@ -152,7 +152,9 @@ def _as_list(value: Any) -> list[Any]:
 def _refusal(plan: Estimate, limit: float, advice: str) -> str:
     needs = plan.largest
     name, size = _unit([needs])
-    parts = ", ".join(f"{part} {getattr(needs, part) / size:.1f} {name}" for part in ON_DEVICE)
+    parts = ", ".join(
+        f"{part} {getattr(needs, part) / size:.1f} {name}" for part in _shown([needs])
+    )
     fullest = f"rank {plan.needs.index(needs)} of {plan.num_ranks}"
     return (
         f"{fullest} needs {needs.device / size:.1f} {name} "
@@ -218,9 +220,15 @@ def _unit(needs: Sequence[RankNeeds]) -> tuple[str, int]:
     return ("GiB", _GIB) if max(rank.device for rank in needs) >= 10 * _GIB else ("MiB", _MIB)
 
 
+def _shown(needs: Sequence[RankNeeds]) -> list[str]:
+    """List the kinds of memory on a device, with the workspace where there is one."""
+    has_any = any(rank.workspace for rank in needs)
+    return [name for name in ON_DEVICE if has_any or name != "workspace"]
+
+
 def _columns(needs: Sequence[RankNeeds]) -> dict[str, str]:
     """Return the headings, each with the name of its figure."""
-    names = {name: name for name in (*ON_DEVICE, "device", "host")}
+    names = {name: name for name in (*_shown(needs), "device", "host")}
     if any(rank.host_optimizer for rank in needs):
         names["optimizer\non host"] = "host_optimizer"
     return names

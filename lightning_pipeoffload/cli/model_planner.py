@@ -176,7 +176,7 @@ class ModelPlanner:
         """Return the bytes of the fullest rank besides activations."""
         needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
         placement = option.placement(num_ranks)
-        return max(needs.kept_by(stages_on(placement, rank)) for rank in range(num_ranks))
+        return max(needs.taken_by(stages_on(placement, rank)) for rank in range(num_ranks))
 
     def _with_optimizer(self, needs: MemoryNeeds, settings: PipelineSettings) -> MemoryNeeds:
         """Return the needs with optimizer states where the settings have them."""

@@ -34,7 +34,7 @@ from lightning_pipeoffload.schedule import (
     peak_message_memory,
 )
 
-ON_DEVICE = ("parameters", "gradients", "optimizer", "activations", "messages")
+ON_DEVICE = ("parameters", "gradients", "optimizer", "activations", "workspace", "messages")
 """The kinds of memory on a device, by their names in the report."""
 
 
@@ -47,6 +47,7 @@ class RankNeeds:
         gradients: Of the gradients of those that train, one for each stage.
         optimizer: Of optimizer states for them.
         activations: The peak of its microbatches' activations.
+        workspace: What chunks of a loss take while they are computed.
         messages: The peak of messages to and from other ranks, in evaluations too.
         offloaded: The peak of activations on the host.
         host_optimizer: Of optimizer states, masters and staging buffers on the host.
@@ -56,6 +57,7 @@ class RankNeeds:
     gradients: int
     optimizer: int
     activations: int
+    workspace: int
     messages: int
     offloaded: int
     host_optimizer: int = 0
@@ -91,6 +93,7 @@ class MemoryNeeds:
         costs: The pipeline's estimate of the costs, with memory in bytes.
         sent: Bytes of each stage's output, and of the gradient of its input.
         flops_of_one: Operations per unit of the costs' times.
+        workspace: Bytes that each stage's F or B takes and frees, one at a time.
         num_sharing: The number of replicas that share out optimizer states.
         hosted: How the optimizer steps on the host, which has the states then; None: the device
             does.
@@ -100,6 +103,7 @@ class MemoryNeeds:
     costs: Costs
     sent: Mapping[Kind, Sequence[int]]
     flops_of_one: float
+    workspace: Sequence[float]
     num_sharing: int = 1
     hosted: HostedOptimizer | None = None
 
@@ -130,7 +134,8 @@ class MemoryNeeds:
             weight_residue=[stage.residue_bytes or 0 for stage in saved],
         )
         sent, unit = _sent(pipeline, first.record), pipeline.segment_costs.unit
-        return cls(_owned(pipeline, states), costs, sent, unit, num_sharing)
+        workspace = [stage.workspace_bytes for stage in saved]
+        return cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
         """Return the needs of another cut of the same blocks, where here each block is a stage."""
@@ -138,7 +143,8 @@ class MemoryNeeds:
         ends = {Kind.SEND_F: -1, Kind.SEND_B: 0}
         sent = {k: [self.sent[k][s.blocks[end]] for s in stages] for k, end in ends.items()}
         owned = [self._tensors_of(stage.blocks) for stage in stages]
-        return replace(self, owned=owned, costs=costs, sent=sent)
+        workspace = [max(self.workspace[block] for block in stage.blocks) for stage in stages]
+        return replace(self, owned=owned, costs=costs, sent=sent, workspace=workspace)
 
     def scaled(self, factor: float) -> MemoryNeeds:
         """Return the needs of microbatches with ``factor`` times the samples."""
@@ -151,7 +157,9 @@ class MemoryNeeds:
         }
         sent = {kind: [int(size * factor) for size in sizes] for kind, sizes in self.sent.items()}
         costs = replace(self.costs, **kept)
-        return replace(self, costs=costs, sent=sent, flops_of_one=self.flops_of_one * factor)
+        workspace = [size * factor for size in self.workspace]
+        flops = self.flops_of_one * factor
+        return replace(self, costs=costs, sent=sent, flops_of_one=flops, workspace=workspace)
 
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a lowered plan of these stages."""
@@ -160,15 +168,19 @@ class MemoryNeeds:
         hosts = peak_host_memory(plan, self.costs)
         peaks = zip(activations, messages, hosts, strict=True)
         found = []
-        for rank, peak in enumerate(peaks):
+        for rank, (peak, sent, offloaded) in enumerate(peaks):
             stages = plan.stages_of(rank)
-            needs = *self._kept_by(stages), *map(int, peak), self._on_host(stages)
+            beside = int(self._workspace_of(stages)), int(sent), int(offloaded)
+            needs = *self._kept_by(stages), int(peak), *beside, self._on_host(stages)
             found.append(RankNeeds(*needs))
         return found
 
-    def kept_by(self, stages: Sequence[int]) -> int:
-        """Return the bytes of parameters, gradients and optimizer states of some stages."""
-        return sum(self._kept_by(stages))
+    def taken_by(self, stages: Sequence[int]) -> float:
+        """Return the bytes of some stages besides activations and messages."""
+        return sum(self._kept_by(stages)) + self._workspace_of(stages)
+
+    def _workspace_of(self, stages: Sequence[int]) -> float:
+        return max(self.workspace[stage] for stage in stages)
 
     def step_bytes(self) -> list[float]:
         """Return what the host's memory moves of each stage in one step of its optimizer.

@@ -8,6 +8,8 @@ arguments. They read the settings of the step here::
                               kernels by defer_weight_grad         gradients go
     every run of a step       ShapeOnly, at each operation         StepRules: what is observed, made
                                                                    up and dropped
+    a trace, a measurement    chunked_loss, around its chunks      AroundChunks: counts their work
+    of bytes by shapes                                             and memory
     F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointWatch: compares both
 
 The settings are global to the process, not to a thread or a context: on an accelerator autograd

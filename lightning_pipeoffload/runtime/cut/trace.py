@@ -77,6 +77,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
     in_brackets,
     users_line,
 )
+from lightning_pipeoffload.runtime.weight_grad.chunked_loss import AroundChunks
 
 aten = torch.ops.aten
 _CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
@@ -138,7 +139,7 @@ class StepTrace:
         self._is_compiled = any(is_compiled(block) for block in chain.blocks)
         self._before_block: list[tuple[int, Any]] = []
         self._training = torch.is_grad_enabled()
-        self._is_in_block = False
+        self._is_in_block = self._is_in_chunks = False
         self._num_in_block = 0
         self._given: set[int] = set()  # addresses of the block's arguments
         self.num_imagined = 0  # values behind the blocks
@@ -245,6 +246,7 @@ class StepTrace:
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
             )
+            stack.enter_context(IN_FORCE.during(AroundChunks(self.around_chunks)))
             stack.enter_context(self._values)
             if self.observes:
                 stack.enter_context(self._writes.watching())
@@ -351,9 +353,20 @@ class StepTrace:
         for_weight = flops if trains and not all(weights) else 0
         num_gradients = 2 if trains or not any(weights) else 1
         for_input = flops * num_gradients - for_weight
+        record.training_flops += flops + self._training * (for_input + for_weight)
+        if self._is_in_chunks:  # B runs them again, and does the work of W
+            for_input, for_weight = flops + for_input + for_weight, 0
         record.input_flops[segment] += for_input
         record.weight_flops[segment] += for_weight
-        record.training_flops += flops + self._training * (for_input + for_weight)
+
+    @contextmanager
+    def around_chunks(self) -> Iterator[None]:
+        """Count the work inside as that of the chunks of a loss."""
+        self._is_in_chunks = True
+        try:
+            yield
+        finally:
+            self._is_in_chunks = False
 
     def _imagine(self) -> Imagined | None:
         """Make up values inside a block or behind the blocks, where stages have real values."""

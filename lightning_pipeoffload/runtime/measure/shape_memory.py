@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.saved_tensor import Saved, SavedTensor
@@ -184,6 +185,8 @@ class _MeasuringPass(StepTrace):
             if slot.kind == "_parameters":
                 weight_grad_kernels.mark(tensor, slot.name not in self._left_to_b)
                 tensor._is_param = True
+                if tensor.requires_grad:  # to which a backward adds, as later microbatches do
+                    tensor.grad = ShapeOnly.like(tensor, slot.name)
             found.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
         return {*map(address_of, found)}
 
@@ -201,6 +204,14 @@ class _MeasuringPass(StepTrace):
                 found = partial(self._come_back_to, self._stage_of[index], index)
                 self._hooks.append(leaf.register_hook(found))
         return output
+
+    @override
+    @contextmanager
+    def around_chunks(self) -> Iterator[None]:
+        with LiveBytes() as live:
+            yield
+        found = self.found[self._stores.turn]
+        found.workspace_bytes = max(found.workspace_bytes, live.peak)
 
     @override
     def _drop(self, written: Tensor) -> bool:

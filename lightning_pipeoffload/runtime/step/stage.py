@@ -393,6 +393,8 @@ class SavedMemory:
         weight_input_bytes: The share of these that only W needs.
         residue_bytes: Kept for W after B.
         deferred_flops: Floating-point operations of the weight gradients left for W.
+        workspace_bytes: Taken by the chunks of a loss in F and B, and freed there; counted on
+            shapes only.
         measures_all: Whether to measure every microbatch of this step.
     """
 
@@ -401,6 +403,7 @@ class SavedMemory:
         self.weight_input_bytes: int | None = None
         self.residue_bytes: int | None = None
         self.deferred_flops: int | None = None
+        self.workspace_bytes = 0
         self.measures_all = False
 
     @property
