@@ -180,20 +180,6 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
         assert (tmp_path / picture).stat().st_size > 0
 
 
-def test_the_readmes_table_is_what_its_command_prints(monkeypatch, capsys, tmp_path):
-    text = README.read_text()
-    line = re.search(r"`pipeoffload-plan (compare=.*)` prints this", text)[1]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *line.split()])
-    plan.main()
-    rows = re.findall(r"^ (\S+) +\d (.*?) *$", capsys.readouterr().out, re.MULTILINE)
-    columns = {name: re.findall(r"(?<!\S)[\d.]+(?! %)(?!\S)", row) for name, row in rows}
-    printed = {name: [step, alone, memory] for name, (step, alone, memory, *_) in columns.items()}
-    written = re.findall(r"^\| `(\S+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
-    assert {name: figures for name, *figures in written} == printed
-    assert len(printed) == 7
-
-
 # What is submitted to Slurm is tried in test_slurm.
 HERE = [line for line in commands("pipeoffload-train") if "cluster=slurm" not in line]
 
