@@ -35,7 +35,7 @@ from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, build_by
 from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds
 from lightning_pipeoffload.schedule.solver.plan_model import check_solver
 
-ScheduleLike = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
+ScheduleLike = Callable[[int, int], Schedule] | Schedule | str | PathLike[str]
 
 _CHOICES = {
     "rank_order": {
