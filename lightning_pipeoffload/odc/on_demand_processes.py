@@ -63,8 +63,8 @@ class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
                 self._timeout,
             )
         )
-        world = _host_group(groups, range(self.world_size))
-        self.processes.world = self._shard_ranks = world
+        self._shard_ranks = _host_group(groups, range(self.world_size))
+        self.processes.join(self._shard_ranks)
         ProcessGroups.abort_ended()
         if size == self.world_size:
             return

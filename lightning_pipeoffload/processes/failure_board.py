@@ -92,14 +92,9 @@ class FailureBoard:
         launched: The other processes of this machine.
         timeout: The longest time without an answer of global rank 0, which hosts the store.
 
-    Attributes:
-        also_look: Functions of the store that the thread calls when it reads the store, before a
-            failure; each returns a reason to end the run, or None.
-        place_of: A function that returns the place of a global rank in the pipelines, or "".
     """
 
-    also_look: Sequence[Callable[[Store], str | None]] = ()
-    place_of: Callable[[int], str] = staticmethod(lambda global_rank: "")
+    _looks: Sequence[Callable[[Store], str | None]] = ()
 
     def __init__(
         self,
@@ -109,6 +104,7 @@ class FailureBoard:
         timeout: timedelta | None = None,
     ) -> None:
         self._store: Store | None = None
+        self._place_of: Callable[[int], str] = lambda global_rank: ""
         self._global_rank = global_rank
         self._name = f"global rank {global_rank}"
         self._world_size = world_size
@@ -126,11 +122,23 @@ class FailureBoard:
 
     # Called by the main thread
 
-    def connect(self, store: Store) -> None:
-        """Use ``store`` from now on, a connection that no other code uses."""
-        self._store = store
+    def connect(self, store: Store, place_of: Callable[[int], str] = lambda rank: "") -> None:
+        """Use ``store`` from now on, a connection that no other code uses.
+
+        Args:
+            store: The store.
+            place_of: Returns the place of a global rank in the pipelines, or "".
+        """
+        self._place_of, self._store = place_of, store
         if self._global_rank != 0:
             threading.Thread(target=self._guard, name="failure-guard", daemon=True).start()
+
+    def add_look(self, look: Callable[[Store], str | None]) -> None:
+        """Call ``look`` in the thread when it reads the store, before a failure.
+
+        It returns a reason to end the run, or None.
+        """
+        self._looks = (*self._looks, look)
 
     def report(self, exception: BaseException, place: str, status: int) -> bool:
         """Report a failure of this rank, and wait until all ranks have acknowledged it.
@@ -227,7 +235,7 @@ class FailureBoard:
                 return failure
             failure = lost or self._launched.find_ended_child(is_connecting=False)
             if failure is None and reads:
-                causes = (look(self._store) for look in self.also_look)
+                causes = (look(self._store) for look in self._looks)
                 failure = next((Failure(cause) for cause in causes if cause), None)
             return None if failure is None or self._is_ending else self._announce(failure)
         except dist.DistError:
@@ -372,7 +380,7 @@ class FailureBoard:
             self._write("seen")  # first: the reader of standard error may stand still
         # After a Ctrl-C one line is enough: the user knows the cause.
         if not quietly and not (failure.is_interrupt and self._global_rank != 0):
-            say(f"{self._name} stops because of {failure.cause_with_place(self.place_of)}")
+            say(f"{self._name} stops because of {failure.cause_with_place(self._place_of)}")
         with self._unless_store_is_gone():
             if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
                 self._wait_until_seen(failure)

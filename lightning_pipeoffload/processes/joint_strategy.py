@@ -155,7 +155,7 @@ class JointStrategy(ParallelStrategy):
         if is_interrupt or says_peer_lost(exception):  # this process exits before Lightning does it
             for logger in self._own_trainer.loggers:
                 logger.finalize("failed")
-        board, self.processes.board = self.processes.board, None
+        board = self.processes.take_board()
         if board is None:
             return
         self._has_failed = True

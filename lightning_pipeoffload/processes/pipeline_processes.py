@@ -130,7 +130,7 @@ class PipelineProcesses(JointStrategy):
         if group is None:
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
             self._refuse_other_settings(schedule)
-            group = self.processes.group = PipelineGroup(
+            group = PipelineGroup(
                 schedule,
                 self.global_rank,
                 self.root_device,
@@ -138,7 +138,7 @@ class PipelineProcesses(JointStrategy):
                 self.num_replicas,
                 self.settings.rank_order,
             )
-        self.processes.world = group.world
+        self.processes.join(group.world, group)
         set_replica(group.replica, group.num_replicas)
         self.processes.connect()
         self.agree_on_randomness()  # a module may be made between here and ``setup``

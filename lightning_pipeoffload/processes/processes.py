@@ -3,6 +3,7 @@
 ::
 
     watch()        the other processes of this machine: BetweenRuns ends, FailureBoard begins
+    join()         the groups
     connect()      the run's store: the board reads it, ranks meet and publish numbers
     end()          all ranks have come to the end: the board ends, BetweenRuns begins
     break_off()    all ranks have raised the same: as end(), and nothing is shared with later runs
@@ -61,6 +62,10 @@ class Processes:
             self._launched = LaunchedProcesses(global_rank, local_rank, JointLauncher.started)
             self.board = FailureBoard(global_rank, world_size, self._launched, timeout)
 
+    def join(self, world: HostGroup, group: PipelineGroup | None = None) -> None:
+        """Keep the groups that all ranks have made."""
+        self.world, self.group = world, group
+
     def connect(self) -> None:
         """Open this rank's connections to the store of one run; all ranks call it."""
         if self.board is None:
@@ -75,8 +80,16 @@ class Processes:
                 self.group.global_ranks,
                 min(self._timeout or _PATIENCE, _PATIENCE),
             )
-            self.board.place_of = self.group.place_of
-        self.board.connect(connect_store(run, "board", self._timeout))
+        store = connect_store(run, "board", self._timeout)
+        if self.group is None:
+            self.board.connect(store)
+        else:
+            self.board.connect(store, self.group.place_of)
+
+    def take_board(self) -> FailureBoard | None:
+        """Return the board to the rank that has failed, which reports it; the run has none then."""
+        board, self.board = self.board, None
+        return board
 
     def end(self) -> None:
         """Wait for the other ranks, and watch them no more."""
