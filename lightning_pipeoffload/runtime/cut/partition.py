@@ -171,7 +171,8 @@ def _uses_of_buffer(
 
 
 def _uses_of_parameters(buffer: Slot, found: dict[str, set[int]]) -> set[int]:
-    return set().union(*(found.get(buffer.path + name, ()) for name in buffer.module._parameters))
+    parameters = buffer.module.named_parameters(recurse=False, remove_duplicate=False)
+    return set().union(*(found.get(buffer.path + name, ()) for name, _ in parameters))
 
 
 def cut(
@@ -342,17 +343,21 @@ class SegmentUses:
         self._module = module
         self._chain = chain
         self._trainable = trainable
-        self._computed: set[str] = set()  # buffers that a step writes from what a stage computes
+        self._computed_buffers: set[str] = (
+            set()
+        )  # buffers that a step writes from what a stage computes
         self.segments: dict[str, set[int]] = {}  # by name
 
     def learn(self, record: StepRecord) -> bool:
         """Add a record; return whether a segment uses a tensor that it did not use before."""
         found = find_segments(self._module, self._chain, record)
         computed = {n for n in found if n not in self._trainable and record.segments[n]}
-        for name in computed - self._computed:  # now only the stages that compute it have it
+        for name in (
+            computed - self._computed_buffers
+        ):  # now only the stages that compute it have it
             self.segments[name] = set()
-        self._computed |= computed
-        known = self._computed - computed
+        self._computed_buffers |= computed
+        known = self._computed_buffers - computed
         learned = {
             name: self.segments.get(name, set()) | (set() if name in known else uses)
             for name, uses in found.items()
