@@ -41,7 +41,6 @@ from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.hooks.sent_values import numbers_in
 from lightning_pipeoffload.loop.hooks.users_hooks import (
     EndHooks,
-    GradientHooks,
     hooks_between_batches,
     refuse_other_callbacks,
     share_gradient_sizes,
@@ -155,8 +154,8 @@ class Fit:
         self.continued = Continued(self._seed, self.split.cutter.first_batch)
         self._exchange = Exchange(pipeline, self._strategy.root_device.type != "cpu")
         self.boundary = StepBoundary(self._trainer, pipeline, self.split.masters)
-        self.split.plans.boundary = self.boundary
-        self._at_end.callback(self.boundary.validation.forget)
+        self.split.plans.enter(self.boundary)
+        self._at_end.callback(self.boundary.leave)
         self.is_running = True
         return self.split
 
@@ -201,8 +200,7 @@ class Fit:
         self._evaluation = Evaluation(self.split, self._exchange, self._send_in_step)
         # What each replica draws for itself: noise on its own data.
         seed = mix_seed(self._seed, group.replica) if group.replica else self._seed
-        self._steps = steps = StepCalls(self._module, seed, stop)
-        group.replicas.in_trace = lambda: steps.is_tracing
+        self._steps = steps = StepCalls(self._module, seed, stop, group.replicas.in_trace)
         self._packed_rows = PackedRowCheck(self._module, steps, self.split, self._evaluation.run)
         self.backward = BatchBackward(self._module, self._precision, pipeline, self._collected)
 
@@ -244,9 +242,7 @@ class Fit:
             end_hooks = EndHooks(self._trainer, self._connector.tick)
             self._at_end.callback(end_hooks.remove)
         if self._group.num_ranks > 1:
-            hooks = GradientHooks(self._trainer, self._share_gradient_sizes)
-            self.boundary.gradient_hooks = hooks
-            self._at_end.callback(hooks.remove)
+            self.boundary.share_before_hooks(self._share_gradient_sizes)
 
     def _leave_connector(self) -> None:
         if self._processes.board is not None:
@@ -271,11 +267,11 @@ class Fit:
             clocks = Clocks(self._trainer, self._exchange)
             self._at_end.callback(clocks.remove)
             arrivals = Arrivals(self._processes.metrics_store, group)
-            board.also_look = (arrivals.look,)
+            board.add_look(arrivals.look)
         if requeues(environment):
             requeue = Requeue(self._trainer, environment)
             if board is not None:
-                board.also_look = (*board.also_look, requeue.look)
+                board.add_look(requeue.look)
         given = self._trainer, self.split, self._exchange, self._options
         self.end = BatchEnd(*given, stop, arrivals, clocks, requeue)
         return stop
@@ -353,13 +349,14 @@ class Fit:
             sizes, shares = split.shares(inputs, slices)
             of_replica = split.share_of_replica()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
-            results = split.executor.run(
+            results = split.executor.run_to_backward(
                 training.of_training(len(slices), accumulation.is_last),
                 placed(slices, weights, backward.differentiate),
-                backward.start,
                 settle,
                 (split.reduction or self._early_step) if accumulation.is_last else None,
             )
+            backward.start(results)
+            results = split.executor.run_rest()
         return StepOutput.of(results, sizes, shares)
 
     def _accumulation(self, steps_later: bool) -> Accumulation:

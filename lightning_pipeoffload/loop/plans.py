@@ -94,7 +94,7 @@ class Plans:
         )
         self.needs: MemoryNeeds | None = None
         self.microbatch_size = 0
-        self._search = SolverSearch(group, self.training, measurements)
+        self._search = SolverSearch(group, self.training, measurements, self._replace)
         self._flags = Flags()
         self._largest: dict[str, dict[int, int | None]] = {}
         self.chosen: Chosen | None = None
@@ -106,6 +106,14 @@ class Plans:
     def settings(self) -> PipelineSettings:
         """The settings of the plan in use."""
         return self.training.current.settings
+
+    def enter(self, boundary: StepBoundary) -> None:
+        """Plan for the steps of another fit or evaluation."""
+        self.boundary = boundary
+
+    def fix_size(self, num_samples: int) -> None:
+        """Cut this and later batches into microbatches of so many samples."""
+        self.microbatch_size = num_samples
 
     def _has_barrier(self) -> bool:
         """Whether the ranks wait for each other at a step's end, be it for tied weights.
@@ -138,12 +146,11 @@ class Plans:
         schedule, offloaded = first_plan(
             settings, self._group.num_ranks, count, self._on_accelerator
         )
-        self.training.current = Current(settings, schedule, offloaded=offloaded)
+        self.training.replace(Current(settings, schedule, offloaded=offloaded))
         if is_chosen and not self._pipeline.is_split:
             self._group.place(schedule)
             self._pipeline.cut_anew(self._group.rank, settings.cut_settings(self._group))
-            self._executor.rank = self._group.rank
-            self._executor.transport = self._group.transport
+            self._executor.place(self._group.rank, self._group.transport)
         return count
 
     def _choose_count(self, settings: PipelineSettings, total: int) -> int:
@@ -194,8 +201,12 @@ class Plans:
 
     def _adopt(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
         """Run by a plan from now on, and measure it anew."""
-        self.training.current = Current(settings, plan.schedule, plan.costs, plan.report, limits)
-        self._measurements.start_anew(plan.costs.copy_lanes)
+        self._replace(Current(settings, plan.schedule, plan.costs, plan.report, limits))
+
+    def _replace(self, current: Current) -> None:
+        assert current.costs is not None
+        self.training.replace(current)
+        self._measurements.start_anew(current.costs.copy_lanes)
 
     def before_plan(self, is_first: bool) -> bool:
         """Change the plan if there is reason to; called between two batches by all ranks.
@@ -276,7 +287,7 @@ class Plans:
         limit = self.settings.limit_on(limits.device)
         keeps_limit = keeps_limits(used, costs, limit, limits)
         before = self.training.period(used, costs)
-        self.training.current = replace(self.training.current, costs=costs, limits=limits)
+        self.training.replace(replace(self.training.current, costs=costs, limits=limits))
         given = self.settings, self._group.num_ranks, self._options(), lambda option: costs, limits
         training = self.training
         request = request_for(*given, lambda option: training.has_barrier(), training.steps_early)

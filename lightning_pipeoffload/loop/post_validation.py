@@ -99,8 +99,7 @@ class PostValidation:
     def __init__(self, trainer: Trainer, group: PipelineGroup, age: GradientAge) -> None:
         self._trainer: Any = trainer
         self._group, self._age = group, age
-        self.pending = PendingParameters()
-        self.pending.may_wait = True
+        self.pending = PendingParameters(may_wait=True)
         self.is_on = self.is_open = False
         self.num_taken_back = 0
         self._snapshot: OptimizerSnapshot | None = None

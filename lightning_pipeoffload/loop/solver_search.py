@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import keeps_limits
@@ -19,12 +21,23 @@ class SolverSearch:
 
     The solver is a process beside global rank 0's. Where it has news all ranks wait for each other,
     measure, and decide by the same numbers.
+
+    Args:
+        group: The processes of the run.
+        training: The plan in use.
+        measurements: What its actions cost.
+        replace: Replaces the plan in use, and measures the new one.
     """
 
     def __init__(
-        self, group: PipelineGroup, training: TrainingPlan, measurements: Measurements
+        self,
+        group: PipelineGroup,
+        training: TrainingPlan,
+        measurements: Measurements,
+        replace: Callable[[Current], None],
     ) -> None:
         self._group, self._training, self._measurements = group, training, measurements
+        self._replace = replace
         self._solver: PlanSolver | None = None
         self._problem: PlanProblem | None = None
         self._to_beat = 0.0
@@ -54,8 +67,7 @@ class SolverSearch:
 
     def _adopt(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
         settings = self._training.current.settings
-        self._training.current = Current(settings, schedule, costs, limits=limits)
-        self._measurements.start_anew(costs.copy_lanes)
+        self._replace(Current(settings, schedule, costs, limits=limits))
 
     def _start(self, problem: PlanProblem) -> Schedule:
         """Return the families' best plan for a problem, found on one process for all."""

@@ -85,7 +85,7 @@ class Split:
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
         self.group, self.masters = group, masters
-        self.pipeline = Pipeline(module, group.rank, cut, device, parts, group)
+        self.pipeline = Pipeline(module, group.rank, cut, device, parts, group, self._settle)
         self.executor = Executor(
             group.rank,
             self.pipeline.stages,
@@ -111,6 +111,11 @@ class Split:
         self.reduction: GradientReduction | None = None
         self.runs_whole: dict[Hashable, bool] = {}
         self.state = SplitState(self.pipeline, self.parameters, masters)
+
+    def _settle(self) -> None:
+        """Wait for all weights of this rank, before a trace."""
+        if self.plans.boundary is not None:
+            self.plans.boundary.settle()
 
     @property
     def plan(self) -> Schedule:
@@ -166,7 +171,7 @@ class Split:
             )
         if not self.plans.microbatch_size:
             first = self.cutter.count_first(total)
-            self.plans.microbatch_size = first // self.plans.choose(inputs, first)
+            self.plans.fix_size(first // self.plans.choose(inputs, first))
             if self.plans.microbatch_size < total and self.group.reports:
                 self.weights.note_ignored_labels(inputs.batch)
         size = max(self.plans.microbatch_size, self.smallest_size(inputs, total))
@@ -187,7 +192,7 @@ class Split:
             self.plans.choose(inputs)
         cut = self.make_parts(inputs, may_be_fewer=not is_first)
         if is_first:
-            self.plans.microbatch_size = -(-sum(cut.sizes) // len(cut.parts))
+            self.plans.fix_size(-(-sum(cut.sizes) // len(cut.parts)))
             if self.group.reports:
                 self.weights.note_ignored_labels(inputs.batch)
         return self.cutter.trace(inputs, cut)

@@ -8,7 +8,7 @@ watched: a call of torch that is given such a weight waits for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -55,7 +55,6 @@ class StepBoundary:
 
     Attributes:
         validation: What takes steps back that were wrong.
-        gradient_hooks: The hooks that may read gradients; None: there are none.
         may_step_early: Whether a parameter may step on the host before the gradients of others are
             final; known once training starts.
     """
@@ -73,14 +72,18 @@ class StepBoundary:
         group = pipeline.group
         self._pipeline, self._group, self._masters = pipeline, group, masters
         self.validation = PostValidation(trainer, group, pipeline.gradient_age)
-        self.gradient_hooks: GradientHooks | None = None
+        self._gradient_hooks: GradientHooks | None = None
         self._of_replicas = group.replicas.pending
         self._mode = SettlingMode(self._of_replicas, self.validation.pending)
         self._may_watch = self._is_watching = self._has_forward_hooks = False
 
+    def share_before_hooks(self, share: Callable[[], None]) -> None:
+        """Exchange gradients' sizes before each hook that may read them; all ranks call it."""
+        self._gradient_hooks = GradientHooks(self._trainer, share)
+
     def has_barrier(self) -> bool:
         """Whether all ranks wait for each other between two steps."""
-        return not self.validation.is_on and has_step_barrier(self._trainer, self.gradient_hooks)
+        return not self.validation.is_on and has_step_barrier(self._trainer, self._gradient_hooks)
 
     def start_training(self, may_take_back: bool) -> None:
         """Decide what ranks wait for; all call it.
@@ -88,10 +91,9 @@ class StepBoundary:
         Args:
             may_take_back: Whether ``optimizer_sync="post_validation"`` was asked for.
         """
-        self._of_replicas.may_wait = _may_send_late(self._trainer)
+        self._of_replicas.allow_waiting(_may_send_late(self._trainer))
         self._may_watch = True
-        self.may_step_early = _may_step_early(self._trainer, self.gradient_hooks)
-        self._pipeline.before_trace = self.settle
+        self.may_step_early = _may_step_early(self._trainer, self._gradient_hooks)
         if may_take_back and self._group.num_ranks > 1:
             self._start_validation()
 
@@ -147,6 +149,12 @@ class StepBoundary:
         """Wait for all weights, where all ranks do."""
         self.settle()
         self.validation.settle()
+
+    def leave(self) -> None:
+        """Leave the trainer, after an error too."""
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.remove()
+        self.validation.forget()
 
 
 def _begin_again(muted: ExitStack) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ class StepCalls:
         module: The module.
         seed: The seed of its steps.
         stop: Hears of each step that has come to its end; None: nothing does.
+        in_trace: Returns the context of a step's trace.
     """
 
     def __init__(
@@ -81,13 +83,13 @@ class StepCalls:
         module: LightningModule,
         seed: int,
         stop: JointStop | None = None,
+        in_trace: Callable[[], AbstractContextManager[Any]] = lambda: NOTHING,
     ) -> None:
         self._module = module
         self._seed = seed
-        self._stop = stop
+        self._stop, self._in_trace = stop, in_trace
         self._capture = LogCapture(module)
         self._quiet = LogsQuiet(module)
-        self.is_tracing = False
 
     def inputs(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
         """Return what to run for one batch, by the arguments that Lightning calls the step with."""
@@ -95,17 +97,14 @@ class StepCalls:
         plain = getattr(self._module, kind)
 
         def step(part: Any, call: StepCall) -> Any:
-            logging = together(
+            around = together(
+                self._in_trace() if call.is_trace else NOTHING,
                 NOTHING if call.is_last else self._quiet,
                 NOTHING if call.is_last_local else PrintQuiet(),
                 self._capture.capturing(call.is_last) if call.is_last or call.is_trace else NOTHING,
             )
-            self.is_tracing = call.is_trace
-            try:
-                with logging:
-                    result = plain(part, *rest, **kwargs)
-            finally:
-                self.is_tracing = False
+            with around:
+                result = plain(part, *rest, **kwargs)
             if self._stop is not None and not call.is_trace:
                 self._stop.end_step()
             return result

@@ -134,7 +134,7 @@ class Measurements:
     def start_anew(self, num_copy_lanes: int) -> None:
         """Measure another plan from now on, with ``num_copy_lanes`` copy lanes."""
         device = self._pipeline.device
-        self._executor.timer = ActionTimer(device)
+        self._executor.time_by(ActionTimer(device))
         self._executor.memory.forget_peaks()
         self._executor.memory.use_lanes(make_lanes(device, num_copy_lanes))
 

@@ -156,6 +156,10 @@ class TrainingPlan:
     def _order(self) -> Schedule:
         return one_at_a_time(self.schedule) if self.is_cold else self.schedule
 
+    def replace(self, current: Current) -> None:
+        """Run by another plan from now on; called between two steps."""
+        self.current = current
+
     def expect(self, shapes_are_new: bool, estimate: Costs) -> None:
         """Prepare for a batch, before it runs; ``estimate`` stands for costs not yet measured."""
         self.is_cold = shapes_are_new and self._on_accelerator

@@ -12,8 +12,9 @@ by its RECV; F and B wait for their messages, RECV does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -47,8 +48,6 @@ from lightning_pipeoffload.schedule.messages import (
 
 _BACKWARD = {Kind.B, Kind.BW}
 _EXCHANGING = {Kind.F, *_BACKWARD}
-
-BeforeBackward = Callable[[list[Any]], None]
 
 Settle = Callable[[], bool]
 """Waits until the weights for the step are final; returns whether they have changed meanwhile."""
@@ -107,6 +106,7 @@ class Executor:
         self._microbatches: dict[int, Microbatch] = {}
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
+        self._rest: Iterator[Action] = iter(())
         self._schedule: Schedule | None = None
         self._most_pending: dict[int, int] = {}
         self._costs = self._used_costs = Costs.unit()
@@ -126,38 +126,61 @@ class Executor:
         """A microbatch of the last step."""
         return next(iter(self._microbatches.values()))
 
-    def run(
+    def place(self, rank: int, transport: Transport) -> None:
+        """Run another rank's actions from the next plan on."""
+        self.rank, self.transport = rank, transport
+
+    def time_by(self, timer: ActionTimer) -> None:
+        """Measure the next steps by another timer, which has none of those before."""
+        self.timer = timer
+
+    def run(self, plan: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:
+        """Execute the rank's actions of a lowered plan; one without backwards evaluates.
+
+        Returns:
+            What the user's step returned for each microbatch; empty without the last stage.
+        """
+        self.run_to_backward(plan, microbatches)
+        return self.run_rest()
+
+    def run_to_backward(
         self,
         plan: Schedule,
         microbatches: Sequence[Microbatch],
-        before_backward: BeforeBackward | None = None,
         settle: Settle | None = None,
         reduction: FinalGradients | None = None,
     ) -> list[Any]:
-        """Execute the rank's actions.
+        """Execute the rank's actions before its first backward; :meth:`run_rest` goes on there.
 
         Args:
-            plan: A lowered plan; a plan without backwards evaluates.
+            plan: A lowered plan.
             microbatches: The microbatches of the batch.
-            before_backward: Called once, before the first backward, with the results so far.
             settle: Called when the actions that need no final weights have run; None: the weights
                 are final.
             reduction: Averages gradients over replicas, or steps them; None: nobody waits for them.
 
         Returns:
-            What the user's step returned for each microbatch; empty without the last stage.
+            As :meth:`run`, as far as there are results by then.
         """
         self.start(plan, microbatches, reduction)
         actions: Sequence[Action] = plan[self.rank]
         if settle is not None:
             actions = self._run_ahead(settle, actions)
         self.expect(actions)
-        for action in actions:
+        self._rest = iter(actions)
+        for action in self._rest:
+            if action.kind in _BACKWARD:
+                self._rest = chain((action,), self._rest)
+                break
             self.current = action
-            if before_backward is not None and action.kind in _BACKWARD:
-                before_backward(self.results)
-                before_backward = None
             self._handlers[action.kind](action)  # as execute(), with one frame less
+        return self.results
+
+    def run_rest(self) -> list[Any]:
+        """Execute the other actions; see :meth:`run`."""
+        for action in self._rest:
+            self.current = action
+            self._handlers[action.kind](action)
         self.end()
         return self.results
 

@@ -110,6 +110,7 @@ class Pipeline:
         device: The device on which the stages compute.
         parts: The module, if it was made in parts.
         group: The processes of the pipeline, for what sends; None in one process.
+        before_trace: Called before a step is traced.
 
     Attributes:
         tensors: The names and owners of parameters and buffers.
@@ -123,7 +124,6 @@ class Pipeline:
         batch_records: The records of the microbatches of the last batch that was cut.
         is_new: Whether the last batch that was cut has a microbatch of new shapes: some dimension
             is larger than in all that ran.
-        before_trace: Called before a step is traced.
 
     Raises:
         ValueError: The module has no chain of blocks, or not enough of them.
@@ -137,6 +137,7 @@ class Pipeline:
         device: torch.device,
         parts: PartedModule | None = None,
         group: PipelineGroup | None = None,
+        before_trace: Callable[[], None] = lambda: None,
     ) -> None:
         self.module = module
         self._group = group
@@ -146,7 +147,7 @@ class Pipeline:
         self.committed = False
         self.is_new = False
         self.batch_records: list[StepRecord] = []
-        self.before_trace: Callable[[], None] = lambda: None
+        self._before_trace = before_trace
         self._absent: AbsentValues | None = None
         self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
@@ -167,9 +168,7 @@ class Pipeline:
         self.chain = chain
         self.compiler = BlockCompiler(self.module, chain.blocks, self.settings.compile)
         self.records = StepRecords(
-            *(self.module, chain, self.device),
-            lambda: self.before_trace(),
-            self.settings.derive_lengths,
+            self.module, chain, self.device, self._before_trace, self.settings.derive_lengths
         )
         self._forget_cut()
         self._know_parameters()

@@ -79,7 +79,7 @@ class Rehearsal:
             self.executor.plan_messages(plan, costs)
         seconds = []
         for _ in range(num_steps + 1):
-            self.executor.timer = ActionTimer(device)
+            self.executor.time_by(ActionTimer(device))
             started = finished_at()
             transport.start_step()
             self.executor.run(plan, microbatches)

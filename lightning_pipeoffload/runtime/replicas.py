@@ -12,6 +12,7 @@ one of them as an argument::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -38,13 +39,12 @@ _NO_MEMORY = 0
 class PendingParameters:
     """The broadcasts of parameters that this rank has started and not yet waited for.
 
-    Attributes:
-        may_wait: Whether waiting may be deferred: nothing between steps reads parameters, or a
-            :class:`SettlingMode` watches for it.
+    Args:
+        may_wait: See :meth:`allow_waiting`.
     """
 
-    def __init__(self) -> None:
-        self.may_wait = False
+    def __init__(self, may_wait: bool = False) -> None:
+        self._may_wait = may_wait
         self._ends: list[Callable[[], None]] = []
         self._memory: set[int] = set()
 
@@ -61,8 +61,16 @@ class PendingParameters:
         self._ends.append(end)
         self._memory.update(map(_address_of, parameters))
         self._memory.discard(_NO_MEMORY)
-        if not self.may_wait:
+        if not self._may_wait:
             self.settle()
+
+    def allow_waiting(self, may_wait: bool) -> None:
+        """Allow to defer what :meth:`add` gets, or not.
+
+        It may wait where nothing between steps reads parameters, or a :class:`SettlingMode` watches
+        for it.
+        """
+        self._may_wait = may_wait
 
     def settle(self) -> None:
         """Wait for all broadcasts."""
@@ -74,7 +82,7 @@ class PendingParameters:
         """Discard all broadcasts without waiting, after an error."""
         self._ends.clear()
         self._memory.clear()
-        self.may_wait = False
+        self._may_wait = False
 
     def are_in(self, values: Any) -> bool:
         """Whether the arguments of a call contain a pending parameter or a view of one."""
@@ -150,7 +158,6 @@ class Replicas:
         group: The counterparts' process group, for hooks and steps; None with one replica.
         counterparts: The counterparts' global ranks, in the order of the replicas.
         host: The same processes over gloo; only with more than one replica.
-        in_trace: Returns whether this rank traces a step; other replicas may not trace it too.
         pending: The parameters that replicas are sending each other.
     """
 
@@ -159,7 +166,7 @@ class Replicas:
     def __init__(self, mesh: RankMesh) -> None:
         self.num = mesh.num_replicas
         self.own = mesh.replica
-        self.in_trace: Callable[[], bool] = lambda: False
+        self._is_in_trace = False
         self.pending = PendingParameters()
         self.counterparts = mesh.counterparts
         self._mesh = mesh
@@ -216,9 +223,18 @@ class Replicas:
         gathered: Tensor = _GatheredTensor.apply(tensor, self.group, self.own)
         return gathered
 
+    @contextmanager
+    def in_trace(self) -> Iterator[None]:
+        """Trace a step inside; other replicas may not trace it too."""
+        self._is_in_trace = True
+        try:
+            yield
+        finally:
+            self._is_in_trace = False
+
     def is_alone_with(self, tensor: Tensor) -> bool:
         """Whether other replicas may not run the code that passes this tensor."""
-        return isinstance(tensor, ShapeOnly) or self.in_trace()
+        return isinstance(tensor, ShapeOnly) or self._is_in_trace
 
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor]) -> None:

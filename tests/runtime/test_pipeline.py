@@ -79,8 +79,8 @@ def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
 
 def test_another_cut_goes_by_the_records_that_there_are():
     module, traces = Regression(linear_blocks(4)), []
-    pipeline = Pipeline(module, 1, CutSettings((0, 1)), CPU)
-    pipeline.before_trace = lambda: traces.append("")
+    settings = CutSettings((0, 1))
+    pipeline = Pipeline(module, 1, settings, CPU, before_trace=lambda: traces.append(""))
     for settings, local in ((CutSettings((0, 1)), {2, 3}), (CutSettings((0, 1, 1, 0)), {1, 2})):
         pipeline.cut_anew(1, settings)
         pipeline.cut_batch(torch.ones(2, 4), 1, users_step(module.step), "train", 0)

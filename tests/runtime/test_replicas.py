@@ -16,8 +16,7 @@ ROW = COMING.detach()[0]
 def settles(call):
     """Return whether a call waits, and what it has then."""
     COMING.data.zero_()
-    pending = PendingParameters()
-    pending.may_wait = True
+    pending = PendingParameters(may_wait=True)
     pending.add(lambda: COMING.data.fill_(1.0), [COMING])
     with SettlingMode(pending):
         call()

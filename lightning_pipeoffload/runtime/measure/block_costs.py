@@ -273,7 +273,7 @@ class BlockMeasurement:
             pipeline.rank, pipeline.stages, self._transport, ActionTimer(device), memory
         )
         for count in self._passes(slices[0]):
-            executor.timer = ActionTimer(device)
+            executor.time_by(ActionTimer(device))
             memory.forget_peaks()
             plan = lower(_one_by_one(placement, max(placement) + 1, count))
             executor.run(plan, placed(slices[:count]))
