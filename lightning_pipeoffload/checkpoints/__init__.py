@@ -17,9 +17,10 @@ The life of a value that is loaded, by every rank::
     2  on_load_checkpoint                      the user's hooks may read it, which reads the file
     3  load_model_state_dict                   is read into the module; once it is split, its own
     4  load_optimizer_state_dict               is put into the optimizer's state unread
-    5  OptimizedParameters.leave_remote        first batch: those of other ranks' parameters go, and
-                                               the others are read and moved to the device
-    6  MasterWeights                           first step: a master is read, where there is one
+    5  MasterWeights.begin                     first batch: a master is read, where there is one
+    6  SplitState.read_optimizers              then: the states of its own parameters are read and
+                                               moved to the device; the others have gone
 
-Each of the three stand-ins is made and ends at one of these numbers; none of them is trained.
+The stand-ins are these: ShapeOnly (saved, from 1 on), LateTensor (in torch.save on rank 0) and
+StoredTensor (loaded, up to 3 and 6). None of them is trained.
 """

@@ -18,9 +18,11 @@ from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
     GroupNames,
+    follow_parameters,
     groups_with,
     load_optimizer_state,
     plain_layout,
+    read_states,
 )
 from lightning_pipeoffload.runtime.cut.remote_values import (
     absent_in,
@@ -165,6 +167,14 @@ class SplitState:
             shares = self._parameters.shares_of(optimizer)
             with self._parameters.loading_state(optimizer):
                 load_optimizer_state(optimizer, state, names, own, shares)
+
+    def read_optimizers(self) -> None:
+        """Read this rank's states that are still in a file; move all to the parameters' devices."""
+        for optimizer, _ in self._parameters.named():
+            read_states(optimizer)
+            if self._pipeline.device.type != "cpu" and optimizer.state:
+                with self._parameters.loading_state(optimizer):
+                    follow_parameters(optimizer)
 
 
 def make_whole(module: nn.Module, group: PipelineGroup) -> None:

@@ -324,6 +324,7 @@ class Fit:
         split = self.split
         split.plans.estimate_memory(first, self._strategy.optimizers)
         split.parameters.leave_remote()
+        split.state.read_optimizers()
         split.parameters.reserve_host(
             split.executor.memory.settings.host, self.boundary.validation.is_on
         )

@@ -24,9 +24,7 @@ from lightning_pipeoffload.optimizers.narrowed_optimizer import (
 from lightning_pipeoffload.optimizers.optimizer_state import (
     GroupNames,
     fill_groups,
-    follow_parameters,
     name_groups,
-    read_states,
 )
 from lightning_pipeoffload.optimizers.optimizer_table import (
     may_step_by_bucket,
@@ -133,11 +131,6 @@ class OptimizedParameters:
         fill_groups(self._optimizers(), self._pipeline.module, names)
         self._refuse_lost_states()
         self.forget_remote()
-        for optimizer in self._optimizers():
-            read_states(optimizer)
-            if self._pipeline.device.type != "cpu" and optimizer.state:
-                with self.loading_state(optimizer):
-                    follow_parameters(optimizer)
 
     def early_step(self) -> EarlyStep:
         """Return the object that steps parameters as their gradients become final."""
