@@ -61,6 +61,15 @@ _OF_THE_MACHINE = ("communication", "copy_lanes")
 _OF_A_WHOLE_STEP = ("reduce", "step")
 _SYNCS = ("barrier", "post_validation")
 
+# The strategy's arguments by which costs that are given are planned; those of conf/offload besides.
+_COUNTING = ("schedule", "offload", "optimizer_sync")
+_UNSET = {"memory_limit": None, "recompute": "none"}
+_INSTEAD = {
+    "memory_limit": "set memory_limit, in the unit of costs.activation, as in memory_limit=4",
+    "recompute": "express it by a smaller costs.activation and a larger costs.backward_input",
+    **{name: f"write it as +options.{name}" for name in ("solver_seconds", "plan_cache")},
+}
+
 # The approximate number of limits in a sweep, and the largest as a multiple of the fastest plan's.
 _NUM_LIMITS, _LARGEST_LIMIT = 10, 2.0
 _ROUNDING = 1 + 1e-9
@@ -491,14 +500,7 @@ def write_costs(path: str, costs: Costs, num_ranks: int, num_stages: int) -> Non
 
 def _refuse_arguments_of_a_run(config: DictConfig) -> None:
     """Refuse arguments of the strategy that mean nothing for costs that are given."""
-    limit, recompute = config.strategy.memory_limit, config.strategy.recompute
-    if limit is not None:
-        raise ScheduleError(
-            f"strategy.memory_limit ({limit}) is for runs; here set memory_limit, in the unit of "
-            f"costs.activation, as in memory_limit=4"
-        )
-    if recompute != "none":
-        raise ScheduleError(
-            f"strategy.recompute ({recompute}) is for runs; here express it by a smaller "
-            f"costs.activation and a larger costs.backward_input"
-        )
+    for name, value in config.strategy.items():
+        if name not in _COUNTING and (name not in _UNSET or value != _UNSET[name]):
+            what = _INSTEAD.get(name, "leave it out")
+            raise ScheduleError(f"strategy.{name} ({value}) is for runs; here {what}")
