@@ -88,7 +88,6 @@ TABLE: dict[str, Row] = {
     "torch.optim.adadelta.Adadelta": _TWO,
     "torch.optim.adagrad.Adagrad": _ONE,
     "torch.optim.adam.Adam": _ADAM,  # and AdamW
-    "torch.optim.adamw.AdamW": _ADAM,
     "torch.optim.adamax.Adamax": _TWO,
     "torch.optim.asgd.ASGD": _ONE,
     "torch.optim.nadam.NAdam": _TWO,

@@ -1,5 +1,6 @@
 """Which optimizers may have a part of the parameters only, and what they keep."""
 
+import inspect
 from types import MethodType
 
 import lightning as L
@@ -11,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from transformers.optimization import Adafactor
 
 from lightning_pipeoffload.optimizers.optimizer_table import (
+    TABLE,
     measure_states,
     refuse_optimizer,
 )
@@ -67,6 +69,12 @@ def test_known_ones_step_alike_with_a_part_of_the_parameters_and_keep_what_is_sa
         tensors = [v for k, v in state if isinstance(v, torch.Tensor) and "qmap" not in k]
         kept = sum(tensor.nbytes for tensor in tensors)
         assert said[id(p)] <= kept <= said[id(p)] + SINGLE_NUMBERS
+
+
+def test_every_row_is_of_an_optimizer_that_is_run_here():
+    steps = [inspect.unwrap(kind.step) for kind, _ in WAYS]
+    run = {f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}" for step in steps}
+    assert TABLE.keys() == run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
