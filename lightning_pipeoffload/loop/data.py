@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import combinations, count, islice
 from typing import Any
@@ -270,11 +270,24 @@ def _resumed_batches(trainer: Trainer) -> Any:
     return loop.epoch_loop.batch_progress if is_cut else None
 
 
-def leave_out_seen(loader: object, num_seen: int) -> None:
+@contextmanager
+def silenced(message: str) -> Iterator[None]:
+    """Silence a warning of Lightning inside; filters that others add stay."""
+    warnings.filterwarnings("ignore", message, PossibleUserWarning)
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined] # a list
+
+
+def leave_out_seen(loader: object, num_seen: int, at_end: ExitStack) -> None:
     """Start the next iteration over a training loader after the batches that were seen.
 
     They are read and dropped, so that workers draw for the rest what they would have drawn.
-    Lightning itself starts anew, unless the loader saves its state; then this does nothing.
+    Lightning itself starts anew, unless the loader saves its state; then this does nothing. Until
+    ``at_end`` is closed its warning is silenced.
     """
     if not num_seen or not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
         return
@@ -285,7 +298,7 @@ def leave_out_seen(loader: object, num_seen: int) -> None:
         return _iterate_after(self, num_seen)
 
     loader.__class__ = subclass_like(plain, {"__iter__": iterate})
-    warnings.filterwarnings("ignore", ".*dataloader is not resumable", PossibleUserWarning)
+    at_end.enter_context(silenced(".*dataloader is not resumable"))
 
 
 def _iterate_after(loader: DataLoader[Any], num_seen: int) -> Iterator[Any]:

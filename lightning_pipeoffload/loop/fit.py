@@ -33,6 +33,7 @@ from lightning_pipeoffload.loop.data import (
     count_seen,
     epoch_to_read,
     leave_out_seen,
+    silenced,
 )
 from lightning_pipeoffload.loop.evaluation import Evaluation
 from lightning_pipeoffload.loop.exchange import Exchange
@@ -50,7 +51,6 @@ from lightning_pipeoffload.loop.lightning_patches import (
     join_loops,
     join_metrics,
     joined_precision,
-    silencing,
 )
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
@@ -194,7 +194,7 @@ class Fit:
         if group.num_ranks > 1:
             self._collected = CollectedValues(self._module, pipeline, self._connector)
         if group.num_replicas == 1:  # then there is nobody to gather from
-            self._at_end.enter_context(silencing(".*sync_dist=True.*"))
+            self._at_end.enter_context(silenced(".*sync_dist=True.*"))
         self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
         stop = self._join_ranks()
         self._evaluation = Evaluation(self.split, self._exchange, self._send_in_step)
@@ -286,7 +286,7 @@ class Fit:
         self._loaders.intercept(loader, self._trainer.training)
         self.split.cutter.note_loader(loader, self._trainer.training, self._trainer.predicting)
         if self._trainer.training:
-            leave_out_seen(loader, count_seen(self._trainer))
+            leave_out_seen(loader, count_seen(self._trainer), self._at_end)
 
     # Training
 

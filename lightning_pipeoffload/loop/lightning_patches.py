@@ -8,7 +8,6 @@ names are Lightning's own, most of them private; tests/test_private_api.py pins 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ThroughputMonitor
 from lightning.pytorch.loops.optimization.automatic import (
@@ -122,18 +120,6 @@ def joined_precision(precision: Precision, totals: GradientTotals) -> Iterator[N
             precision.__dict__.pop(name, None)
         if scaler is not None:
             scaler.__dict__.pop("_unscale_grads_", None)
-
-
-@contextmanager
-def silencing(message: str) -> Iterator[None]:
-    """Silence a warning of Lightning inside; filters that others add stay."""
-    warnings.filterwarnings("ignore", message, PossibleUserWarning)
-    added = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if added in warnings.filters:
-            warnings.filters.remove(added)  # type: ignore[attr-defined] # a list
 
 
 @contextmanager

@@ -112,6 +112,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         self._training: MinibatchTraining | None = None
         self._minibatch_size: int | None = None
         self._saved_size: int | None = None
+        self._at_end = ExitStack()
 
     @property
     def backward_of_batch(self) -> MinibatchTraining:
@@ -218,7 +219,7 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
             self._minibatch_size = size
             if num_seen := count_seen(trainer):
                 self._refuse_other_minibatches(num_seen)
-                leave_out_seen(dataloader, num_seen)
+                leave_out_seen(dataloader, num_seen, self._at_end)
         return dataloader
 
     def _refuse_other_minibatches(self, num_seen: int) -> None:
@@ -348,4 +349,5 @@ class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
         if self._run is not None:
             self._run.end()
         self._run = self._training = None
+        self._at_end.close()
         super().teardown()

@@ -2,6 +2,8 @@
 
 import os
 import random
+import warnings
+from contextlib import ExitStack
 
 import lightning as L
 import numpy as np
@@ -240,7 +242,11 @@ def test_two_loaders_of_one_dataset_have_orders_of_their_own_and_get_their_class
     loaders, one = owned(shuffled, lambda: 0)
     loaders.intercept(another := shuffled(), is_training=True)
     assert not all(torch.equal(a, b) for (a,), (b,) in zip(one, another, strict=True))
-    leave_out_seen(one, 1)
+    filters = [*warnings.filters]
+    with ExitStack() as at_end:
+        leave_out_seen(one, 1, at_end)
+        assert warnings.filters != filters
+    assert warnings.filters == filters
     loaders.release()
     assert type(one) is type(another) is DataLoader
 
