@@ -38,6 +38,7 @@ LAYERS = (
     "runtime/mesh",
     "runtime/transport",
     "runtime/host_group",
+    "runtime/sums_to_owners",
     "runtime/replicas",
     "runtime/groups",
     "runtime/pipeline",

@@ -175,8 +175,11 @@ class GradientTotals:
         return torch.stack([norms.get(i, none) for i in range(len(parameters))]).double() ** 2
 
     def _own_parameters(self, optimizer: Optimizer) -> list[Tensor]:
-        own = (p for p in self._precision.main_params(optimizer) if not isinstance(p, ShapeOnly))
+        own = filter(self._is_own, self._precision.main_params(optimizer))
         return [parameter for parameter in own if parameter.grad is not None]
+
+    def _is_own(self, parameter: Tensor) -> bool:
+        return not isinstance(parameter, ShapeOnly) and self._group.owns(parameter)
 
     def unscale(
         self,
@@ -188,9 +191,7 @@ class GradientTotals:
     ) -> dict[Any, Tensor]:
         """Unscale this rank's gradients, as the scaler does; return whether any rank overflows."""
         members = [p for g in optimizer.param_groups for p in g["params"]]
-        own: Any = SimpleNamespace(
-            param_groups=[{"params": [p for p in members if not isinstance(p, ShapeOnly)]}]
-        )
+        own: Any = SimpleNamespace(param_groups=[{"params": [*filter(self._is_own, members)]}])
         found = type(scaler)._unscale_grads_(scaler, own, inv_scale, found_inf, allow_fp16)
         self._age.change()
         # A rank whose parameters are frozen has looked at nothing.

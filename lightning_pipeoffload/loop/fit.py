@@ -241,7 +241,7 @@ class Fit:
             refuse_other_callbacks(self._trainer)
             end_hooks = EndHooks(self._trainer, self._connector.tick)
             self._at_end.callback(end_hooks.remove)
-        if self._group.num_ranks > 1:
+        if self._group.num_ranks > 1 or self._group.owner_of is not None:
             self.boundary.share_before_hooks(self._share_gradient_sizes)
 
     def _leave_connector(self) -> None:

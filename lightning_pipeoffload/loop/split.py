@@ -102,6 +102,8 @@ class Split:
             settings.optimizer_offload,
             masters,
         )
+        is_divided = settings.num_sharing(group.num_replicas) > 1
+        group.divide_gradients(self.parameters.replica_of if is_divided else None)
         seconds = self.parameters.host_step_seconds
         self.measurements = Measurements(self.executor, self.pipeline, seconds)
         self.cutter = BatchCutter(self.pipeline, settings)
@@ -254,7 +256,8 @@ class Split:
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.with_local_stages()
             gradients = self.pipeline.stage_gradients
-            self.reduction = GradientReduction(self.group.replicas, parameters, gradients)
+            replicas, owner_of = self.group.replicas, self.group.owner_of
+            self.reduction = GradientReduction(replicas, parameters, gradients, owner_of)
         self._buffers = SavedBuffers(self.group.replicas, self.pipeline.ownership)
         self.plans.begin()
         self.report.print_start(num_accumulated)
@@ -264,6 +267,7 @@ class Split:
         """Wait for the gradients' means over the replicas, where there are several."""
         if self.reduction is not None:
             self.reduction.wait()
+            self.group.end_reduction()
             self._buffers.copy_first()
 
     def leave(self) -> None:
@@ -271,6 +275,7 @@ class Split:
         self.plans.leave()
         if self.reduction is not None:
             self.reduction.abandon()
+        self.group.drop_remote_gradients()
         self.group.replicas.pending.forget()
         self.weights.forget()
         self.cutter.leave()

@@ -100,7 +100,8 @@ class StepBoundary:
     def _start_validation(self) -> None:
         may_start = _may_step_ahead(self._trainer, self._group.reports)
         if self._group.world.agree(may_start, unanimous=True):
-            self.validation.start(OptimizerSnapshot(self._trainer.optimizers[0], self._masters))
+            optimizer, owns = self._trainer.optimizers[0], self._group.owns
+            self.validation.start(OptimizerSnapshot(optimizer, self._masters, owns))
             found = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(found, unanimous=False)
 

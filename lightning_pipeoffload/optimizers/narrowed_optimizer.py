@@ -11,17 +11,19 @@ With ``optimizer_offload=True`` the host's tensors take the place of this rank's
 see :class:`~lightning_pipeoffload.optimizers.host_step.HostStep`.
 
 With ``sharding="optimizer"`` the replicas of a rank divide its step: each parameter is stepped by
-one replica, the largest first by the replica that has least, and then sent to the others::
+one replica, its owner, the largest first by the replica that has least. The owner has the mean of
+its gradient and its state, and sends the weight to the others::
 
-    mean of the gradients  [ embed ][ layer 0 ][ layer 1 ][ head ]   on every replica
-    step of replica 0      [ embed ]           [ layer 1 ]           and optimizer state
-    step of replica 1               [ layer 0 ]           [ head ]   and optimizer state
-    weights                [ embed ][ layer 0 ][ layer 1 ][ head ]   on every replica
+    gradients                  [ embed ][ layer 0 ][ layer 1 ][ head ]   of every replica's batch
+    mean, step of replica 0    [ embed ]           [ layer 1 ]           and optimizer state
+    mean, step of replica 1             [ layer 0 ]           [ head ]   and optimizer state
+    weights                    [ embed ][ layer 0 ][ layer 1 ][ head ]   on every replica
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -33,18 +35,23 @@ from lightning_pipeoffload.runtime.replicas import Bundle, Replicas, in_buckets,
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
+_NONE: Mapping[Tensor, int] = MappingProxyType({})
+
 
 class StepShares:
     """Assigns each parameter to the replica that steps it.
 
     Args:
         group: This process's groups; its counterparts are in other replicas.
+        tied: The replicas of parameters that other ranks have too, whose gradients these add up.
     """
 
-    def __init__(self, group: PipelineGroup) -> None:
+    def __init__(self, group: PipelineGroup, tied: Mapping[Tensor, int] = _NONE) -> None:
         self._group = group
-        self._owners: dict[Tensor, int] = {}
+        self._owners: dict[Tensor, int] = {**tied}
         self._loads = [0] * group.num_replicas
+        for parameter, owner in tied.items():
+            self._loads[owner] += parameter.nbytes
         self._stepping: dict[Tensor, None] = {}
 
     @property
@@ -60,13 +67,13 @@ class StepShares:
             owners = share_out([p.nbytes for p in members], self._loads)
             self._owners.update(zip(members, owners, strict=True))
 
-    def is_own(self, parameter: Tensor) -> bool:
-        """Whether this replica steps a parameter, and has its state."""
-        return self._owners.get(parameter) == self._group.replica
+    def owner_of(self, parameter: Tensor) -> int:
+        """Return the replica that steps a parameter, and has its gradient and state."""
+        return self._owners.get(parameter, self._group.replica)
 
-    def is_of_another(self, parameter: Tensor) -> bool:
-        """Whether another replica steps a parameter."""
-        return self._owners.get(parameter, self._group.replica) != self._group.replica
+    def is_own(self, parameter: Tensor) -> bool:
+        """Whether that is this replica."""
+        return self._owners.get(parameter) == self._group.replica
 
     def start_step(self) -> None:
         """Forget the parameters of the last step, which may have ended in an error."""

@@ -67,6 +67,7 @@ class OptimizedParameters:
         self._num_sharing = num_sharing
         self._is_declared = is_declared
         self._on_host, self._masters = on_host, masters
+        self._shares: StepShares | None = None
 
     @property
     def names(self) -> list[GroupNames]:
@@ -150,10 +151,13 @@ class OptimizedParameters:
         """Return the seconds of this rank's steps on the host; 0 if they run on the device."""
         return sum(n.host.seconds for n in self._narrowed if n.host is not None)
 
+    def replica_of(self, parameter: Tensor) -> int:
+        """Return the replica that steps a parameter of this rank, where they divide the step."""
+        return self._group.replica if self._shares is None else self._shares.owner_of(parameter)
+
     def is_of_another(self, parameter: Tensor) -> bool:
         """Return whether another replica steps a parameter of this rank."""
-        shares = [n.shares for n in self._narrowed if n.shares is not None]
-        return any(each.is_of_another(parameter) for each in shares)
+        return self.replica_of(parameter) != self._group.replica
 
     def _adopt(self) -> None:
         """Add to the groups the parameters that the first batch has moved to this rank."""
@@ -206,12 +210,30 @@ class OptimizedParameters:
         for optimizer in self._optimizers():
             forget_states(optimizer, lambda p: id(p) not in own)
         if self._pipeline.committed:
-            for narrowed in self._narrowed:
-                is_shared_out = self._num_sharing > 1 and narrowed.optimizer.param_groups
-                narrowed.share_out(StepShares(self._group) if is_shared_out else None)
+            self._share_out()
             if self._masters is not None:
                 parameters = self._pipeline.tensors.canonical_parameters().items()
                 self._masters.begin({n: p for n, p in parameters if not self.is_of_another(p)})
+
+    def _share_out(self) -> None:
+        """Assign all parameters of this rank to replicas, those that optimizers have first."""
+        tensors = self._pipeline.tensors
+        new = None
+        if self._num_sharing > 1:
+            new = StepShares(self._group, self._replicas_of_tied())
+        for narrowed in self._narrowed:
+            narrowed.share_out(new if narrowed.optimizer.param_groups else None)
+        before = (n.shares for n in self._narrowed if n.shares is not None)
+        self._shares = next(before, new)  # of an optimizer that has its state from another fit
+        if self._shares is not None:
+            self._shares.take_on(tensors.canonical_parameters().values())
+
+    def _replicas_of_tied(self) -> dict[Tensor, int]:
+        """Assign the parameters that several ranks have to replicas in turn, alike on all ranks."""
+        tensors = self._pipeline.tensors
+        places = {name: place for place, name in enumerate(tensors.names_on_several_ranks())}
+        own = tensors.canonical_parameters().items()
+        return {p: places[name] % self._num_sharing for name, p in own if name in places}
 
     def shares_of(self, optimizer: Optimizer) -> StepShares | None:
         """Return the parameters that each replica steps; None if each replica steps all."""

@@ -47,14 +47,20 @@ class OptimizerSnapshot:
     Args:
         optimizer: An optimizer for which :func:`has_snapshots` is true.
         masters: The masters that it steps in place of parameters; None: there are none.
+        is_stepped: Whether this process steps a parameter of the optimizer that it has.
 
     Attributes:
         optimizer: The optimizer.
         has_room: Whether the copies fit on the device; None before the first copies are made.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None = None) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: MasterWeights | None = None,
+        is_stepped: Callable[[Tensor], bool] = lambda parameter: True,
+    ) -> None:
+        self.optimizer, self._is_stepped = optimizer, is_stepped
         self._masters = masters
         self.has_room: bool | None = None
         self._weights, self._states, self._gradients = _Copies(), _Copies(), _Copies()
@@ -170,9 +176,11 @@ class OptimizerSnapshot:
                         state[name] = value
 
     def _find_room(self) -> None:
-        tensors = [p for group in self.optimizer.param_groups for p in own_members(group)]
-        copied = tensors + _tensors_of([*self.optimizer.state.values()])
-        device = tensors[0].device if tensors else _CPU
+        members = self._members()
+        device = members[0].device if members else _CPU
+        # Masters are on the host.
+        stepped = [p for p in members if self._masters is None or not is_half(p)]
+        copied = stepped + _tensors_of([*self.optimizer.state.values()])
         copied = [tensor for tensor in copied if tensor.device == device]
         there = self._weights.num_bytes(device) + self._states.num_bytes(device)
         num_bytes = sum(tensor.nbytes for tensor in copied) - there
@@ -191,8 +199,11 @@ class OptimizerSnapshot:
         self._branches = branches
 
     def _parameters_now(self) -> list[Tensor]:
-        groups = self.optimizer.param_groups
-        return [p for group in groups for p in own_members(group) if p.grad is not None]
+        return [p for p in self._members() if p.grad is not None]
+
+    def _members(self) -> list[Tensor]:
+        own = (p for group in self.optimizer.param_groups for p in own_members(group))
+        return [*filter(self._is_stepped, own)]
 
     def _gradients_now(self) -> list[Tensor]:
         return [p.grad for p in self._stepping if p.grad is not None]

@@ -21,11 +21,12 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     group = pipeline.group
     name = next((name for name, found in _known(pipeline) if found is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
-    asked = group.gather((name, has_value))
-    _check_alike([each for each, _ in asked], tensor)
-    owner = next(rank for rank, (_, has) in zip(group.global_ranks, asked, strict=True) if has)
+    ranks = group.sharing_gradients
+    asked = ranks.gather((name, has_value, group.global_rank))
+    _check_alike([each for each, *_ in asked], tensor)
+    owner = next(rank for _, has, rank in asked if has)
     with blaming_peers("lost a rank while gathering a tensor"):
-        return group.bring_to_all(tensor, owner).to(tensor.device)
+        return group.bring_to_all(tensor, owner, ranks).to(tensor.device)
 
 
 def _known(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:

@@ -10,6 +10,9 @@ in the same order::
 The order is that in which gradients became final on replica 0 in the first step. Weights that
 several stages of a rank use come last, with a gradient for each stage, so that the result has the
 same bits as if these stages were on several ranks.
+
+Where each parameter is stepped by one replica, its **owner**, only the owner gets the sum; the
+gradient is a remote one on the other replicas, until the next batch's backward.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.replicas import Bundle, Replicas, in_buckets
+from lightning_pipeoffload.runtime.shapes.remote_gradient import RemoteGradient
 from lightning_pipeoffload.runtime.step.stage_gradients import StageGradient
+from lightning_pipeoffload.runtime.sums_to_owners import SumsToOwners
 
 _Holder = Tensor | StageGradient  # of a gradient, in ``grad``
 
@@ -31,6 +36,7 @@ class GradientReduction:
     Args:
         parameters: The rank's parameters by name, each with the rank's stages that use it.
         apart: Gradients of single stages that are not in ``parameter.grad``, by name.
+        owner_of: Returns the replica that steps a parameter; None: all replicas step all.
     """
 
     def __init__(
@@ -38,8 +44,9 @@ class GradientReduction:
         replicas: Replicas,
         parameters: Mapping[str, tuple[Tensor, frozenset[int]]],
         apart: Mapping[str, StageGradient],
+        owner_of: Callable[[Tensor], int] | None = None,
     ) -> None:
-        self._replicas = replicas
+        self._replicas, self._owner_of = replicas, owner_of
         self._tensors = {name: tensor for name, (tensor, _) in parameters.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._stages = {name: stages for name, (_, stages) in parameters.items() if len(stages) < 2}
@@ -51,6 +58,7 @@ class GradientReduction:
         self._done: set[int] = set()
         self._num_started = 0
         self._wait_for_union: Callable[[], None] = _nothing
+        self._to_owners: SumsToOwners | None = None
 
     def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Record that a stage's last B has run: its gradients are final except ``coming``.
@@ -98,7 +106,18 @@ class GradientReduction:
                 f"freeze and unfreeze alike on all ranks"
             )
         tensors = {name: self._tensors[name] for name in order}
-        return [_Bucket(names, tensors, self._holders) for names in in_buckets(tensors)]
+        return [self._make_bucket(names, tensors) for names in in_buckets(tensors)]
+
+    def _make_bucket(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> _Bucket:
+        if self._owner_of is None:
+            return _Bucket(names, tensors, self._holders)
+        owners = {name: self._owner_of(tensors[name]) for name in names}
+        return _OwnedBucket(owners, tensors, self._holders, self._sums_to_owners)
+
+    def _sums_to_owners(self) -> SumsToOwners:
+        if self._to_owners is None:
+            self._to_owners = self._replicas.sums_to_owners()
+        return self._to_owners
 
     def abandon(self) -> None:
         """Discard pending sums after an error."""
@@ -107,6 +126,7 @@ class GradientReduction:
         self._begin()
 
     def _begin(self) -> None:
+        self._to_owners = None
         self._final.clear()
         self._done.clear()
         self._num_started = 0
@@ -148,7 +168,11 @@ class _Bucket:
         self._bundle = Bundle([*self._gradients()])
         flat = self._bundle.flat
         flat.div_(replicas.num)  # before they are added, so that half precision does not overflow
-        self._wait = replicas.start_sum(torch.view_as_real(flat) if flat.is_complex() else flat)
+        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+        self._wait = self._start_sum(replicas, numbers)
+
+    def _start_sum(self, replicas: Replicas, numbers: Tensor) -> Callable[[], None]:
+        return replicas.start_sum(numbers)
 
     def _gradients(self) -> Iterator[Tensor]:
         for name, holder in self._holders.items():
@@ -164,8 +188,58 @@ class _Bucket:
     def end(self) -> None:
         """Wait for the sum and copy it into the gradients."""
         self._wait()
-        self._bundle.unpack()
+        self._unpack()
         del self._bundle, self._wait
+
+    def _unpack(self) -> None:
+        self._bundle.unpack()
+
+
+class _OwnedBucket(_Bucket):
+    """Gradients whose sum reaches the replica that steps the parameter; others get a remote one.
+
+    Args:
+        owners: The names, with the replica that steps each.
+        tensors: The parameters by name.
+        holders: The gradients by name.
+        sums: Returns what sums this step's gradients.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, int],
+        tensors: Mapping[str, Tensor],
+        holders: Mapping[str, _Holder],
+        sums: Callable[[], SumsToOwners],
+    ) -> None:
+        super().__init__(sorted(owners, key=owners.__getitem__), tensors, holders)
+        self._owners, self._sums = owners, sums
+        self._remote: dict[str, RemoteGradient] = {}
+
+    def _start_sum(self, replicas: Replicas, numbers: Tensor) -> Callable[[], None]:
+        self._own = replicas.own
+        lengths = [0] * replicas.num
+        for name, holder in self._holders.items():
+            assert holder.grad is not None
+            lengths[self._owners[name]] += holder.grad.numel() * (1 + holder.grad.is_complex())
+        return self._sums().start(numbers.view(-1), lengths)
+
+    def _unpack(self) -> None:
+        owners = [self._owners[name] for name in self._holders]
+        self._bundle.unpack(lambda place: owners[place] == self._own)
+        for name, holder in self._holders.items():
+            if self._owners[name] != self._own:
+                holder.grad = self._remote_gradient(name, holder)
+
+    def _remote_gradient(self, name: str, holder: _Holder) -> RemoteGradient:
+        """Return the same object in each step, for which nothing is known yet."""
+        found, part = self._remote.get(name), holder.grad
+        assert part is not None
+        if found is None or found.dtype != part.dtype:
+            found = RemoteGradient.of_replica(part, name, self._owners[name])
+            self._remote[name] = found
+        found.know(None)
+        return found
 
 
 def _nothing() -> None:

@@ -22,6 +22,7 @@ from lightning_pipeoffload.runtime.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.mesh import ProcessGroups, RankMesh
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, as_bytes, blaming_peers
 from lightning_pipeoffload.schedule import Schedule
 
@@ -68,6 +69,9 @@ class PipelineGroup(RankMesh, HostGroup):
         self.transport = ProcessGroupTransport(self, self._edges(), device)
         self._shared: list[_Shared] = []
         self._sharing: dict[tuple[int, ...], Any] = {}
+        self._owner_of: Callable[[Tensor], int] | None = None
+        self._is_divided = False
+        self._parameters: list[Tensor] = []
 
     def _connect(self) -> None:
         self.world = World(self)  # all processes meet here
@@ -101,6 +105,43 @@ class PipelineGroup(RankMesh, HostGroup):
         downstream = {(a, b) for a, b in pairs if a != b}
         return downstream | {(b, a) for a, b in downstream}
 
+    # Gradients that one replica has for all
+
+    def divide_gradients(self, owner_of: Callable[[Tensor], int] | None) -> None:
+        """Set the replica that steps each parameter; None: all step all, and have its gradient."""
+        self._owner_of, self._is_divided = owner_of, False
+
+    @property
+    def owner_of(self) -> Callable[[Tensor], int] | None:
+        """Returns the replica that steps a parameter; None: all step all."""
+        return self._owner_of
+
+    def end_reduction(self) -> None:
+        """Record that each gradient is on one replica from now on, if they are divided.
+
+        Sums over ranks are over all replicas too then.
+        """
+        self._is_divided = self._owner_of is not None
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this replica has a parameter's gradient: all do until the reduction has ended."""
+        if not self._is_divided:
+            return True
+        assert self._owner_of is not None
+        return self._owner_of(parameter) == self.replica
+
+    @property
+    def sharing_gradients(self) -> HostGroup:
+        """The processes that have the gradients of one model: a pipeline's, or all replicas'."""
+        return self.world if self._is_divided else self
+
+    def drop_remote_gradients(self) -> None:
+        """Set gradients that other replicas have to None, before others are added to them."""
+        self._is_divided = False
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, ShapeOnly):
+                parameter.grad = None
+
     # Values of one rank for others
 
     @override
@@ -109,20 +150,20 @@ class PipelineGroup(RankMesh, HostGroup):
         by_global_rank = dict(zip(sorted(self.global_ranks), super().gather(obj), strict=True))
         return [by_global_rank[rank] for rank in self.global_ranks]
 
-    def bring_to_all(self, tensor: Tensor, source: int) -> Tensor:
+    def bring_to_all(self, tensor: Tensor, source: int, ranks: HostGroup | None = None) -> Tensor:
         """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 
         The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight
-        has its ``quant_state``.
+        has its ``quant_state``. ``ranks`` are those of the pipeline by default.
         """
-        return with_state(tensor, partial(self._bring_to_all, source))
+        return with_state(tensor, partial(self._bring_to_all, source, ranks or self))
 
-    def _bring_to_all(self, source: int, tensor: Tensor) -> Tensor:
+    def _bring_to_all(self, source: int, ranks: HostGroup, tensor: Tensor) -> Tensor:
         found = torch.empty(tensor.shape, dtype=tensor.dtype)
         if self.global_rank == source:
             found.copy_(tensor.detach())
         # As bytes: gloo does not know every dtype.
-        dist.broadcast(as_bytes(found), source, group=self.host_group)
+        dist.broadcast(as_bytes(found), source, group=ranks.host_group)
         return found
 
     def send_to_all(self, tensor: Tensor, rank: int | None) -> Tensor:
@@ -151,6 +192,7 @@ class PipelineGroup(RankMesh, HostGroup):
         """Copy shared parameters from their first owner, and common buffers from the root."""
         sharing = tensors.ranks_sharing()
         self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
+        self._parameters = [*tensors.canonical_parameters().values()]
         self._shared = []
         for name, parameter, ranks in tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
@@ -171,6 +213,8 @@ class PipelineGroup(RankMesh, HostGroup):
         with blaming_peers("lost a rank while summing tied weights' gradients"):
             for shared in self._shared:
                 parameter, group = shared.parameter, self._sharing[shared.ranks]
+                if not self.owns(parameter):  # so do this replica's other ranks
+                    continue
                 if not parameter.requires_grad or not self._has_gradient(shared, group):
                     continue
                 if parameter.grad is None:
@@ -185,21 +229,35 @@ class PipelineGroup(RankMesh, HostGroup):
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
         return bool(found)
 
+    @torch.no_grad()
     def part_shared_gradients(self) -> None:
-        """Drop each sum on all ranks but its first owner: later sums over ranks count it once."""
+        """Let the next sums over ranks and replicas count once what the last ones have summed.
+
+        Only the first owner keeps the sum over ranks. Where gradients are divided among replicas,
+        others begin anew, and the owner's part of the next mean is the whole of the last one.
+        """
         for shared in self._shared:
             if not shared.is_first:
                 shared.parameter.grad = None
+        if self._is_divided:
+            for parameter in filter(self.owns, self._parameters):
+                if parameter.requires_grad and parameter.grad is not None:
+                    parameter.grad.mul_(self.num_replicas)
+            self.drop_remote_gradients()
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank includes a parameter in sums over ranks."""
-        return all(shared.is_first for shared in self._shared if shared.parameter is parameter)
+        """Whether this rank includes a parameter in sums over ranks, and over replicas."""
+        is_first = all(each.is_first for each in self._shared if each.parameter is parameter)
+        return is_first and self.owns(parameter)
 
     # Norms
 
     def connect_boundary(self) -> None:
         """Make the group for :meth:`start_adding`; all processes call it."""
-        self._boundary_group = self.make_group("boundary", backend="gloo")
+        if self._owner_of is None:
+            self._boundary_group = self.make_group("boundary", backend="gloo")
+        else:
+            self._boundary_group = self.make_world_group("boundary of all", backend="gloo")
 
     def start_adding(self, numbers: Tensor) -> Callable[[], Tensor]:
         """Start to sum float64 numbers over all ranks, on their hosts and in place.
@@ -217,18 +275,23 @@ class PipelineGroup(RankMesh, HostGroup):
         return wait
 
     def largest(self, number: Tensor) -> Tensor:
-        """Return the largest of a number over all ranks."""
+        """Return the largest of a number over all ranks that share gradients."""
         found = number.clone()
         with blaming_peers("lost a rank while looking for infinite gradients"):
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._ranks_group)
+            self._reduce(found, dist.ReduceOp.MAX)
         return found
 
     def sum(self, own: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, on the device."""
+        """Return the sum of a tensor over all ranks that share gradients, on the device."""
         total = own.to(self.device, copy=True)
         with blaming_peers("lost a rank while computing the gradient's norm"):
-            dist.all_reduce(total, group=self._ranks_group)
+            self._reduce(total, dist.ReduceOp.SUM)
         return total
+
+    def _reduce(self, numbers: Tensor, operation: Any) -> None:
+        dist.all_reduce(numbers, operation, self._ranks_group)
+        if self._is_divided:
+            dist.all_reduce(numbers, operation, self.replicas.group)
 
 
 @torch.no_grad()

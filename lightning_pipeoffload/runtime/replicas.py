@@ -31,6 +31,7 @@ from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.sums_to_owners import SumsToOwners
 from lightning_pipeoffload.runtime.transport import as_bytes, blaming_peers
 
 _NO_MEMORY = 0
@@ -188,6 +189,10 @@ class Replicas:
         work = dist.all_reduce(tensor, group=self._sums, async_op=True)
         return _waiting(work, "summing gradients")
 
+    def sums_to_owners(self) -> SumsToOwners:
+        """Return what sums the gradients of a step on one replica each."""
+        return SumsToOwners(self._sums, self.own, self.counterparts)
+
     def start_copy(self, tensor: Tensor, source: int) -> Callable[[], None]:
         """Start to copy a contiguous tensor of replica ``source`` to all of them, in place."""
         data = as_bytes(tensor)
@@ -296,12 +301,13 @@ class Bundle:
         self.flat = torch.cat(parts) if self._is_copy else tensors[0].view(-1)
 
     @torch.no_grad()
-    def unpack(self) -> None:
-        """Copy the values of ``flat`` back into the tensors."""
+    def unpack(self, is_wanted: Callable[[int], bool] = lambda place: True) -> None:
+        """Copy the values of ``flat`` back into the tensors, or those of some places."""
         if self._is_copy:
             parts = self.flat.split([tensor.numel() for tensor in self._tensors])
-            for tensor, part in zip(self._tensors, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+            for place, (tensor, part) in enumerate(zip(self._tensors, parts, strict=True)):
+                if is_wanted(place):
+                    tensor.copy_(part.view_as(tensor))
 
 
 def in_buckets(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:

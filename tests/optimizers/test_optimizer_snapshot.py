@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.optimizers import optimizer_snapshot
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 
 NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
@@ -118,6 +119,17 @@ def test_gradients_that_a_hook_has_written_since_are_kept():
     snapshot.undo()
     assert_same([p.grad for p in parameters[:2]], before)
     assert not optimizer.state
+
+
+def test_what_other_replicas_step_has_no_copy_and_no_master():
+    parameters, masters = [p.bfloat16() for p in map(torch.detach, weights())], MasterWeights()
+    optimizer = torch.optim.AdamW(parameters)
+    snapshot = OptimizerSnapshot(optimizer, masters, lambda p: p is not parameters[0])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    snapshot.take()
+    assert [*map(masters.has, parameters)] == [False, True, True]
+    assert [p in {*snapshot.changed()} for p in parameters] == [False, True, True]
 
 
 def test_gradients_are_let_go_when_the_step_is_known_to_be_right():

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from lightning_pipeoffload.lightning_names import PACKAGES
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
+from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize, RemoteGradient
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
@@ -198,16 +198,20 @@ class EndHooks(_Wrapped):
 def share_gradient_sizes(pipeline: Pipeline) -> None:
     """Exchange norm and largest element of each gradient, and whether there is one.
 
-    One message of three numbers for each parameter of the model. All ranks call it.
+    One message of three numbers for each parameter of the model. All ranks that share gradients
+    call it: those of a pipeline, or of all replicas where each has some of them.
     """
     group, parameters = pipeline.group, list(pipeline.module.parameters())
     table = _measure([_counted_gradient(parameter, group) for parameter in parameters])
     with blaming_peers("lost a rank while comparing gradients"):
-        dist.all_reduce(table, group=group.host_group)
+        dist.all_reduce(table, group=group.sharing_gradients.host_group)
     for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
+        known = KnownSize(norm, largest) if kind == _MEASURED else None
         if isinstance(parameter, RemoteTensor):
-            known = KnownSize(norm, largest) if kind == _MEASURED else None
             parameter.know_gradient(kind != _ABSENT, known)
+        elif isinstance(parameter.grad, RemoteGradient):
+            parameter.grad.know(known)
+            pipeline.gradient_age.sizes += [] if known is None else [known]
 
 
 def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:

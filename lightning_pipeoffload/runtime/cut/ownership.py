@@ -230,6 +230,12 @@ class NamedTensors:
         found = [(name, tensor, self._ranks_of(name)) for name, tensor in own]
         return [entry for entry in found if len(entry[2]) > 1]
 
+    def names_on_several_ranks(self) -> list[str]:
+        """List the first names of the parameters that several ranks own, alike on every rank."""
+        names = [aliases[0] for aliases in self.parameter_names()]
+        owned = [name for name in names if name in self.ownership.owners]
+        return [name for name in owned if len(self._ranks_of(name)) > 1]
+
     def ranks_sharing(self) -> list[tuple[int, ...]]:
         """List every set of ranks that share a parameter, in the same order on every rank."""
         found = {self._ranks_of(name) for name in self.ownership.owners if name in self.trainable}

@@ -121,8 +121,26 @@ class RemoteGradient(ShapeOnly):
         """Make the gradient of ``parameter``; ``size`` is None if it is unknown."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         made = cls(parameter.meta, parameter.device, origins)
-        made.derived = Derived(size) if size is not None else None
+        made.know(size)
         return made
+
+    @classmethod
+    def of_replica(cls, gradient: Tensor, name: str, replica: int) -> RemoteGradient:
+        """Make the gradient of parameter ``name``, which another replica has; its size is unknown.
+
+        Args:
+            gradient: This replica's part, before it was summed.
+            name: The parameter's.
+            replica: The replica that has the sum.
+        """
+        origin = f"{GRADIENT_OF}{name} (of replica {replica})"
+        made = cls.like(gradient, origin)
+        assert isinstance(made, cls)
+        return made
+
+    def know(self, size: KnownSize | None) -> None:
+        """Set the gradient's size; None: it is unknown."""
+        self.derived = None if size is None else Derived(size)
 
     @override
     def written_from(self, origins: frozenset[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -38,15 +38,19 @@ class GradientAge:
     Attributes:
         num_changes: The number of backwards, clippings and calls that set gradients to zero.
         are_none: Whether the last change set all gradients to None.
+        sizes: Sizes that are known until the next change, of gradients that another replica has.
     """
 
     num_changes: int = 0
     are_none: bool = True
+    sizes: list[KnownSize] = field(default_factory=list)
 
     def change(self, are_none: bool = False) -> None:
         """Invalidate the known sizes of all gradients."""
         self.num_changes += 1
         self.are_none = are_none
+        while self.sizes:
+            self.sizes.pop().is_current = False
 
 
 class RemoteTensor(ShapeOnly):
