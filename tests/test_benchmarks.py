@@ -16,6 +16,7 @@ from examples.benchmarks import (
     offload_emulated,
     offload_gpu,
     packed_rows,
+    replica_bytes,
 )
 from examples.benchmarks.auto_wall import HEADER, settings
 from examples.benchmarks.offload_gpu import Size, Variant, measure
@@ -70,6 +71,13 @@ def test_slow_copies_keep_the_plans_peaks(on_cpu, capsys):
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0] for row in rows] == ["none", "half", "half", "full", "full"]
     assert all(row[5] == row[6] for row in rows)
+
+
+@pytest.mark.slow
+def test_replicas_that_share_out_the_optimizer_send_no_more_than_they_have_to(capsys):
+    assert replica_bytes.main(["--replicas", "2", "--width", "256"]) == 0
+    kept = [line.split("|")[3] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert float(kept[2]) == pytest.approx(float(kept[1]) / 2, rel=0.05)
 
 
 SLEEPING = ["--p", "2", "--m", "4", "--milliseconds", "1"]
