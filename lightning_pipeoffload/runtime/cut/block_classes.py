@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,19 @@ _DEPTH = 3  # of containers and objects in an attribute
 _PLAIN = (bool, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 _SLOTS = ("_parameters", "_buffers", "_modules")
+
+
+class SegmentState(NamedTuple):
+    """The work of a segment until some point of it."""
+
+    form: Any  # sha256, as others
+    others: Any
+    sizes: int
+    factor: int
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        return self.form.digest(), self.others.digest(), self.sizes, self.factor
 
 
 class SegmentWork:
@@ -60,6 +73,16 @@ class SegmentWork:
     def by_chance(self) -> set[int]:
         """Segments that draw random numbers and read values: they may decide what runs."""
         return self.draws & self._reads
+
+    def state(self, segment: int) -> SegmentState:
+        """Return the work of a segment so far."""
+        hashes = self._forms[segment].copy(), self._others[segment].copy()
+        return SegmentState(*hashes, self._sizes[segment], self._factors[segment])
+
+    def put(self, segment: int, state: SegmentState) -> None:
+        """Replace the work of a segment by another one's."""
+        self._forms[segment], self._others[segment] = state.form.copy(), state.others.copy()
+        self._sizes[segment], self._factors[segment] = state.sizes, state.factor
 
     def add(self, segment: int, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
         """Add an operation."""
@@ -118,12 +141,17 @@ def _describe_kind(tensor: Tensor) -> tuple[Any, ...]:
     return str(tensor.dtype), tensor.device.type, tensor.requires_grad
 
 
-def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
-    """Return the class of each block of the chain; classes are counted from 0 as they come."""
+def find_classes(chain: BlockChain, record: StepRecord, with_end: bool = True) -> list[int]:
+    """Return the class of each block of the chain; classes are counted from 0 as they come.
+
+    ``with_end``: what follows the last block belongs to its work, as on its stage.
+    """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     makes = _makes_of(chain)
     for index, make in enumerate(makes):
-        alike[_work_of(index, chain, record), make.form].append(index)
+        is_with_end = with_end and index == len(chain) - 1
+        segments = {index, index + 1} if is_with_end else {index}
+        alike[_work_of(index, segments, record), make.form].append(index)
     classes: dict[Any, int] = {}
     found = [0] * len(chain)
     for key, members in sorted(alike.items(), key=lambda item: item[1]):
@@ -140,6 +168,31 @@ def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutpu
     return _repeated(chain, record, find_classes(chain, record))
 
 
+def find_firsts(chain: BlockChain, record: StepRecord) -> dict[int, int]:
+    """Map blocks to the first one of their class, which stands for them in a trace.
+
+    Neither they nor the code before them use other weights than their own, or write buffers.
+    """
+    classes = find_classes(chain, record, with_end=False)
+    written = {id(part) for part, _ in record.written_in_place}
+    repeated = _repeated(chain, record, classes).keys() - _with_other_weights(chain, record)
+    return {
+        index: classes.index(classes[index])
+        for index in sorted(repeated)
+        if not record.weight_writes and written.isdisjoint(map(id, chain.blocks[index].modules()))
+    }
+
+
+def _with_other_weights(chain: BlockChain, record: StepRecord) -> set[int]:
+    """Return the segments in which other weights are used than their blocks'."""
+    return {
+        segment
+        for name, segments in record.segments.items()
+        for segment in segments
+        if segment != chain.index_of(name)
+    }
+
+
 def find_alike_saving(
     chain: BlockChain, record: StepRecord, stages: Iterable[range]
 ) -> dict[int, int]:
@@ -150,13 +203,7 @@ def find_alike_saving(
     used than its own.
     """
     classes = find_classes(chain, record)
-    with_others = {
-        segment
-        for name, segments in record.segments.items()
-        for segment in segments
-        if segment != chain.index_of(name)
-    }
-    repeated = _repeated(chain, record, classes).keys() - with_others
+    repeated = _repeated(chain, record, classes).keys() - _with_other_weights(chain, record)
     found: dict[int, int] = {}
     for blocks in stages:
         for index in blocks[2:]:
@@ -188,9 +235,7 @@ def describe_blocks(chain: BlockChain) -> str:
     return sha256(repr(makes).encode()).hexdigest()
 
 
-def _work_of(index: int, chain: BlockChain, record: StepRecord) -> Any:
-    last = len(chain) - 1
-    segments = {index, index + 1} if index == last else {index}
+def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
     is_alone = bool(segments & (record.imagined.keys() | record.by_chance))
     if is_alone or record.draws_beside_torch:
         return index
@@ -200,13 +245,18 @@ def _work_of(index: int, chain: BlockChain, record: StepRecord) -> Any:
 def _telling(members: Sequence[int], makes: Sequence[_Make]) -> Iterator[tuple[int, ...]]:
     """Yield the numbers in each member's attributes without those that count the blocks."""
     columns = zip(*(makes[index].numbers for index in members), strict=True)
-    telling = [
-        column
-        for column in columns
-        if len({n - index for n, index in zip(column, members, strict=True)}) > 1
-    ]
+    telling = [column for column in columns if not _counts(column, members)]
     for place in range(len(members)):
         yield tuple(column[place] for column in telling)
+
+
+def _counts(numbers: Sequence[int], members: Sequence[int]) -> bool:
+    """Whether numbers count the blocks, or those of one kind, as where two kinds alternate."""
+    places = range(len(members))
+    return any(
+        len({number - index for number, index in zip(numbers, counted, strict=True)}) == 1
+        for counted in (members, places)
+    )
 
 
 def _makes_of(chain: BlockChain) -> list[_Make]:

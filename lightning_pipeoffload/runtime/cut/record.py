@@ -182,6 +182,7 @@ class StepRecord:
     """Numbers of samples for which the step's result has a row for each; None: it is None."""
 
     is_derived: bool = False  # see derived_records
+    is_short: bool = False  # see alike_blocks
     is_known: bool = False  # the pipeline has been cut for it
     has_run: bool = False  # a batch with such a microbatch was cut to run
 
@@ -217,7 +218,7 @@ class StepRecord:
     @property
     def derivation(self) -> str:
         """How an error goes on if the record may be at fault."""
-        return _DERIVED if self.is_derived else ""
+        return _DERIVED if self.is_derived or self.is_short else ""
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -270,7 +271,7 @@ _SIZED = (
 )
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
-    *("is_derived", "is_known", "has_run"),
+    *("is_derived", "is_short", "is_known", "has_run"),
     "pairs",  # of samples, which are as many at any length
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
 from lightning_pipeoffload.runtime.contexts import without_collection
+from lightning_pipeoffload.runtime.cut.alike_blocks import AlikeBlocks
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
@@ -105,6 +107,7 @@ class StepTrace:
 
     Attributes:
         outputs: The outputs of blocks that do not run.
+        alike: Which blocks one of their class stands for; None: all run.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class StepTrace:
     ) -> None:
         self._module = module
         self.outputs: Mapping[int, BlockOutput] = {}
+        self.alike: AlikeBlocks | None = None
         self.chain = chain
         self._imagined, self._behind = imagined, behind
         self.observes = observes
@@ -264,7 +268,9 @@ class StepTrace:
             StageExit: The step is left at this block.
         """
         arguments: Any = args, kwargs
-        self._before_block.append((len(self._sizes.found), shape_signature(arguments)))
+        may_be_last = index in (self._until, self._sizes.last, self._sizes.last_flag)
+        shapes = shape_signature(arguments) if may_be_last else None
+        self._before_block.append((len(self._sizes.found), shapes))
         if index == self._until:
             raise StageExit([])
         self._checks.check(index, self.segment)
@@ -284,9 +290,13 @@ class StepTrace:
         return self._values.leave_block(index, arguments, output)
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
+        run = partial(self.chain.plain_call(index), *args, **kwargs)
+        if self.alike is not None:
+            given = (args, kwargs), run, self.record, self.work, self._values.use
+            return self.alike.call(index, *given)
         output = self.outputs.get(index)
         if output is None:
-            return self.chain.plain_call(index)(*args, **kwargs)
+            return run()
         known = self._device, self.chain.output_origins(index)
         metas = zip(output.metas, output.payload, strict=True)
         return output.fill([ShapeOnly(meta, *known, spec.requires_grad) for meta, spec in metas])

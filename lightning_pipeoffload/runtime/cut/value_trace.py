@@ -165,7 +165,7 @@ class ValueTrace(CallCounter):
         tensors = list(_with_source(args))
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         for tensor in tensors:
-            self._use(tensor)
+            self.use(tensor)
             if not is_view:
                 self._check_memory(tensor)
         for leaf in shape_only_leaves(result):
@@ -190,7 +190,7 @@ class ValueTrace(CallCounter):
                 return leaf
             if id(leaf) in self._aliased:  # in a list that is in the arguments twice
                 return leaf
-            self._use(leaf)
+            self.use(leaf)
             inner = _Alias.apply(leaf, None, None)
             inner.is_weight = getattr(leaf, "is_weight", False)
             _set_source(inner, leaf.source, index, leaf.lineage[1:])  # type: ignore[attr-defined]
@@ -240,7 +240,7 @@ class ValueTrace(CallCounter):
     def lead_back(self, loss: Tensor) -> BackwardReach:
         """Record the values that get a gradient from the loss."""
         for leaf in _with_source(loss):
-            self._use(leaf)
+            self.use(leaf)
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._crossings.items():
@@ -268,7 +268,8 @@ class ValueTrace(CallCounter):
             if leaf.source.trains_from is None and leaf.requires_grad:
                 leaf.source.trains_from = self.segment
 
-    def _use(self, tensor: Any) -> None:
+    def use(self, tensor: Any) -> None:
+        """Record that the running segment uses a value."""
         if tensor.block is not None and tensor.block < self.segment:
             self._record.opened.add(tensor.block)
         if tensor.source.segment < self.segment:

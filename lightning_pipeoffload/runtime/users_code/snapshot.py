@@ -37,6 +37,7 @@ _NOT_COLLECTIONS = (nn.Module, Tensor, Optimizer, type, FunctionType, MethodType
 _CONTAINERS = (list, set, deque)
 _PLAIN_CONTAINERS = {list, dict, tuple, set, deque}
 _WALKED_EMPTY = {*_PLAIN_CONTAINERS, OrderedDict}
+_REFILLED_EMPTY = _WALKED_EMPTY - {tuple}
 _VALUES = (dict.values, OrderedDict.values)
 _WRITTEN = (Tensor, np.ndarray)
 _PLAIN = {int, float, bool, str, type(None), FunctionType, MethodType}
@@ -393,7 +394,12 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
     # One walk for each value, and no line of Python for each number in it: it may be large.
     with without_collection():
         several = {id(value): value for *_, value in values if type(value) not in _PLAIN}
-        insides = {key: (each, [*_walk(each, set(), _DEPTH)]) for key, each in several.items()}
+        empty = {k: v for k, v in several.items() if type(v) in _REFILLED_EMPTY and not v}
+        insides = {
+            key: (each, [*_walk(each, set(), _DEPTH)])
+            for key, each in several.items()
+            if key not in empty
+        }
         contents = _contents(walked for _, walked in insides.values())
     objects = {id(v): v for inside in insides.values() for v in _written_in(*inside)}
     tensors = TensorValues(value for value in objects.values() if type(value) is Tensor)
@@ -407,6 +413,7 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
         yield written
     finally:
         refilled = [each for each in contents if not _has_same_entries(*each)]
+        refilled += [(container, ()) for container in empty.values() if container]
         changed = {*(id(c) for c, _ in refilled), *map(id, tensors.put_back_written())}
         for array, copied in arrays:
             if array.tobytes() != copied.tobytes():
@@ -414,6 +421,7 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
                 array[...] = copied
         if changed:
             found = {k for k, each in insides.items() if changed & {*map(id, _objects_in(*each))}}
+            found |= changed & empty.keys()
             written.update(
                 Attribute(part, name) for part, name, value in values if id(value) in found
             )

@@ -1,5 +1,7 @@
 """Records of new lengths are derived from traced ones, where these show how they depend on them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -135,6 +137,36 @@ def test_lengths_between_traced_ones_are_derived_and_exact(name, pipeline):
     others = found.ranks[0].records.known
     for key, record in traced.ranks[0].records.known.items():
         assert sizes_of(others[key]) == sizes_of(record)
+
+
+def traced(module, parts, **options):
+    """Return the records of parts, as each comes."""
+    (rank,) = InProcessPipeline(module, build("1f1b", 1, 2), call_step, **options).ranks
+    rank.cut_batch(parts[0], len(parts[0]["x"]), partial(run, rank.module), "train", 0)
+    return [rank.records.find("train", part, partial(run, rank.module)) for part in parts]
+
+
+def run(module, part, call):
+    return call_step(module, part)
+
+
+def found_in(record):
+    used = {name: segments for name, segments in record.segments.items() if segments}
+    work = record.forward_flops, record.input_flops, record.weight_flops
+    values = record.weight_uses, record.trained, record.opened, record.result_counts
+    return *sizes_of(record), record.work, work, used, values
+
+
+@pytest.mark.parametrize("name", ["carried", "window", "masked", "two lengths"])
+def test_a_block_stands_for_its_class_at_further_shapes(name):
+    step, cut, given, _ = STEPS[name]
+    module = module_of(step, cut) if cut else module_of(step)
+    batches = [batch_of(*each) for each in given]
+    parts = [{k: v[:size] for k, v in batch.items()} for batch in batches for size in (2, 4)]
+    expected = traced(module, parts, derive_lengths=False)
+    found = traced(module, parts)
+    assert [*map(found_in, found)] == [*map(found_in, expected)]
+    assert any(record.is_short for record in found)
 
 
 def special(module, batch):

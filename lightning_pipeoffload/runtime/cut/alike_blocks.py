@@ -1,0 +1,210 @@
+"""Traces of further shapes, in which one block of each class runs, and stands for its class.
+
+A trace takes as long as its blocks, and most blocks of a model are alike. Which ones follows from a
+step of the same kind that was traced with all blocks, as :mod:`.block_classes` has it. In the new
+trace a block is skipped if all that its segment does before it, and its arguments, are as in the
+segment of the first one of its class. What the record lacks then, such as which segments use the
+weights of a skipped block, is that of the whole trace, with which all else has to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.block_classes import SegmentState, SegmentWork, find_firsts
+from lightning_pipeoffload.runtime.cut.crossings import Crossing
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.direct_function import DirectFunction
+from lightning_pipeoffload.runtime.leaves import leaves_of, map_output, output_tensors
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+_FLOPS = "forward_flops", "input_flops", "weight_flops"
+
+
+class _Inputs(NamedTuple):
+    """The arguments behind a tensor that a block returns, by their places."""
+
+    is_one_of_them: bool
+    places: list[int]  # to which it leads back
+
+
+@dataclass
+class _Done:
+    """What the first block of a class has done."""
+
+    before: Any  # the work of its segment until then
+    work: SegmentState
+    flops: list[int]
+    training_flops: int  # of the block alone
+    output: Any
+    inputs: list[_Inputs]  # of each of its tensors
+
+
+class AlikeBlocks:
+    """The blocks of one trace that need not run.
+
+    Args:
+        chain: The blocks.
+        whole: The record of another shape, traced with all blocks.
+
+    Attributes:
+        skipped: The blocks that did not run.
+    """
+
+    def __init__(self, chain: BlockChain, whole: StepRecord) -> None:
+        self._chain = chain
+        self._whole, self._firsts = whole, find_firsts(chain, whole)
+        self._stand_for_others = {*self._firsts.values()}
+        self._done: dict[int, _Done] = {}
+        self.skipped: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._firsts)
+
+    def call(
+        self,
+        index: int,
+        arguments: Any,
+        run: Callable[[], Any],
+        record: StepRecord,
+        work: SegmentWork,
+        use: Callable[[Tensor], None],
+    ) -> Any:
+        """Return a block's output: of a run, or as that of the first of its class.
+
+        Args:
+            index: The block.
+            arguments: Its arguments.
+            run: Calls it.
+            record: The trace's record.
+            work: The segments' work.
+            use: Records that a segment uses a value.
+        """
+        flops = [getattr(record, name) for name in _FLOPS]
+        before = work.state(index).digest, [each[index] for each in flops]
+        done = self._done.get(self._firsts.get(index, index))
+        if done is not None and done.before == before:
+            self.skipped.add(index)
+            work.put(index, done.work)
+            for each, found in zip(flops, done.flops, strict=True):
+                each[index] = found
+            record.training_flops += done.training_flops
+            return self._make_output(index, [*leaves_of(arguments)], done, use)
+        training_flops = record.training_flops
+        output = run()
+        made = output_tensors(output)
+        if index in self._stand_for_others and all(isinstance(x, ShapeOnly) for x in made):
+            self._done[index] = _Done(
+                *(before, work.state(index), [each[index] for each in flops]),
+                *(record.training_flops - training_flops, output),
+                _inputs_behind(made, [*leaves_of(arguments)]),
+            )
+        return output
+
+    def _make_output(
+        self, index: int, given: list[Any], done: _Done, use: Callable[[Tensor], None]
+    ) -> Any:
+        origins, inputs = self._chain.output_origins(index), iter(done.inputs)
+
+        def alike(leaf: Any) -> Any:
+            if not isinstance(leaf, ShapeOnly):
+                return leaf
+            is_one_of_them, places = next(inputs)
+            tensors = [given[place] for place in places]
+            if is_one_of_them:
+                return tensors[0]
+            for tensor in tensors:
+                use(tensor)
+            made = ShapeOnly(leaf.meta, leaf.device, origins, leaf.requires_grad and not tensors)
+            return _LeadBack.apply(made, *tensors) if tensors else made
+
+        return map_output(alike, done.output)
+
+    def complete(self, record: StepRecord, whole: StepRecord) -> StepRecord | None:
+        """Return the record of all blocks; None if it differs from that of the whole trace.
+
+        Args:
+            record: The record of this trace.
+            whole: That of a step with the same booleans of the batch.
+        """
+        skipped = self.skipped
+        if whole is not self._whole and not skipped <= find_firsts(self._chain, whole).keys():
+            return None
+        for name, segments in whole.segments.items():
+            record.segments[name] |= segments & skipped
+        for name, found in whole.weight_uses.items():
+            uses = {use for use in found if use[0] in skipped}
+            if uses:
+                record.weight_uses[name] = record.weight_uses.get(name, set()) | uses
+                if record.trained is not None:
+                    record.trained.add(name)
+        for block in skipped & whole.recompute_obstacles.keys():
+            record.recompute_obstacles[block] = whole.recompute_obstacles[block]
+        if record.structure != whole.structure or not _cross_alike(record, whole):
+            return None
+        completed = whole.with_sized(record.sized)
+        completed.is_derived, completed.is_short, completed.pairs = False, True, record.pairs
+        return completed
+
+
+def _cross_alike(record: StepRecord, whole: StepRecord) -> bool:
+    """Whether the same values cross from segment to segment, whatever their shapes."""
+    if [*map(_without_shape, record.crossings)] != [*map(_without_shape, whole.crossings)]:
+        return False
+    return all(
+        [(spec.dtype, spec.requires_grad, spec.gets_gradient) for spec in mine.payload]
+        == [(spec.dtype, spec.requires_grad, spec.gets_gradient) for spec in other.payload]
+        and (mine.treespec, mine.is_template) == (other.treespec, other.is_template)
+        for mine, other in zip(record.outputs, whole.outputs, strict=True)
+    )
+
+
+def _without_shape(crossing: Crossing) -> Crossing:
+    return replace(crossing, shape=torch.Size(), stride=None)
+
+
+def _inputs_behind(made: Sequence[Tensor], given: Sequence[Any]) -> list[_Inputs]:
+    by_id = {id(leaf): place for place, leaf in enumerate(given)}
+    places = {
+        (leaf.grad_fn, leaf.output_nr): place
+        for place, leaf in enumerate(given)
+        if isinstance(leaf, ShapeOnly) and leaf.grad_fn is not None
+    }
+    return [
+        _Inputs(True, [by_id[id(tensor)]])
+        if id(tensor) in by_id
+        else _Inputs(False, _find_behind(tensor, places))
+        for tensor in made
+    ]
+
+
+def _find_behind(tensor: Tensor, places: Mapping[Any, int]) -> list[int]:
+    waiting = [(tensor.grad_fn, tensor.output_nr)]
+    seen, found = {*waiting}, set()
+    while waiting:
+        edge = waiting.pop()
+        if edge in places:
+            found.add(places[edge])
+        elif edge[0] is not None:
+            more = set(edge[0].next_functions) - seen
+            seen |= more
+            waiting += more
+    return sorted(found)
+
+
+class _LeadBack(DirectFunction):
+    """Makes a tensor lead back to others, as the output of a block that has not run."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShapeOnly, *given: Tensor) -> ShapeOnly:
+        return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("a trace runs no backward through a block that it skips")
