@@ -28,7 +28,6 @@ from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.loop.backward import BatchBackward
 from lightning_pipeoffload.loop.fit import Fit
-from lightning_pipeoffload.loop.lightning_patches import LaterSteps
 from lightning_pipeoffload.loop.run_checks import check_run, explaining_optimizers
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
@@ -53,7 +52,7 @@ class _Described(NamedTuple):
     report: dict[str, Any]
 
 
-class PipeOffloadStrategy(LaterSteps, CheckpointHooks):
+class PipeOffloadStrategy(CheckpointHooks):
     """Trains an unchanged LightningModule over the stages of a pipeline.
 
     The module is cut at the entries of its ModuleLists or Sequentials. Each rank runs the module's

@@ -22,7 +22,6 @@ from lightning.pytorch.loops.optimization.automatic import (
     _AutomaticOptimization,  # private: it decides what follows the training step
 )
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
@@ -164,22 +163,6 @@ def answer_requeue(
     connector._slurm_sigusr_handler_fn = note_signal  # type: ignore[method-assign, assignment]
     save: Any = partial(type(connector)._slurm_sigusr_handler_fn, connector)
     return lambda signum: save(signum, None)
-
-
-class LaterSteps(ParallelStrategy):
-    """Knows on which batches Lightning only accumulates gradients."""
-
-    _steps_later = False
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning trains in here on every batch after which it does not step."""
-        self._steps_later = True
-        try:
-            yield
-        finally:
-            self._steps_later = False
 
 
 class BackwardInStep(_AutomaticOptimization):

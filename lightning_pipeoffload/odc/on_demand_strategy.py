@@ -37,7 +37,6 @@ from lightning_pipeoffload.loop.data import (
 )
 from lightning_pipeoffload.loop.lightning_patches import (
     BackwardInStep,
-    LaterSteps,
     leave_group_samplers,
     stop_without_waiting,
 )
@@ -63,7 +62,7 @@ from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 _SIZE_KEY = "on_demand_minibatch_size"
 
 
-class OnDemandStrategy(LaterSteps, WholeCheckpoints, OnDemandProcesses):
+class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
     """Trains an unchanged LightningModule on texts of uneven length, without waits between layers.
 
     FSDP2 shards the module. A rank reads weights from their owners when it needs them, and adds

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +40,7 @@ class JointStrategy(ParallelStrategy):
 
     num_nodes = 1
     _timeout: timedelta | None = default_pg_timeout
+    _steps_later = False  # whether the optimizer steps after a later batch
     _has_failed = False
     _exception_hooks: Sequence[WrappedHook] = ()
     _warns = False
@@ -94,6 +96,16 @@ class JointStrategy(ParallelStrategy):
         self._refuse_alone("reduce_boolean_decision")
         world = self.processes.world
         return decision if world is None else world.agree(decision, all)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning trains in here on every batch after which it does not step."""
+        self._steps_later = True
+        try:
+            yield
+        finally:
+            self._steps_later = False
 
     # Start
 
