@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.batch_structure import BatchParts, BatchStructure
-from lightning_pipeoffload.runtime.compiled.block_compiler import BlockCompiler, warn_once
+from lightning_pipeoffload.runtime.compiled.block_compiler import (
+    BlockCompiler,
+    install_split,
+    remove_split,
+    warn_once,
+)
 from lightning_pipeoffload.runtime.cut.block_chain import (
     BlockChain,
     chain_of_calls,
@@ -434,6 +439,7 @@ class Pipeline:
         self.chain.intercept()
         if self.stages:
             self.ownership.move()
+        install_split()
         weight_grad_kernels.install_kernels(self.device.type)
         install_replay()
         install_draws()
@@ -447,6 +453,7 @@ class Pipeline:
             self._absent = AbsentValues(self.module, self._unsaved)
         _attached.discard(self)
         if not _attached:
+            remove_split()
             weight_grad_kernels.remove_kernels()
             remove_replay()
             remove_draws()

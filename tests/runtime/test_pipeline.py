@@ -91,13 +91,18 @@ def test_another_cut_goes_by_the_records_that_there_are():
     pipeline.detach()
 
 
+def now_in_torch():
+    checkpoint = torch.utils.checkpoint.CheckpointFunction.forward
+    return nn.init._no_grad_trunc_normal_, checkpoint, torch._TorchCompileWrapper.__call__
+
+
 def test_what_two_pipelines_replace_in_torch_stays_until_both_are_detached():
     pipelines = [Pipeline(Regression(linear_blocks(2)), 0, CutSettings((0,)), CPU) for _ in "ab"]
-    replaced = nn.init._no_grad_trunc_normal_, torch.utils.checkpoint.CheckpointFunction.forward
+    replaced = now_in_torch()
     pipelines[1].detach()
-    found = nn.init._no_grad_trunc_normal_, torch.utils.checkpoint.CheckpointFunction.forward
-    assert found == replaced
+    assert now_in_torch() == replaced
     pipelines[0].detach()
+    assert not {*now_in_torch()} & {*replaced}
 
 
 def test_a_detached_module_is_plain_again():

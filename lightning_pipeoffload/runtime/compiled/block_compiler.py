@@ -146,8 +146,7 @@ class BlockCompiler:
         self._blocks = [] if compile is False else [b for b in blocks if compiled_call(b) is None]
 
     def compile(self) -> None:
-        """Compile the blocks at their first calls, and split regions."""
-        install_split()
+        """Compile the blocks at their first calls."""
         for block in self._blocks:
             if compiled_call(block) is None:
                 block.compile(**self._arguments)
@@ -169,8 +168,7 @@ class BlockCompiler:
             warn_once(f"{UNCOMPILED}{error}".partition("\n")[0])
 
     def leave(self) -> None:
-        """Undo the compilation, and restore torch's own functions."""
-        remove_split()
+        """Undo the compilation."""
         for block in self._blocks:
             block._compiled_call_impl = None  # private: nothing public takes compile() back
 
