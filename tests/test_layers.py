@@ -47,7 +47,6 @@ LAYERS = (
     "runtime/executor",
     "runtime/in_process",
     "runtime/measure",
-    "runtime/rehearsal",
     "planning",
     "optimizers",
     "processes",

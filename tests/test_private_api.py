@@ -203,6 +203,8 @@ def is_own_object(node):
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
+# A name of theirs may be the package's own too.
+OFTEN_USED = torch, torch.Tensor, nn.Module(), dist.distributed_c10d, OPTIMIZER, TRAINER
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")
 
 
@@ -213,8 +215,10 @@ def private_uses():
         here, imported = defined_in(file), imported_in(file)
         for node in file:
             if isinstance(node, ast.Attribute) and is_private(node.attr):
-                own = everywhere if is_own_object(node.value) else here
-                if node.attr not in own or root_of(node.value) in imported:
+                is_own = is_own_object(node.value)
+                is_defined = node.attr in (everywhere if is_own else here)
+                is_theirs = not is_own and any(hasattr(each, node.attr) for each in OFTEN_USED)
+                if is_theirs or not is_defined or root_of(node.value) in imported:
                     yield node.attr
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in BY_NAME:
                 name = getattr(node.args[1], "value", "")

@@ -23,6 +23,7 @@ from torch import Tensor
 from examples.benchmarks.harness import FEATURES, EmulatedBlock
 from examples.benchmarks.late_lane import LateLane
 from lightning_pipeoffload import defer_weight_grad
+from lightning_pipeoffload.cli.rehearsal import AbsentNeighbours
 from lightning_pipeoffload.runtime.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
@@ -30,7 +31,6 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.rehearsal import AbsentNeighbours
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 
+from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
@@ -47,7 +48,6 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMem
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.rehearsal import Rehearsal
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,

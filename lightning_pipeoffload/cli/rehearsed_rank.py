@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.cli.given_plan import write_costs
 from lightning_pipeoffload.cli.model_probe import SEED, ModelProbe
 from lightning_pipeoffload.cli.plan_output import print_json
+from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
@@ -32,7 +33,6 @@ from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.rehearsal import Rehearsal
 from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts

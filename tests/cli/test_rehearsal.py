@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_pipeoffload.runtime.rehearsal import waits_of
+from lightning_pipeoffload.cli.rehearsal import waits_of
 from lightning_pipeoffload.schedule import Costs, build, expected_during, lower, simulate
 from lightning_pipeoffload.schedule.messages import recv_before
 

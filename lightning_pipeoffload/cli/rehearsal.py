@@ -200,8 +200,8 @@ def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
     delays: Delays = {}
     for receive in (action for action in plan[rank] if action.kind in RECVS):
         cause = _cause(receive, sends)
-        since = ends[_computed(cause, ends)] if cause else 0.0
-        delays[receive] = cause, ends[_computed(send_of(receive), ends)] - since
+        since = ends[_computation_of(cause, ends)] if cause else 0.0
+        delays[receive] = cause, ends[_computation_of(send_of(receive), ends)] - since
     return delays
 
 
@@ -221,7 +221,7 @@ def waits_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, float]:
         if receive is not None:
             source = plan.rank_of(send_of(receive).stage)
             since = max(posted[receive], taken.get(source, 0.0))
-            waits[receive] = ends[_computed(send_of(receive), ends)] - since
+            waits[receive] = ends[_computation_of(send_of(receive), ends)] - since
             taken[source] = timed[action].start
     return waits
 
@@ -237,7 +237,7 @@ def _cause(receive: Action, sends: Sequence[Action]) -> Action | None:
     return min(up) if up else max(down, default=None)
 
 
-def _computed(send: Action, ends: dict[Action, float]) -> Action:
+def _computation_of(send: Action, ends: dict[Action, float]) -> Action:
     """Return the action that computes the content of a message."""
     kinds = (Kind.F,) if send.kind is Kind.SEND_F else (Kind.B, Kind.BW)
     return next(action for k in kinds if (action := send._replace(kind=k)) in ends)
