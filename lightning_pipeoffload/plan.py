@@ -106,9 +106,9 @@ def _plan_model(config: DictConfig) -> None:
         plan_for_device,
     )
 
-    step, told = plan_for_device(config)
+    step, told, answer = plan_for_device(config)
     picture.draw([step])
-    print_plan(step, told, MEASURED, config.format == "json")
+    print_plan(step, told, MEASURED, config.format == "json", answer)
 
 
 class _Picture:

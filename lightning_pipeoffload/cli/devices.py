@@ -6,7 +6,8 @@ NVLink 900 GB/s both ways together, PCIe gen 5 of 16 lanes. H200: the same with 
 19.5 and 19.5 TFLOP/s, 80 GB, NVLink 600 GB/s, PCIe gen 4. RTX 4090: 165 TFLOP/s dense bf16 and fp16
 with sums in float32, 82.6 fp32, 1.3 fp64, 24 GiB, PCIe gen 4, which is its link as well. A host's
 memory is that of two sockets with eight channels each, DDR4-3200 beside an A100 or RTX 4090 and
-DDR5-4800 beside an H100 or H200, which eight devices share.
+DDR5-4800 beside an H100 or H200, which eight devices share. Between machines each device has a
+network card: 400 Gbit/s beside an H100 or H200, 200 beside an A100, 100 beside an RTX 4090.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Device(NamedTuple):
         flops: Operations per second, by the kind of number.
         memory: Bytes.
         copy_rate: Bytes per second to the host, and as many back at the same time.
-        link_rate: Bytes per second to a neighbour.
+        link_rate: Bytes per second to a neighbour in its machine.
+        network_rate: Bytes per second to one in another machine.
         host_rate: Bytes per second of the host's memory, which its devices share.
     """
 
@@ -37,6 +39,7 @@ class Device(NamedTuple):
     memory: float
     copy_rate: float
     link_rate: float
+    network_rate: float
     host_rate: float
 
 
@@ -47,22 +50,22 @@ _AMPERE = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
 DEVICES = {
     device.name: device
     for device in (
-        Device("4090", _ADA, 24 * 2**30, 32e9, 32e9, 410e9 / 8),
-        Device("a100", _AMPERE, 80e9, 32e9, 300e9, 410e9 / 8),
-        Device("h100", _HOPPER, 80e9, 64e9, 450e9, 614e9 / 8),
-        Device("h200", _HOPPER, 141e9, 64e9, 450e9, 614e9 / 8),
+        Device("4090", _ADA, 24 * 2**30, 32e9, 32e9, 12.5e9, 410e9 / 8),
+        Device("a100", _AMPERE, 80e9, 32e9, 300e9, 25e9, 410e9 / 8),
+        Device("h100", _HOPPER, 80e9, 64e9, 450e9, 50e9, 614e9 / 8),
+        Device("h200", _HOPPER, 141e9, 64e9, 450e9, 50e9, 614e9 / 8),
     )
 }
 
 
-def device_named(name: Any, efficiency: Any, host_rate: Any = None) -> Device:
+def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
     """Return a device with ``efficiency``, a share, of its peak rates.
 
     Args:
         name: One of ``DEVICES``.
         efficiency: The share.
-        host_rate: Bytes per second of its host's memory that are its own, such as ``50GB``; None:
-            those of the data sheet.
+        **rates: ``host_bandwidth``, ``link`` and ``network``: bytes per second, such as ``50GB``,
+            in place of the data sheet's; None: the data sheet's.
 
     Raises:
         ScheduleError: There is no such device, or the share is none.
@@ -76,12 +79,16 @@ def device_named(name: Any, efficiency: Any, host_rate: Any = None) -> Device:
     is_number = isinstance(efficiency, (int, float)) and not isinstance(efficiency, bool)
     if not is_number or not 0 < efficiency < inf or efficiency > 1:
         raise ScheduleError(f"efficiency ({efficiency}) must be a share above 0 and up to 1")
-    if host_rate is not None:
-        device = device._replace(host_rate=parse_bytes(host_rate, "host_bandwidth"))
+    fields = {"host_bandwidth": "host_rate", "link": "link_rate", "network": "network_rate"}
+    given: dict[str, Any] = {
+        fields[n]: parse_bytes(rate, n) for n, rate in rates.items() if rate is not None
+    }
+    device = device._replace(**given)
     return device._replace(
         flops={kind: rate * efficiency for kind, rate in device.flops.items()},
         copy_rate=device.copy_rate * efficiency,
         link_rate=device.link_rate * efficiency,
+        network_rate=device.network_rate * efficiency,
         host_rate=device.host_rate * efficiency,
     )
 

@@ -17,6 +17,7 @@ from lightning_pipeoffload.cli.plan_output import (
     print_choice,
     print_comparison,
     print_json,
+    progress,
     step_figures,
 )
 from lightning_pipeoffload.planning.figures import (
@@ -74,6 +75,11 @@ _INSTEAD = {
 _NUM_LIMITS, _LARGEST_LIMIT = 10, 2.0
 _ROUNDING = 1 + 1e-9
 
+_DEFAULT_COPIES = (
+    "Copies of a stage out and back are counted to take as long as its F, B and W, since "
+    "costs.offload and costs.reload are 0; set them, or offload=none."
+)
+
 
 def mapping(
     config: DictConfig, name: str, known: Collection[str] | None = None
@@ -129,6 +135,11 @@ class GivenPlans:
         self._config, self._limit = config, config.memory_limit
         _refuse_arguments_of_a_run(config)
         self.costs = _costs(config)
+        self.has_default_copies = str(config.strategy.schedule) in ("auto", "optpipe") and not (
+            self.costs.offload or self.costs.reload or config.strategy.offload == "none"
+        )
+        if self.has_default_copies:
+            self.costs = with_copy_ratio(self.costs, 1.0)
         self.units = MEASURED if config.costs_file else Units.of(self.costs)
         self._has_barrier = has_barrier(config)
         self._steps_early = not needs_all_gradients(config)
@@ -167,9 +178,11 @@ class GivenPlans:
             given = self._config.options
             raise ScheduleError(f"options ({given}) are for one schedule; name that one")
         check_limit(self._limit)
-        plan = make_plan(self.request(self.all_options(), memory_limit=self._limit))
+        with progress("Planning all schedules") as show:
+            request = self.request(self.all_options(), memory_limit=self._limit, show=show)
+            plan = make_plan(request)
         if not is_json:
-            print_choice(plan, self.units)
+            print_choice(plan, self.units, _DEFAULT_COPIES * self.has_default_copies)
         step = self._step(plan.schedule, plan.costs)
         return step, described(plan, with_candidates=True)
 
@@ -177,7 +190,8 @@ class GivenPlans:
         """Return a solver's plan; it starts from the best of all families."""
         limit = self._limit
         auto = self.request(self.all_options(), memory_limit=limit, offload="auto")
-        best = make_plan(auto)
+        with progress("Planning all schedules") as show:
+            best = make_plan(replace(auto, show=show))
         problem = PlanProblem(
             self._config.num_microbatches,
             best.schedule.placement,
@@ -186,7 +200,8 @@ class GivenPlans:
             self._has_barrier,
         )
         given = mapping(self._config, "options", ("solver_seconds", "plan_cache"))
-        return self._step(solved(problem, **given), best.costs)
+        with progress("The solver searches"):
+            return self._step(solved(problem, **given), best.costs)
 
     def _named(self, name: str, amount: str | float) -> Plan:
         """Return the plan of one schedule, by its name or from a .csv file."""
@@ -282,7 +297,9 @@ class GivenPlans:
             if config[name]:
                 raise ScheduleError(f"{name} ({config[name]}) has no part in a sweep; leave it out")
         limits = None if self._limit is None else _given_limits(self._limit)
-        found = _MemorySweep(self.request(self.all_options(), searches_always=True), limits)
+        with progress("Planning all schedules under each limit") as show:
+            request = self.request(self.all_options(), searches_always=True, show=show)
+            found = _MemorySweep(request, limits)
         if is_json:
             print_json(found.figures())
             return

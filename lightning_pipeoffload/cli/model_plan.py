@@ -7,12 +7,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.status import Status
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.given_plan import has_barrier, parse_name
 from lightning_pipeoffload.cli.model_planner import Estimate, ModelPlanner
-from lightning_pipeoffload.cli.plan_output import described, print_choice, print_json
+from lightning_pipeoffload.cli.plan_output import described, print_choice, print_json, progress
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
 from lightning_pipeoffload.planning.limits import bytes_writer
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
@@ -32,29 +31,39 @@ if TYPE_CHECKING:
 __all__ = ["estimate_model", "plan_for_device"]
 
 _GIB, _MIB = 1 << 30, 1 << 20
+_HEADS = {
+    "parameters": "param-\neters",
+    "gradients": "gradi-\nents",
+    "optimizer": "opti-\nmizer",
+    "activations": "activ-\nations",
+    "workspace": "work-\nspace",
+    "messages": "mes-\nsages",
+}
+"""Headings with which a table of plans fits into 80 columns."""
 
 
-def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any]]:
-    """Return the fastest plan that fits a device, and what JSON says of it.
+def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
+    """Return the fastest plan that fits a device, and what JSON and the text say of it.
 
     Raises:
         ValueError: The device is unknown, the model cannot be built, or nothing fits.
     """
     check_sizes(num_ranks=config.num_ranks)
-    planner = ModelPlanner(config)
-    with _progress(f"Planning {config.strategy.schedule} for {config.num_ranks} ranks"):
+    text = f"Planning {config.strategy.schedule} for {config.num_ranks} ranks"
+    with progress(text) as show:
+        planner = ModelPlanner(config, show)
         plan = _plan(planner, config)
     device, precision = planner.device, planner.probe.precision
     assert device is not None
     assert planner.memory is not None
     if config.format == "text":
         print_choice(plan, MEASURED)
-        Console().out(
+        Console().print(
             f"{device.name} at {config.efficiency:g} of its data sheet's rates: "
             f"{planner.flops / 1e12:.4g} TFLOP/s dense (precision {precision}), copies "
             f"{device.copy_rate / 1e9:.4g} GB/s each way, messages {device.link_rate / 1e9:.4g} "
-            f"GB/s, memory {bytes_text(planner.memory)} less weights, gradients and optimizer "
-            f"states of the stages\n",
+            f"GB/s, between machines of {config.devices_per_machine} "
+            f"{device.network_rate / 1e9:.4g} GB/s\n",
             highlight=False,
         )
     told = {
@@ -70,12 +79,53 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any]]:
     early = planner.steps_early(planner.settings)
     as_run = as_it_runs(plan.schedule, plan.costs, early)
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
-    return step, described(plan, with_candidates=True) | told
+    needs = planner.rank_needs(plan, config.num_ranks)
+    speed = _speed(planner, step, config)
+    told |= {"memory": describe_needs(needs), **speed}
+    answer: list[str | Table] = [_table_of_ranks(needs), *_answer(needs, speed, planner, config)]
+    return step, described(plan, with_candidates=True) | told, answer
 
 
-def _progress(text: str) -> Status:
-    """Show on a terminal what takes seconds."""
-    return Console(stderr=True).status(text)
+def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict[str, float | None]:
+    """Return what a buyer compares; MFU is of the data sheet's rate, without recomputation."""
+    probe = planner.probe
+    tokens = None if probe.num_tokens is None else probe.num_tokens / step.period
+    peak = planner.flops / config.efficiency * config.num_ranks
+    return {
+        "samples_per_second": probe.batch_size / step.period,
+        "tokens_per_second": tokens,
+        "mfu": probe.batch_flops / step.period / peak,
+    }
+
+
+def _answer(
+    needs: Sequence[RankNeeds],
+    speed: Mapping[str, float | None],
+    planner: ModelPlanner,
+    config: DictConfig,
+) -> list[str]:
+    assert planner.memory is not None
+    assert planner.device is not None
+    tokens = speed["tokens_per_second"]
+    rates = [f"{speed['samples_per_second']:.4g} samples/s"]
+    rates += [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
+    rates.append(f"MFU {share_text(speed['mfu'] or 0.0)} of the data sheet's rate")
+    most = max(rank.device for rank in needs)
+    hosts = [rank.host for rank in needs]
+    reserve = planner.device.memory - planner.memory
+    beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
+    per_machine = max(
+        sum(hosts[first : first + config.devices_per_machine])
+        for first in range(0, len(hosts), config.devices_per_machine)
+    )
+    fits = "it fits" if most <= planner.memory else "with its messages it does not fit"
+    return [
+        f"{', '.join(rates)}, with {planner.probe.batch_size} samples a step",
+        f"the fullest rank needs {bytes_text(most)} of {bytes_text(planner.memory)}{beside}: "
+        f"{fits}",
+        f"host memory: {bytes_text(max(hosts))} of the rank that needs most, "
+        f"{bytes_text(per_machine)} of a machine",
+    ]
 
 
 def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
@@ -107,29 +157,17 @@ def estimate_model(config: DictConfig) -> None:
     Raises:
         ValueError: The model, its data or a plan cannot be; or no plan fits ``device_memory``.
     """
-    planner = ModelPlanner(config)
-    limit = planner.memory
-    names = [str(name) for name in _as_list(config.compare) or [config.strategy.schedule]]
-    ranks = _as_list(config.num_ranks)
-    for num_ranks in ranks:
-        check_sizes(num_ranks=num_ranks)
-    found: list[Estimate] = []
-    refusals: list[str] = []
-    with _progress("Counting what the model needs"):
-        for num_ranks, name in product(ranks, names):
-            try:
-                found.append(planner.estimate(planner.settings_named(*parse_name(name)), num_ranks))
-            except ValueError as error:
-                reason = str(error).partition("\n")[0]
-                is_one = len(ranks) * len(names) == 1
-                refusals.append(reason if is_one else f"{name}, {num_ranks} ranks: {reason}")
-    if not found:
-        raise ScheduleError(refusals[0])
-    least = min(found, key=lambda plan: plan.largest.device)
-    if limit is not None and least.largest.device > limit:
-        with _progress("It does not fit; searching for the fastest plan that does"):
+    with progress("Counting what the model needs") as show:
+        planner = ModelPlanner(config, show)
+        limit = planner.memory
+        found, refusals = _estimates(planner, config)
+        if not found:
+            raise ScheduleError(refusals[0])
+        least = min(found, key=lambda plan: plan.largest.device)
+        if limit is not None and least.largest.device > limit:
+            show("it does not fit; searching for the fastest plan that does")
             advice = planner.advice(least.settings, least.num_ranks)
-        raise ScheduleError(_refusal(least, limit, advice))
+            raise ScheduleError(_refusal(least, limit, advice))
     taken = min(max(rank.host for rank in plan.needs) for plan in found)
     if taken > planner.host_memory:
         raise ScheduleError(
@@ -143,6 +181,24 @@ def estimate_model(config: DictConfig) -> None:
         print_json(figures[0] if is_one else {"estimates": figures, "refused": refusals})
         return
     _print_estimates(found, refusals, limit, bool(config.compare))
+
+
+def _estimates(planner: ModelPlanner, config: DictConfig) -> tuple[list[Estimate], list[str]]:
+    """Return the plans that are asked for, and why others cannot be."""
+    names = [str(name) for name in _as_list(config.compare) or [config.strategy.schedule]]
+    ranks = _as_list(config.num_ranks)
+    for num_ranks in ranks:
+        check_sizes(num_ranks=num_ranks)
+    found: list[Estimate] = []
+    refusals: list[str] = []
+    for num_ranks, name in product(ranks, names):
+        try:
+            found.append(planner.estimate(planner.settings_named(*parse_name(name)), num_ranks))
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]
+            is_one = len(ranks) * len(names) == 1
+            refusals.append(reason if is_one else f"{name}, {num_ranks} ranks: {reason}")
+    return found, refusals
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -228,9 +284,9 @@ def _shown(needs: Sequence[RankNeeds]) -> list[str]:
 
 def _columns(needs: Sequence[RankNeeds]) -> dict[str, str]:
     """Return the headings, each with the name of its figure."""
-    names = {name: name for name in (*_shown(needs), "device", "host")}
+    names = {_HEADS.get(name, name): name for name in (*_shown(needs), "device", "host")}
     if any(rank.host_optimizer for rank in needs):
-        names["optimizer\non host"] = "host_optimizer"
+        names["opt. on\nhost"] = "host_optimizer"
     return names
 
 

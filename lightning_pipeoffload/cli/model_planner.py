@@ -7,7 +7,7 @@ long as its stage's computing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, lower
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
+from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.schedule import stages_on
 from lightning_pipeoffload.schedule.text import seconds_text
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 __all__ = ["Estimate", "ModelPlanner"]
+
+Show = Callable[[str], None]
+"""Shows what is being done."""
 
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _RECOMPUTES = ("none", "cheap", "full")
@@ -99,10 +102,13 @@ class ModelPlanner:
         ValueError: The device is unknown, or the model cannot be built.
     """
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: DictConfig, show: Show = lambda text: None) -> None:
         self.device: Device | None = None
+        self._show = show
         if config.device is not None:
-            self.device = device_named(config.device, config.efficiency, config.host_bandwidth)
+            rates = {name: config[name] for name in ("host_bandwidth", "link", "network")}
+            self.device = device_named(config.device, config.efficiency, **rates)
+            check_sizes(devices_per_machine=config.devices_per_machine)
         self._config = config
         self._num_chunks, self._count = config.num_chunks, config.num_microbatches
         chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
@@ -165,12 +171,26 @@ class ModelPlanner:
             return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
         sizes = needs.costs.per_stage("activation", num_stages)
         copies = [size / self.device.copy_rate for size in sizes]
-        compute["communication"] = [
-            sent / self.device.link_rate for sent in needs.sent[Kind.SEND_F]
-        ]
+        compute["communication"] = self._message_seconds(
+            needs.sent[Kind.SEND_F], option.placement(num_ranks), self.device
+        )
         if needs.hosted is not None:
             compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
+
+    def _message_seconds(
+        self, sent: Sequence[int], placement: Sequence[int], device: Device
+    ) -> list[float]:
+        """Return the seconds of each stage's message to the next stage, by where that is."""
+        machines = [rank // self._config.devices_per_machine for rank in placement]
+        pairs = zip(machines, [*machines[1:], machines[-1]], strict=True)
+        rates = [device.link_rate if a == b else device.network_rate for a, b in pairs]
+        return [size / rate for size, rate in zip(sent, rates, strict=True)]
+
+    def rank_needs(self, plan: Plan, num_ranks: int) -> list[RankNeeds]:
+        """Return the memory that each rank of a plan needs, messages included."""
+        needs = self._with_optimizer(self.needs_of(plan.best.option, num_ranks), self.settings)
+        return needs.of_ranks(lower(plan.schedule))
 
     def taken(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
         """Return the bytes of the fullest rank besides activations."""
@@ -207,6 +227,7 @@ class ModelPlanner:
             lambda option: self.taken(option, num_ranks, settings),
             lambda option: self._has_barrier,
             lambda option: self.steps_early(settings),
+            show=self._show,
             **more,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -28,6 +28,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
+from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.making.construction import make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -99,6 +100,27 @@ class ModelProbe:
     def batch_size(self) -> int:
         return batch_size(self._batch)
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of the batch: its ``input_ids``, or its first whole numbers with two dimensions.
+
+        None: it has none.
+        """
+        leaves = [*leaves_of(self._batch)]
+        if isinstance(self._batch, Mapping) and isinstance(self._batch.get("input_ids"), Tensor):
+            leaves = [self._batch["input_ids"]]
+        whole = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim == 2)
+        return next((leaf.numel() for leaf in whole if not leaf.is_floating_point()), None)
+
+    @property
+    def batch_flops(self) -> int:
+        """Operations of training with the batch, forward and backward, without recomputation.
+
+        They are those of the step that was traced last.
+        """
+        flops, num_microbatches = self._flops_of_slice
+        return flops * num_microbatches
+
     def needs_of(
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
@@ -157,6 +179,7 @@ class ModelProbe:
         with self._cutting(CutSettings(*given)) as pipeline:
             first = self._first_slice(pipeline, self.batch_size // num_microbatches)
             self._num_parameters = pipeline.num_parameters
+            self._flops_of_slice = first.record.training_flops, num_microbatches
             return MemoryNeeds.of(pipeline, first, self.states(settings.master_weights))
 
     @contextmanager

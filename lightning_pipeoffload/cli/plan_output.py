@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -32,8 +34,12 @@ __all__ = [
     "print_comparison",
     "print_json",
     "print_plan",
+    "progress",
     "step_figures",
 ]
+
+_EVEN = 1.01  # the most work of a rank over the mean that no line is written for
+_SECONDS_BETWEEN_LINES = 10
 
 _COUNTS = ("wanted", "offloaded", "queued", "kept")  # of each rank, as OffloadReport names them
 _HEADINGS = ("stages", "step", "bubble", "alone", "its bubble", "memory", "host", "messages")
@@ -74,19 +80,44 @@ def print_json(figures: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(figures) + "\n")
 
 
-def print_choice(plan: Plan, units: Units) -> None:
+def print_choice(plan: Plan, units: Units, about_copies: str = "") -> None:
     """Print the plans that were tried, and why the rest was not."""
     console = Console()
     console.print(choice_table(plan, units.write_time, units.write_memory))
-    for line in lines_of_refused(plan.candidates):
+    for line in (*lines_of_refused(plan.candidates), *[about_copies] * bool(about_copies)):
         console.print(line, highlight=False)
     console.print()
 
 
-def print_plan(step: PlannedStep, told: Mapping[str, Any], units: Units, is_json: bool) -> None:
+@contextmanager
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on standard error what takes seconds; yield what shows how far it is.
+
+    Where that is no terminal it is a line every ten seconds.
+    """
+    console, shown = Console(stderr=True), monotonic()
+    with console.status(text) as status:
+
+        def show(what: str) -> None:
+            nonlocal shown
+            status.update(f"{text}: {what}")
+            if not console.is_terminal and monotonic() - shown > _SECONDS_BETWEEN_LINES:
+                shown = monotonic()
+                console.print(f"{text}: {what}", highlight=False)
+
+        yield show
+
+
+def print_plan(
+    step: PlannedStep,
+    told: Mapping[str, Any],
+    units: Units,
+    is_json: bool,
+    answer: Iterable[str | Table] = (),
+) -> None:
     """Print a plan: a table of the ranks, the figures of all and a drawing; or one JSON object.
 
-    ``told`` is what JSON says besides, as of :func:`described`.
+    ``told`` is what JSON says besides, as of :func:`described`; ``answer`` what else the text says.
     """
     ratio = max(copy_ratios(step.costs, step.schedule.num_stages))
     share = free_share(step.costs, step.schedule.num_stages)
@@ -96,11 +127,11 @@ def print_plan(step: PlannedStep, told: Mapping[str, Any], units: Units, is_json
         return
     console, timeline = Console(), step.timeline
     console.print(_rank_table(step, units))
-    console.out(
-        f"{_sentence(step, units)}; alone {units.sentence(timeline.makespan)}, bubble "
-        f"{share_text(timeline.bubble)}\n",
-        highlight=False,
-    )
+    alone = f"alone {units.sentence(timeline.makespan)}, bubble {share_text(timeline.bubble)}"
+    console.out(f"{_sentence(step, units)}\n{alone}", highlight=False)
+    for line in (*_about_the_busiest(timeline.busy), *answer):
+        console.print(line, highlight=False, markup=False)
+    console.print()
     if ratio or "offloaded" in told:
         console.out(_about_copies(ratio, share, told), highlight=False)
     console.out(draw(timeline, console.width), highlight=False)
@@ -110,6 +141,16 @@ def _sentence(step: PlannedStep, units: Units) -> str:
     barrier = f"with{'' if step.has_barrier else 'out'} a barrier between steps"
     period = units.sentence(step.period)
     return f"a step every {period} {barrier}, bubble {share_text(step.bubble)}"
+
+
+def _about_the_busiest(busy: Sequence[float]) -> list[str]:
+    """Name the rank that the others wait for, where the work is uneven."""
+    mean = sum(busy) / len(busy)
+    rank = max(range(len(busy)), key=busy.__getitem__)
+    if busy[rank] <= _EVEN * mean:
+        return []
+    more = share_text(busy[rank] / mean - 1)
+    return [f"rank {rank} is the busiest, with {more} more work than the mean of the ranks"]
 
 
 def _headline(step: PlannedStep) -> str:

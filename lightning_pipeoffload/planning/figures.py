@@ -137,23 +137,29 @@ def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
     title = f"Plans that fit: {len(fitting)} of {len(plan.candidates)}"
     head = Column("schedule", no_wrap=True)
     table = bare_table(head, *columns, title=title, is_narrow=True)
+    rows: dict[tuple[str, ...], list[str]] = {}  # names of schedules with the same figures
     for candidate in sorted(fitting, key=lambda c: (c is not plan.best, c.score)):
         assert candidate.period is not None
         assert candidate.peak_memory is not None
         option = candidate.option
-        cells = [option.schedule, str(option.num_chunks)]
+        cells = [str(option.num_chunks)]
         cells += [str(option.num_microbatches)] * has_counts + [option.recompute] * recomputes
         cells += [candidate.offload, seconds(candidate.period)]
         cells += [share_text(candidate.bubble or 0.0), memory(candidate.peak_memory)]
-        table.add_row(*cells, candidate.reason or "taken")
+        rows.setdefault((*cells, candidate.reason or "taken"), []).append(option.schedule)
+    for figures, names in rows.items():
+        table.add_row(", ".join(dict.fromkeys(names)), *figures)
     return table
 
 
 def lines_of_refused(candidates: Sequence[Candidate]) -> list[str]:
-    """Say why options do not fit, those with one reason together."""
-    fitting = {candidate.option for candidate in candidates if candidate.fits}
-    others = (c for c in candidates if c.option not in fitting)
-    return [f"{line}." for line in lines_by_reason((c.option.schedule, c.reason) for c in others)]
+    """Say why schedules are left out, one reason for each, those with the same one together."""
+    fitting = {candidate.option.schedule for candidate in candidates if candidate.fits}
+    reasons: dict[str, str] = {}
+    for candidate in candidates:
+        if candidate.option.schedule not in fitting:
+            reasons.setdefault(candidate.option.schedule, candidate.reason)
+    return [f"{line}." for line in lines_by_reason(reasons.items())]
 
 
 def lines_by_reason(refused: Iterable[tuple[str, str]]) -> list[str]:

@@ -45,7 +45,32 @@ def test_seconds_are_the_operations_of_a_step_on_one_device_over_what_it_reaches
     # Torch counts attention only where it is matrix products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module.training_step((batch[:, :-1], batch[:, 1:]), 0)
-    assert seconds == pytest.approx(3 * counter.get_total_flops() / (0.4 * 989e12), rel=1e-6)
+    num_unseen = 4 * 2 * 2 * (32 * 31 // 2)  # pairs of layers, samples, heads and tokens
+    seen = counter.get_total_flops() - 2 * num_unseen * (32 + 32)
+    assert seconds == pytest.approx(3 * seen / (0.4 * 989e12), rel=1e-6)
+
+
+def test_a_buyer_gets_speed_and_memory_in_one_answer(capsys):
+    words = *AUTO, "efficiency=0.5", "+trainer.precision=bf16-mixed"
+    told = planned(capsys, *words)
+    assert told["tokens_per_second"] == pytest.approx(32 * told["samples_per_second"])
+    assert told["samples_per_second"] == pytest.approx(8 / told["period"])
+    assert told["mfu"] == pytest.approx(0.5 * (1 - told["period_bubble"]), rel=1e-3)
+    assert told["memory"]["device"][0] < 0.9 * 80e9
+    plan(plan_config(*words, "format=text", "model.depth=5"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(lines)
+    for part in ("tokens/s, MFU ", "GiB, 7,629.40 MiB stay a reserve: it", "host memory: 0.00 MiB"):
+        assert part in text
+    assert "is the busiest, with" in text
+
+
+def test_messages_between_machines_go_over_the_network(capsys):
+    words = "schedule=1f1b", "network=1MB", "efficiency=1"
+    near, far = (planned(capsys, *words, f"devices_per_machine={n}") for n in (2, 1))
+    sent = 2 * 32 * 64 * 4  # bytes of a microbatch's hidden states: each crosses there and back
+    assert far["period"] > near["period"] + 2 * sent / 1e6
 
 
 def test_an_optimizer_on_the_host_steps_at_its_share_of_the_machines_memory(capsys):

@@ -512,8 +512,13 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any)
     # Torch has no formula for all of these.
     if packet.__name__.lstrip("_").startswith("scaled_dot_product"):
         query, key, value = args[:3]
-        rows = query.shape[:-1].numel()
-        return int(2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+        num_queries, num_keys = query.shape[-2], key.shape[-2]
+        pairs = num_queries * num_keys
+        names = [argument.name for argument in func._schema.arguments]
+        if dict(zip(names, args, strict=False)).get("is_causal"):
+            seen = min(num_queries, num_keys)  # kernels skip what no query sees
+            pairs = seen * (seen + 1) // 2 + (num_queries - seen) * num_keys
+        return int(2 * query.shape[:-2].numel() * pairs * (query.shape[-1] + value.shape[-1]))
     if packet in _WHOLE:  # as they arrive in inference mode, where torch takes none of them apart
         return int(2 * result.numel() * args[1].shape[1:].numel())
     if packet is aten.matmul:
