@@ -33,6 +33,7 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     read_states,
 )
 from lightning_pipeoffload.processes.pipeline_processes import PipelineProcesses
+from lightning_pipeoffload.runtime.contexts import without_collection
 from lightning_pipeoffload.runtime.cut.remote_values import load_quantization
 
 _SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
@@ -156,7 +157,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             return
         # Another plugin may copy the checkpoint before it writes it.
         one_by_one = type(self.checkpoint_io) is MovingCheckpointIO
-        with SavedValues(checkpoint, self.group).coming(one_by_one) as coming:
+        with without_collection(), SavedValues(checkpoint, self.group).coming(one_by_one) as coming:
             super().save_checkpoint(coming, filepath, storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:

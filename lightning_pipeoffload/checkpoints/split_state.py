@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.file import state_dict_of
-from lightning_pipeoffload.checkpoints.saved_values import shapes_of
+from lightning_pipeoffload.checkpoints.saved_values import described_shapes
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
@@ -98,7 +98,7 @@ class SplitState:
         """Return the entries of some ranks, with values on the lowest rank that has them."""
         own = self._group.global_rank
         found: dict[str, Any] = {}
-        listed = dict(ranks.gather((own, shapes_of(mine, own))))
+        listed = dict(ranks.gather((own, described_shapes(mine, own))))
         for rank in sorted(listed, reverse=True):
             found |= mine if rank == own else listed[rank]
         return found
