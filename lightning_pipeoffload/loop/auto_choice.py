@@ -113,9 +113,7 @@ class AutoChoice:
         self._trial: BlockMeasurement | None = None
         self._works: dict[int, str] = {}  # by number of microbatches
         self._blocks = ""
-        trainer: Any = pipeline.module.trainer
-        has_bar = getattr(trainer, "progress_bar_callback", None) is not None
-        self._progress = Progress(self._group.reports and has_bar)
+        self._progress = Progress.of(pipeline)
 
     def choose(self, inputs: StepInputs, num_microbatches: int, batch_size: int) -> Chosen:
         """Measure the blocks, and choose the fastest plan that fits.

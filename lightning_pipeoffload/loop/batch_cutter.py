@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from lightning_pipeoffload.loop.data import check_rows, is_collated_by_torch, loader_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
+from lightning_pipeoffload.planning.report import Progress
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch_structure import (
     BatchParts,
@@ -119,7 +121,9 @@ class BatchCutter:
         if parts is not None:
             parts.check_filled()
         given = cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
-        slices = self._pipeline.trace_parts(*given)
+        is_first = not self._pipeline.committed
+        with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
+            slices = self._pipeline.trace_parts(*given)
         blocks = self._pipeline.called_blocks
         if blocks is not None:
             self.first_batch["blocks"] = blocks

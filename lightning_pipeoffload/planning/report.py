@@ -7,8 +7,10 @@ tables of plans, stages and ranks, WARNING silences all. Tables fit 80 columns.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from statistics import mean
 from typing import Any
@@ -148,6 +150,27 @@ class Progress:
 
     def __init__(self, is_on: bool) -> None:
         self._is_on, self._last = is_on, time.monotonic()
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Progress:
+        """Return one that prints for the pipeline's trainer."""
+        trainer: Any = pipeline.module.trainer
+        has_bar = getattr(trainer, "progress_bar_callback", None) is not None
+        return cls(pipeline.group.reports and has_bar)
+
+    @contextmanager
+    def during(self, text: str) -> Iterator[None]:
+        """Print a line once what runs inside has taken more than two seconds."""
+        timer = threading.Timer(_SECONDS_SILENT, print_line, (f"{text} ...",))
+        timer.daemon = True
+        if self._is_on:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if self._is_on:
+                timer.join()
 
     def show(self, text: str) -> None:
         """Print a line if the last one, or the start, is more than two seconds ago."""

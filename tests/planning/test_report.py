@@ -1,6 +1,7 @@
 """What the tables of a plan and of a measurement say."""
 
 import logging
+import threading
 
 import pytest
 
@@ -157,3 +158,16 @@ def test_what_takes_long_is_said_every_two_seconds(capsys, monkeypatch, is_on):
     printed = capsys.readouterr().out
     shown = [index for index in range(1, 6) if f"measuring {index} of 6" in printed]
     assert shown == ([2, 5] if is_on else [])
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_one_long_trace_is_said_while_it_runs(monkeypatch, is_on):
+    lines, is_printed = [], threading.Event()
+    monkeypatch.setattr(report, "_SECONDS_SILENT", 0.0)
+    monkeypatch.setattr(report, "print_line", lambda line: lines.append(line) or is_printed.set())
+    with Progress(is_on).during("tracing"):
+        assert is_printed.wait(60 if is_on else 0) == is_on
+    monkeypatch.setattr(report, "_SECONDS_SILENT", 60.0)
+    with Progress(is_on).during("tracing"):
+        pass
+    assert lines == ["tracing ..."] * is_on
