@@ -161,9 +161,10 @@ class SavedValues:
         largest = max(map(self._size, range(len(self._absent))), default=0)
         room = torch.empty(largest if one_by_one else 0, dtype=torch.uint8)
         for number, (owner, first) in enumerate(self._owners):
-            place, like = self._absent[number], self._absent_leaf(number)
-            assert place is not None  # this is global rank 0
-            fetches[place] = (owner, first), partial(self._receive, like, owner, first, room)
+            own = self._absent[number]
+            assert own is not None  # as this is global rank 0
+            receive = partial(self._receive, self._leaves[own], owner, first, room)
+            fetches[own] = (owner, first), receive
         made: dict[Any, Any] = {}
         leaves = [*self._leaves]
         for place, (key, fetch) in sorted(fetches.items()):
