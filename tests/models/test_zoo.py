@@ -1,4 +1,4 @@
-"""Models of the packages of ``[zoo]`` train unchanged: in stages, and over two processes."""
+"""Models of the packages of ``[zoo]`` train unchanged: in stages, and over processes."""
 
 from importlib.util import find_spec
 
@@ -12,8 +12,8 @@ from tests.support.families import Task
 
 pytestmark = pytest.mark.slow
 
+DRAWS = ["transformers BERT"]  # its step draws masks, by seeds of its own in each microbatch
 ROWS = [name for name in ZOO if find_spec(name.partition(" ")[0].replace("-", "_"))]
-OVER_PROCESSES = ["transformers T5", "transformers LLaVA, frozen tower", "timm resnet18"]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -32,18 +32,32 @@ class Trained(Task):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
-def fit_model(num_devices, name):
+def in_parts(batch, count):
+    if isinstance(batch, dict):
+        parts = [in_parts(value, count) for value in batch.values()]
+        return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+    return batch.chunk(count)
+
+
+def fit_model(num_devices, name, offload="none"):
     L.seed_everything(7, verbose=False)
     family = ZOO[name]
     module = Trained(family.make(), family.loss).to(family.dtype).eval()  # no dropout
     batches = [family.samples(8) for _ in range(2)]
-    trainer = fits.trainer(num_devices, {"num_microbatches": 4}, max_epochs=1)
+    accumulate = {}
+    if not num_devices:  # one device calls the step for each microbatch
+        batches = [part for batch in batches for part in in_parts(batch, 4)]
+        accumulate = {"accumulate_grad_batches": 4}
+    trainer = fits.trainer(
+        num_devices, {"num_microbatches": 4, "offload": offload}, max_epochs=1, **accumulate
+    )
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     return float(trainer.callback_metrics["loss"])
 
 
-@pytest.mark.parametrize("name", [name for name in OVER_PROCESSES if name in ROWS])
-def test_over_two_processes_a_fit_is_one_devices(ranks, name):
+@pytest.mark.parametrize(("count", "offload"), [(2, "none"), (3, "full")])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in DRAWS])
+def test_over_processes_a_fit_is_one_devices(ranks, name, count, offload):
     expected = fit_model(0, name)
-    for found in ranks(2).run(fit_model, 2, name):
-        assert found == pytest.approx(expected, rel=1e-9)
+    for found in ranks(count).run(fit_model, count, name, offload):
+        assert found == pytest.approx(expected, rel=max(1e-9, ZOO[name].tolerance))

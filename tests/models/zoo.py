@@ -27,6 +27,8 @@ from tests.support.families import (
     Family,
     classify,
     images,
+    llama,
+    next_token,
     tokens,
 )
 from tests.support.small_modules import assert_same
@@ -64,6 +66,37 @@ def x_decoder(**options: Any) -> nn.Module:
     return TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=8, attn_layers=layers)
 
 
+def litgpt_gpt(**options: Any) -> nn.Module:
+    from litgpt import GPT, Config
+
+    sizes = {"n_layer": 6, "n_head": 2, "n_embd": 8, "block_size": 8}
+    return GPT(Config(**sizes, padded_vocab_size=VOCABULARY, **options))
+
+
+def lora_llama() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    return get_peft_model(llama()(), settings)
+
+
+def patch_tst() -> nn.Module:
+    from gluonts.torch.model.patch_tst.module import PatchTSTModel
+
+    lengths = {"prediction_length": 4, "context_length": 16, "patch_len": 4, "stride": 2}
+    sizes = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "num_encoder_layers": 4}
+    return PatchTSTModel(
+        **lengths,
+        **sizes,
+        padding_patch="end",
+        num_feat_dynamic_real=0,
+        dropout=0.0,
+        activation="gelu",
+        norm_first=True,
+        scaling="mean",
+    )
+
+
 def unet() -> nn.Module:
     from diffusers import UNet2DModel
 
@@ -85,6 +118,15 @@ def next_logits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def denoise(model: nn.Module, batch: Any) -> torch.Tensor:
     return (model(batch["x"], batch["y"]).sample - batch["x"]).pow(2).mean()
+
+
+def forecast(model: nn.Module, batch: Any) -> torch.Tensor:
+    past = batch["x"]
+    return model.loss(past, torch.ones_like(past), batch["y"], torch.ones_like(batch["y"])).mean()
+
+
+def series(count: int) -> Any:
+    return {"x": torch.randn(count, 16), "y": torch.randn(count, 4)}
 
 
 class LookAndTell(nn.Module):
@@ -168,6 +210,23 @@ ZOO = {
         partial(from_timm, "efficientnet_b0", drop_path_rate=0.0), classify, SMALL
     ),
     "x-transformers Decoder": Family(x_decoder, next_logits, tokens),
+    "peft LoRA of transformers Llama": Family(
+        lora_llama, partial(next_token, use_cache=False), tokens
+    ),
+    "litgpt Pythia": Family(litgpt_gpt, next_logits, tokens),
+    "litgpt Llama": Family(
+        partial(
+            litgpt_gpt,
+            bias=False,
+            norm_class_name="RMSNorm",
+            mlp_class_name="LLaMAMLP",
+            parallel_residual=False,
+            intermediate_size=16,
+        ),
+        next_logits,
+        tokens,
+    ),
+    "gluonts PatchTST": Family(patch_tst, forecast, series),
     "diffusers UNet2DModel": Family(unet, denoise, timesteps),
 }
 

@@ -135,7 +135,11 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _version_of(value), value.requires_grad
     is_small = isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
-    return zlib.crc32(value.tobytes()) if is_small else 0
+    return zlib.crc32(_bytes_of(value)) if is_small else 0
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> bytes:
+    return np.asarray(array).tobytes()  # a masked constant's own tobytes() raises
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -416,7 +420,7 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
         refilled += [(container, ()) for container in empty.values() if container]
         changed = {*(id(c) for c, _ in refilled), *map(id, tensors.put_back_written())}
         for array, copied in arrays:
-            if array.tobytes() != copied.tobytes():
+            if _bytes_of(array) != _bytes_of(copied):
                 changed.add(id(array))
                 array[...] = copied
         if changed:

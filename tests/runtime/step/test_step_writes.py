@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -395,3 +396,11 @@ def test_copies_of_a_batch_have_its_form_and_identities():
     copied["c"].x.add_(1)
     assert not is_unchanged(before, fingerprint(copied))
     assert value["a"].sum() == 2
+
+
+def test_a_masked_constant_of_numpy_has_a_fingerprint():
+    held = [np.ma.masked, np.arange(3)]
+    before = fingerprint(held)
+    assert is_unchanged(before, fingerprint(held))
+    held[1][0] = 7
+    assert not is_unchanged(before, fingerprint(held))
