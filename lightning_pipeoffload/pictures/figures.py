@@ -12,12 +12,22 @@ from lightning_pipeoffload.schedule import ScheduleError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MISSING", "SMALL", "has_matplotlib", "lighter", "new_figure", "save_figure"]
+__all__ = [
+    "MISSING",
+    "MOST_PIXELS",
+    "SMALL",
+    "has_matplotlib",
+    "lighter",
+    "new_figure",
+    "save_figure",
+]
 
 MISSING = "it needs matplotlib; pip install lightning-pipeoffload[plot]"
 SMALL = 8.0
 """Points of a picture's text."""
-_DOTS_PER_INCH = 100.0
+MOST_PIXELS = 2000.0
+"""The widest picture."""
+_DOTS_PER_INCH, _DOTS_OF_A_PNG = 100.0, 150.0
 
 
 def has_matplotlib() -> bool:
@@ -38,8 +48,9 @@ def save_figure(figure: Figure, path: str | PathLike[str]) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - see the module's first line
 
     is_svg = Path(path).suffix == ".svg"
+    dots = min(_DOTS_OF_A_PNG, MOST_PIXELS / figure.get_figwidth())
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-pipeoffload"}):
-        figure.savefig(path, dpi=1.5 * _DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
+        figure.savefig(path, dpi=dots, metadata={"Date": None} if is_svg else None)
 
 
 def lighter(color: str, share: float) -> str:

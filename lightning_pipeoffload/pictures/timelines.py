@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +19,7 @@ from lightning_pipeoffload.schedule import Costs, Event, Kind, Timeline
 from lightning_pipeoffload.schedule.actions import COMPUTE_LANE
 from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
 
-from .figures import SMALL, lighter, new_figure
+from .figures import MOST_PIXELS, SMALL, lighter, new_figure
 from .measured_step import MeasuredStep, Wait
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ _LIGHTEST = 0.7
 _LEFT, _RIGHT, _TITLE, _AXIS, _LEGEND_LINE = 70.0, 80.0, 26.0, 34.0, 20.0
 _TITLE_LINE, _CHARACTER = 15.0, 7.4  # of titles
 _ROW = 22.0
-_CELL, _NARROWEST, _WIDEST, _LEGEND_COLUMN = 18.0, 560.0, 4000.0, 215.0
+_CELL, _NARROWEST, _LEGEND_COLUMN = 18.0, 560.0, 215.0
+_WIDEST = MOST_PIXELS - _LEFT - _RIGHT
 _DIGIT, _LEAST_DIGIT = 7.0, 4.0
 _LANES = {"d2h": "to host", "h2d": "from host"}
 # Of a row: a lane, a curve, and what is free below a rank.
@@ -93,20 +96,24 @@ class TimelinePanel:
     def of(cls, timeline: Timeline, costs: Costs, title: str = "") -> TimelinePanel:
         return cls(timeline, memory_curves(timeline, costs), title)
 
-    @property
-    def lanes(self) -> list[str]:
-        """The lanes under the row of each rank."""
-        return sorted({event.lane for event in self.timeline.events} - {COMPUTE_LANE})
+    @cached_property
+    def lanes(self) -> list[list[str]]:
+        """The lanes under the row of each rank: those on which something takes time."""
+        used = {(e.rank, e.lane) for e in self.timeline.events if e.end > e.start}
+        lanes = sorted({lane for _, lane in used} - {COMPUTE_LANE})
+        ranks = range(self.timeline.num_ranks)
+        return [[lane for lane in lanes if (rank, lane) in used] for rank in ranks]
 
-    @property
-    def rank_height(self) -> float:
-        """Rows of a rank, with its lanes and its curve."""
-        return 1 + _LANE * len(self.lanes) + _CURVE + _GAP
+    @cached_property
+    def tops(self) -> list[float]:
+        """The rows above each rank, with its lanes and its curve, and above the end."""
+        heights = (1 + _LANE * len(lanes) + _CURVE + _GAP for lanes in self.lanes)
+        return [*accumulate(heights, initial=0.0)]
 
     @property
     def height(self) -> float:
         """Pixels of the axes."""
-        return _ROW * self.rank_height * self.timeline.num_ranks
+        return _ROW * self.tops[-1]
 
     def chunks(self) -> dict[int, tuple[int, int]]:
         """Return for every stage its chunk, and how many chunks its rank has."""
@@ -121,8 +128,8 @@ def draw_timelines(
 ) -> Figure:
     """Draw timelines one above the other, at one scale of time and of memory.
 
-    The width follows from the number of actions, up to 4000 pixels and the margins; numbers that do
-    not fit their cells are left out.
+    The width follows from the number of actions, up to 2,000 pixels with its margins; numbers
+    that do not fit their cells are left out.
 
     Args:
         panels: The timelines.
@@ -196,7 +203,7 @@ class _Panel:
         axes, panel, window = self._axes, self._panel, self._window
         num_ranks, end = panel.timeline.num_ranks, panel.timeline.makespan
         axes.set(xlim=(window.start, window.start + window.length))
-        axes.set(ylim=(panel.rank_height * num_ranks, 0))
+        axes.set(ylim=(panel.tops[-1], 0))
         for rank in range(num_ranks):
             axes.broken_barh([(0, end)], (self._top(rank), 0.95), facecolor=_IDLE)
         self._draw_events()
@@ -209,18 +216,18 @@ class _Panel:
             axes.spines[side].set_visible(False)
 
     def _top(self, rank: int) -> float:
-        return rank * self._panel.rank_height
+        return self._panel.tops[rank]
 
     def _lane(self, rank: int, lane: str) -> tuple[float, float]:
         """Return the upper edge and the height of a lane, in rows."""
         if lane == COMPUTE_LANE:
             return self._top(rank), 0.95
-        return self._top(rank) + 1 + _LANE * self._panel.lanes.index(lane), 0.9 * _LANE
+        return self._top(rank) + 1 + _LANE * self._panel.lanes[rank].index(lane), 0.9 * _LANE
 
     def _draw_events(self) -> None:
         bars: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
         for event in (*self._panel.beginnings, *self._panel.timeline.events):
-            if self._window.shows(event):
+            if event.end > event.start and self._window.shows(event):
                 color = _color(event.action.kind, self._chunks[event.action.stage])
                 bars[event.rank, event.lane, color].append((event.start, event.end - event.start))
         for wait in self._panel.waits:
@@ -264,12 +271,13 @@ class _Panel:
         )
 
     def _name_rows(self, num_ranks: int) -> None:
-        ranks, lanes = range(num_ranks), self._panel.lanes
+        ranks = range(num_ranks)
+        lanes = [(rank, lane) for rank in ranks for lane in self._panel.lanes[rank]]
         rows = [self._top(rank) + 0.5 for rank in ranks]
         self._axes.set_yticks(rows, [f"rank {rank}" for rank in ranks], fontsize=SMALL)
-        rows = [sum(self._lane(rank, lane)) - _LANE / 2 for rank in ranks for lane in lanes]
-        names = [_LANES.get(lane, lane) for lane in lanes]
-        self._axes.set_yticks(rows, names * num_ranks, minor=True, fontsize=0.75 * SMALL)
+        rows = [sum(self._lane(rank, lane)) - _LANE / 2 for rank, lane in lanes]
+        names = [_LANES.get(lane, lane) for _, lane in lanes]
+        self._axes.set_yticks(rows, names, minor=True, fontsize=0.75 * SMALL)
         self._axes.tick_params(axis="y", which="both", length=0)
 
 

@@ -66,7 +66,7 @@ def test_kinds_and_chunks_differ_in_colour():
 
 def test_a_large_schedule_keeps_the_widest_picture_and_drops_its_numbers():
     figure = drawn(build("1f1b", 2, 600))
-    assert figure.bbox.width < 4200
+    assert figure.bbox.width <= 2000
     assert "599" not in words(figure)
 
 
@@ -83,6 +83,14 @@ def test_copies_have_lanes_under_the_row():
     assert {"to host", "from host", "activations go to the host", "activations come back"} <= set(
         words(figure)
     )
+
+
+def test_a_lane_on_which_nothing_takes_time_is_left_out():
+    copies = [(0, 1, 2), (1, 3, 3)]
+    events = [Event(r, "d2h", Action.parse("0OFFLOAD0"), *times) for r, *times in copies]
+    timeline = Timeline((*simulate(build("1f1b", 2, 2), UNIT).events, *events), (1.0, 1.0))
+    assert TimelinePanel.of(timeline, UNIT).lanes == [["d2h"], []]
+    assert words(draw_timelines([TimelinePanel.of(timeline, UNIT)])).count("to host") == 1
 
 
 def test_reductions_have_a_lane_under_the_row():
