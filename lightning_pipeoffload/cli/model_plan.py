@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,15 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
     wanted = [option for option in options(*sizes) if name in ("auto", option.schedule)]
     if not wanted:
         raise ScheduleError(f"{name} does not accept num_chunks ({config.num_chunks})")
+    request = planner.request(wanted, config.num_ranks, planner.settings)
     try:
-        return make_plan(planner.request(wanted, config.num_ranks, planner.settings))
+        plan = make_plan(request)
+        needs, limit = planner.rank_needs(plan, config.num_ranks), planner.memory
+        assert limit is not None
+        if max(rank.device for rank in needs) > limit:  # the planner counts no messages
+            messages = max(rank.messages for rank in needs)
+            plan = make_plan(replace(request, memory_limit=limit - messages))
+        return plan
     except MemoryLimitError as error:
         _, memory, needed = error.args
         write = bytes_writer(config.device_memory)

@@ -210,7 +210,8 @@ class _Trials:
 
         def run(option: Option, job: Callable[[Option], None]) -> list[Candidate]:
             num_done = len({candidate.option for candidate in self.found})
-            self._request.show(f"planning {num_done + 1} of {len(self._request.options)}")
+            num_options = len(self._request.options)
+            self._request.show(f"planning {min(num_done + 1, num_options)} of {num_options}")
             self._new = []
             job(option)
             return self._new
