@@ -111,9 +111,9 @@ class PipeOffloadStrategy(CheckpointHooks):
             and its group's numbers; else it is refused.
         optimizer_offload: Whether optimizers step on the host, where their state stays: the device
             keeps weights and gradients only.
-        master_weights: "float32": the optimizer steps float32 copies, on the host, of parameters in
-            bfloat16 or float16, which are the copies, rounded; checkpoints have the copies. With
-            ``optimizer_offload`` only. None: it steps parameters as they are.
+        master_weights: "float32": the optimizer steps float32 copies of parameters in bfloat16 or
+            float16, which are the copies, rounded; checkpoints have the copies. They are where its
+            state is. None: it steps parameters as they are.
         compile: Whether to compile each class of block, or the arguments of ``torch.compile`` for
             that; a block that the user has compiled stays as it is. Weight gradients wait for W as
             they do without it.
@@ -359,7 +359,8 @@ class PipeOffloadStrategy(CheckpointHooks):
         self._masters = self._masters or self._no_masters()
 
     def _no_masters(self) -> MasterWeights | None:
-        return None if self.settings.master_weights is None else MasterWeights()
+        has_masters = self.settings.master_weights is not None
+        return MasterWeights(self.settings.optimizer_offload) if has_masters else None
 
     @override
     @contextmanager

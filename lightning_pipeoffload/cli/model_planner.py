@@ -20,7 +20,7 @@ from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes
-from lightning_pipeoffload.planning.memory_needs import HostedOptimizer, MemoryNeeds, RankNeeds
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, RankNeeds, StandIns
 from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
@@ -174,7 +174,7 @@ class ModelPlanner:
         compute["communication"] = self._message_seconds(
             needs.sent[Kind.SEND_F], option.placement(num_ranks), self.device
         )
-        if needs.hosted is not None:
+        if needs.is_on_host:
             compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
 
@@ -200,13 +200,15 @@ class ModelPlanner:
 
     def _with_optimizer(self, needs: MemoryNeeds, settings: PipelineSettings) -> MemoryNeeds:
         """Return the needs with optimizer states where the settings have them."""
-        num_sharing, hosted = settings.num_sharing(int(settings.data_parallel_size)), None
-        if settings.optimizer_offload:
-            by_bucket, obstacle = self.probe.host_step
+        num_sharing = settings.num_sharing(int(settings.data_parallel_size))
+        on_host, has_masters = settings.optimizer_offload, settings.master_weights is not None
+        stand_ins = None
+        if on_host or has_masters:
+            by_bucket, obstacle = self.probe.host_step if on_host else self.probe.master_step
             if obstacle:
                 raise ScheduleError(obstacle)
-            hosted = HostedOptimizer(by_bucket, settings.master_weights is not None)
-        return replace(needs, num_sharing=num_sharing, hosted=hosted)
+            stand_ins = StandIns(by_bucket, has_masters, on_host)
+        return replace(needs, num_sharing=num_sharing, stand_ins=stand_ins)
 
     @property
     def host_memory(self) -> float:

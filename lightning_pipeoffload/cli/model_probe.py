@@ -21,7 +21,7 @@ from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.optimizers.optimizer_table import (
     may_step_by_bucket,
     measure_states,
-    refuse_on_host,
+    refuse_stand_ins,
 )
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -240,10 +240,18 @@ class ModelProbe:
     @cached_property
     def host_step(self) -> tuple[bool, str]:
         """Whether the model's optimizers step by bucket, and why they cannot step on the host."""
+        return self._stand_ins(on_host=True)
+
+    @cached_property
+    def master_step(self) -> tuple[bool, str]:
+        """The same of masters on the device."""
+        return self._stand_ins(on_host=False)
+
+    def _stand_ins(self, on_host: bool) -> tuple[bool, str]:
         optimizers = self._optimizers
         try:
             for optimizer in optimizers:
-                refuse_on_host(optimizer)
+                refuse_stand_ins(optimizer, on_host)
         except ValueError as error:
             return False, str(error)
         return all(map(may_step_by_bucket, optimizers)), ""

@@ -26,7 +26,7 @@ from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket, measure_states
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.memory_needs import HostedOptimizer, MemoryNeeds
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandIns
 from lightning_pipeoffload.planning.plan_request import (
     first_plan,
     keeps_limits,
@@ -174,9 +174,10 @@ class Plans:
             has_masters = settings.master_weights is not None
             states = measure_states(optimizers, has_masters)
             needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
-            if settings.optimizer_offload:
+            on_host = settings.optimizer_offload
+            if on_host or has_masters:
                 by_bucket = all(map(may_step_by_bucket, optimizers))
-                needs = replace(needs, hosted=HostedOptimizer(by_bucket, has_masters))
+                needs = replace(needs, stand_ins=StandIns(by_bucket, has_masters, on_host))
             self.needs = needs
         except Exception as error:  # the user's own code, which may not go without values
             log.info(_NO_ESTIMATE, f"{type(error).__name__}: {error}".splitlines()[0])

@@ -1,4 +1,4 @@
-"""Float32 copies, on the host, of parameters in half precision; the optimizer steps the copies.
+"""Float32 copies of parameters in half precision, on the host or beside them; they are stepped.
 
 A parameter is its rounded master. Code that writes parameters between two steps writes the rounded
 values: where a parameter no longer equals its rounded master, its value is copied to the master.
@@ -23,9 +23,17 @@ def is_half(parameter: Tensor) -> bool:
 
 
 class MasterWeights:
-    """The masters of one rank's parameters, for those that have been stepped."""
+    """The masters of one rank's parameters, for those that have been stepped.
 
-    def __init__(self) -> None:
+    Args:
+        on_host: Whether masters are on the host; else they are on the device of their parameters.
+
+    Attributes:
+        on_host: The same.
+    """
+
+    def __init__(self, on_host: bool = True) -> None:
+        self.on_host = on_host
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         self._loaded: dict[str, Any] = {}
@@ -46,7 +54,8 @@ class MasterWeights:
         """
         for name, parameter in own.items():
             if name in self._loaded and is_half(parameter) and parameter.requires_grad:
-                self._masters[parameter] = value_of(self._loaded[name]).float()
+                loaded = value_of(self._loaded[name]).float()
+                self._masters[parameter] = loaded if self.on_host else loaded.to(parameter.device)
                 self._versions.pop(parameter, None)
         self._loaded = {}
 
@@ -61,7 +70,8 @@ class MasterWeights:
     def current(self, parameter: Tensor) -> Tensor:
         """Return the master of a parameter in half precision; make it if there is none."""
         if not self.has(parameter):
-            self.follow(parameter, parameter.detach().cpu())
+            value = parameter.detach()
+            self.follow(parameter, value.cpu() if self.on_host else value)
         return self._masters[parameter]
 
     @torch.no_grad()
@@ -70,7 +80,7 @@ class MasterWeights:
 
         Args:
             parameter: The parameter.
-            weight: Its value, on the host.
+            weight: Its value, where masters are.
         """
         self.put(parameter, _joined(self._masters.get(parameter), weight))
 

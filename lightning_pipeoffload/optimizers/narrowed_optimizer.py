@@ -7,8 +7,8 @@ Inside the closure, in which hooks run, they are whole again::
     optimizer.step(closure)   groups:  this rank's   | in the closure: all |   this rank's
     hooks, schedulers         groups:  all
 
-With ``optimizer_offload=True`` the host's tensors take the place of this rank's parameters there;
-see :class:`~lightning_pipeoffload.optimizers.host_step.HostStep`.
+With ``optimizer_offload=True`` or masters other tensors take the place of this rank's parameters
+there; see :class:`~lightning_pipeoffload.optimizers.stand_in_step.StandInStep`.
 
 With ``sharding="optimizer"`` the replicas of a rank divide its step: each parameter is stepped by
 one replica, its owner, the largest first by the replica that has least. The owner has the mean of
@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.host_step import HostStep
+from lightning_pipeoffload.optimizers.stand_in_step import StandInStep
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.replicas import Bundle, Replicas, in_buckets, share_out
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
@@ -165,14 +165,14 @@ class NarrowedOptimizer:
         optimizer: That optimizer.
         age: The age of those parameters' gradients.
         shares: The parameters of each replica; None: all replicas step all.
-        host: Steps on the host; None: the device does.
+        stand_ins: Steps other tensors in place of parameters; None: it steps these.
     """
 
     def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
         self.optimizer = optimizer
         self.age = age
         self.shares: StepShares | None = None
-        self.host: HostStep | None = None
+        self.stand_ins: StandInStep | None = None
         self._adopted: list[Tensor] = []
         self._zero_own = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
@@ -248,16 +248,16 @@ class NarrowedOptimizer:
         if self.shares is not None:
             self.shares.start_step()
         self._narrow(self.shares)
-        if self.host is not None and not closures:
-            self.host.start()
+        if self.stand_ins is not None and not closures:
+            self.stand_ins.start()
         return (
             (step, *map(self._among_whole, given)),
             {name: self._among_whole(value) for name, value in kwargs.items()},
         )
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.host is not None:
-            self.host.finish()
+        if self.stand_ins is not None:
+            self.stand_ins.finish()
         self._widen()
         if self.shares is not None:
             self.shares.gather()
@@ -276,8 +276,8 @@ class NarrowedOptimizer:
             group["params"] = own if shares is None else shares.own_of(own)
 
     def _widen(self) -> None:
-        if self.host is not None:
-            self.host.put_back()
+        if self.stand_ins is not None:
+            self.stand_ins.put_back()
         for group, members in self._whole:
             group["params"] = members
         self._whole.clear()
@@ -287,15 +287,15 @@ class NarrowedOptimizer:
 
     def _calling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
-            if self.host is not None:  # the optimizer may call its closure again
-                self.host.finish()
+            if self.stand_ins is not None:  # the optimizer may call its closure again
+                self.stand_ins.finish()
             self._widen()
-            if self.host is not None:
-                self.host.begin()
+            if self.stand_ins is not None:
+                self.stand_ins.begin()
             result = closure()
             self._narrow(self.shares)
-            if self.host is not None:
-                self.host.start()
+            if self.stand_ins is not None:
+                self.stand_ins.start()
             return result
 
         call.narrows_again = True  # type: ignore[attr-defined]

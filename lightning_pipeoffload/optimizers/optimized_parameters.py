@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.host_step import EarlyStep, HostStep, state_on_host
+from lightning_pipeoffload.optimizers.host_step import EarlyStep, HostStep
+from lightning_pipeoffload.optimizers.master_step import MasterStep
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
 from lightning_pipeoffload.optimizers.narrowed_optimizer import (
     NarrowedOptimizer,
@@ -29,9 +30,10 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
 from lightning_pipeoffload.optimizers.optimizer_table import (
     may_step_by_bucket,
     measure_states,
-    refuse_on_host,
     refuse_optimizer,
+    refuse_stand_ins,
 )
+from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, loading_state
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, staging_bytes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -48,7 +50,7 @@ class OptimizedParameters:
         num_sharing: The number of replicas that divide steps and optimizer state.
         is_declared: The user's ``per_parameter_optimizer``.
         on_host: Whether optimizers step on the host.
-        masters: The masters that they step there; None: they step the parameters themselves.
+        masters: The masters that they step; None: they step the parameters themselves.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class OptimizedParameters:
             ValueError: An optimizer's step may depend on other parameters, or cannot run on the
                 host although it should.
         """
-        if self._group.world_size == 1 and not self._on_host:
+        if self._group.world_size == 1 and not self._on_host and self._masters is None:
             return
         num_ranks, num_sharing = self._group.num_ranks, self._num_sharing
         for optimizer in self._optimizers() if num_ranks * num_sharing > 1 else ():
@@ -99,12 +101,12 @@ class OptimizedParameters:
         age = self._pipeline.gradient_age
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
         for narrowed in self._narrowed:
-            narrowed.host = self._make_host_step(narrowed.optimizer)
+            narrowed.stand_ins = self._make_stand_ins(narrowed.optimizer)
 
-    def _make_host_step(self, optimizer: Optimizer) -> HostStep | None:
-        if not self._on_host:
+    def _make_stand_ins(self, optimizer: Optimizer) -> StandInStep | None:
+        if not self._on_host and self._masters is None:
             return None
-        refuse_on_host(optimizer)
+        refuse_stand_ins(optimizer, self._on_host)
         members = [p for group in optimizer.param_groups for p in group["params"]]
         if self._masters is not None and members and not any(map(is_half, members)):
             raise ValueError(
@@ -113,11 +115,15 @@ class OptimizedParameters:
                 f'Trainer(precision="bf16-true")'
             )
         by_bucket = may_step_by_bucket(optimizer)
+        if not self._on_host:
+            return MasterStep(optimizer, by_bucket, self._masters)
         return HostStep(optimizer, self._pipeline.device, by_bucket, self._masters)
 
     def loading_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return the context in which an optimizer loads state to the place of its step."""
-        return state_on_host(optimizer, self._masters) if self._on_host else nullcontext()
+        if not self._on_host and self._masters is None:
+            return nullcontext()
+        return loading_state(optimizer, self._masters, self._on_host)
 
     def start_training(self) -> None:
         """Register the step's hooks again, to run after hooks that were registered since."""
@@ -139,7 +145,7 @@ class OptimizedParameters:
         shared = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
         own = tensors.with_local_stages().values()
         alone = {p: min(s) for p, s in own if len(s) == 1 and id(p) not in shared}
-        steps = [n.host for n in self._narrowed if n.host is not None]
+        steps = [n.stand_ins for n in self._narrowed if isinstance(n.stand_ins, HostStep)]
 
         def take(parameter: Tensor) -> None:
             for step in steps:
@@ -149,7 +155,7 @@ class OptimizedParameters:
 
     def host_step_seconds(self) -> float:
         """Return the seconds of this rank's steps on the host; 0 if they run on the device."""
-        return sum(n.host.seconds for n in self._narrowed if n.host is not None)
+        return sum(n.stand_ins.seconds for n in self._narrowed if n.stand_ins is not None)
 
     def replica_of(self, parameter: Tensor) -> int:
         """Return the replica that steps a parameter of this rank, where they divide the step."""

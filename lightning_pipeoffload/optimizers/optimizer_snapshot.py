@@ -25,6 +25,7 @@ from lightning_pipeoffload.optimizers.narrowed_optimizer import own_members
 _NO_STATE: dict[str, Any] = {}
 _REMOVED = object()
 _CPU = torch.device("cpu")
+_MASTER_SIZE = torch.float32.itemsize
 _RESERVE = 0.05  # of a device, for memory that torch does not allocate
 
 
@@ -178,12 +179,15 @@ class OptimizerSnapshot:
     def _find_room(self) -> None:
         members = self._members()
         device = members[0].device if members else _CPU
-        # Masters are on the host.
-        stepped = [p for p in members if self._masters is None or not is_half(p)]
-        copied = stepped + _tensors_of([*self.optimizer.state.values()])
+        masters = self._masters
+        rounded = [p for p in members if masters is not None and is_half(p)]
+        copied = [p for p in members if masters is None or not is_half(p)]
+        copied += _tensors_of([*self.optimizer.state.values()])
         copied = [tensor for tensor in copied if tensor.device == device]
         there = self._weights.num_bytes(device) + self._states.num_bytes(device)
         num_bytes = sum(tensor.nbytes for tensor in copied) - there
+        if masters is not None and not masters.on_host:
+            num_bytes += sum(_MASTER_SIZE * p.numel() for p in rounded)
         self.has_room = num_bytes <= _bytes_left(device)
 
     def _notice_branches(self) -> None:

@@ -174,8 +174,12 @@ def refuse_optimizer(
         )
 
 
-def refuse_on_host(optimizer: Any) -> None:
-    """Refuse an optimizer that cannot step host tensors in place of its parameters.
+def refuse_stand_ins(optimizer: Any, on_host: bool) -> None:
+    """Refuse an optimizer that cannot step other tensors in place of its parameters.
+
+    Args:
+        optimizer: The user's optimizer.
+        on_host: Whether these are on the host; else they are masters on the device.
 
     Raises:
         ValueError: The message has its class, the reason, and what to do.
@@ -184,11 +188,17 @@ def refuse_on_host(optimizer: Any) -> None:
     if any(kind.__name__ in _OVER_ALL for kind in type(optimizer).__mro__):
         reason = "keeps more of its parameters than state by parameter"
     elif row is not None and row.of_device:
-        reason = "steps by kernels of the device"
+        reason = "steps by kernels of the device" if on_host else "keeps 8-bit state by group"
     elif hasattr(optimizer, "eval"):
         reason = "makes weights for evaluation of the device's and of its state"
-    elif any(group.get("capturable") for group in optimizer.param_groups):
+    elif on_host and any(group.get("capturable") for group in optimizer.param_groups):
         reason = "counts its steps on the device with capturable=True"
+    if reason and not on_host:
+        raise ValueError(
+            f'master_weights="float32" steps float32 copies of the parameters, and '
+            f"{type(optimizer).__name__} {reason}; use torch.optim.AdamW, or leave master_weights "
+            f"out"
+        )
     if reason:
         raise ValueError(
             f"optimizer_offload=True steps on the host, and {type(optimizer).__name__} {reason}; "

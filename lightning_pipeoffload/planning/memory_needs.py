@@ -71,16 +71,18 @@ class RankNeeds:
         return sum(getattr(self, name) for name in ON_DEVICE)
 
 
-class HostedOptimizer(NamedTuple):
-    """An optimizer that steps on the host.
+class StandIns(NamedTuple):
+    """What an optimizer steps in place of its parameters.
 
     Attributes:
         by_bucket: Whether it may step some parameters at a time.
         has_masters: Whether it steps masters, which count among the states.
+        on_host: Whether it steps on the host, which has the states then.
     """
 
     by_bucket: bool
     has_masters: bool
+    on_host: bool
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,7 @@ class MemoryNeeds:
         flops_of_one: Operations per unit of the costs' times.
         workspace: Bytes that each stage's F or B takes and frees, one at a time.
         num_sharing: The number of replicas that share out optimizer states.
-        hosted: How the optimizer steps on the host, which has the states then; None: the device
-            does.
+        stand_ins: What the optimizer steps in place of parameters; None: it steps these.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
@@ -105,7 +106,7 @@ class MemoryNeeds:
     flops_of_one: float
     workspace: Sequence[float]
     num_sharing: int = 1
-    hosted: HostedOptimizer | None = None
+    stand_ins: StandIns | None = None
 
     @classmethod
     def of(
@@ -189,7 +190,7 @@ class MemoryNeeds:
         for a parameter under Adam in float32, or with masters.
         """
         found = []
-        has_masters = self.hosted is not None and self.hosted.has_masters
+        has_masters = self._has_masters
         for stage in self.owned:
             trained = [sizes for sizes in stage.values() if sizes[1]]
             moved = (g + 2 * states + (w if has_masters else 2 * w) for w, g, states in trained)
@@ -201,11 +202,18 @@ class MemoryNeeds:
         found = []
         for rank in range(plan.num_ranks):
             _, trained, states = self._owned_by(plan.stages_of(rank))
-            if self.hosted is None:
-                found.append((trained + states, 0))
-            else:
-                found.append((0 if self.hosted.has_masters else trained, states))
+            stepped = 0 if self._has_masters else trained
+            found.append((stepped, states) if self.is_on_host else (stepped + states, 0))
         return found
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the optimizer steps on the host."""
+        return self.stand_ins is not None and self.stand_ins.on_host
+
+    @property
+    def _has_masters(self) -> bool:
+        return self.stand_ins is not None and self.stand_ins.has_masters
 
     def _size_of(self, send: Action) -> int:
         return self.sent[send.kind][send.stage]
@@ -214,15 +222,15 @@ class MemoryNeeds:
         """Sum parameters, gradients and states; of shared tensors only gradients count twice."""
         parameters, _, states = self._owned_by(stages)
         gradients = (sizes[1] for stage in stages for sizes in self.owned[stage].values())
-        return [parameters, sum(gradients), 0 if self.hosted else states]
+        return [parameters, sum(gradients), 0 if self.is_on_host else states]
 
     def _on_host(self, stages: Sequence[int]) -> int:
         """Return the bytes that the optimizer takes there."""
-        if self.hosted is None:
+        if self.stand_ins is None or not self.stand_ins.on_host:
             return 0
         owned = self._tensors_of(stages).values()
         pairs = [size + gradient for size, gradient, _ in owned if gradient]
-        return self._owned_by(stages)[2] + staging_bytes(pairs, self.hosted.by_bucket)
+        return self._owned_by(stages)[2] + staging_bytes(pairs, self.stand_ins.by_bucket)
 
     def _tensors_of(self, parts: Iterable[int]) -> dict[int, tuple[int, int, int]]:
         """Return the sizes of the tensors that some blocks or stages own, each once."""
@@ -238,9 +246,16 @@ class MemoryNeeds:
         with_states = [sizes for sizes in owned if sizes[2]]
         owners = share_out([size for size, _, _ in with_states], [0] * self.num_sharing)
         shares = [0] * self.num_sharing
-        for owner, (_, _, states) in zip(owners, with_states, strict=True):
-            shares[owner] += states
+        for owner, (weight, gradient, states) in zip(owners, with_states, strict=True):
+            shares[owner] += states + self._cast_bytes(weight, gradient)
         return max(shares)
+
+    def _cast_bytes(self, weight: int, gradient: int) -> int:
+        """Return the bytes of a gradient in float32, if a step on the device casts all at once."""
+        if self.is_on_host or not self._has_masters or gradient > weight:
+            return 0
+        assert self.stand_ins is not None
+        return 0 if self.stand_ins.by_bucket else 2 * gradient
 
 
 def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:

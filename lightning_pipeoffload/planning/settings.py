@@ -96,11 +96,6 @@ class PipelineSettings:
         check_flag("derive_lengths", self.derive_lengths)
         is_known = self.master_weights in (None, "float32")
         _require(is_known, "master_weights", '"float32" or None', self.master_weights)
-        if self.master_weights is not None and not self.optimizer_offload:
-            raise ValueError(
-                f'master_weights="{self.master_weights}" is kept where the optimizer steps on the '
-                f"host only; set optimizer_offload=True, or leave it out"
-            )
         check_recompute(self.recompute)
         for name in ("memory_limit", "host_memory_limit"):
             if getattr(self, name) is not None:

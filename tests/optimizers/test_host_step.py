@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import sgd
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.optimizers import host_step
-from lightning_pipeoffload.optimizers.optimizer_table import refuse_on_host
+from lightning_pipeoffload.optimizers import host_step, master_step
+from lightning_pipeoffload.optimizers.optimizer_table import refuse_stand_ins
 from lightning_pipeoffload.runtime.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
 from lightning_pipeoffload.schedule import tails
@@ -145,6 +145,7 @@ def fit(size, path, on_host, net, strategy=(), start=None, steps=6, is_early=Fal
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_step, "make_lanes", lambda device: CopyLanes(Late(), Late()))
         patch.setattr(host_step, "STAGING_BYTES", SMALL)
+        patch.setattr(master_step, "BUCKET_BYTES", SMALL)
         trainer = L.Trainer(
             **{**fits.SILENT, "num_sanity_val_steps": 0},
             devices=size,
@@ -155,8 +156,8 @@ def fit(size, path, on_host, net, strategy=(), start=None, steps=6, is_early=Fal
             **options,
         )
         trainer.fit(module, fits.loader(), ckpt_path=start)
-        hosts = [narrowed.host for narrowed in trainer.strategy._parameters._narrowed]
-        early = sum(host.num_early for host in hosts if host is not None)
+        hosts = [narrowed.stand_ins for narrowed in trainer.strategy._parameters._narrowed]
+        early = sum(getattr(host, "num_early", 0) for host in hosts)
         assert early or not (on_host and is_early)
     return record.losses, len(module.seen)
 
@@ -216,21 +217,26 @@ def masters_in(path):
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy", "grad_dtype"),
+    ("size", "on_host", "strategy", "grad_dtype"),
     [
-        (2, {"schedule": "zb_h2", **LATE}, torch.float32),
-        slow((4, {"schedule": "zb_v", **SHARDED}, torch.float32)),
-        slow((1, {}, None)),
+        (2, True, {"schedule": "zb_h2", **LATE}, torch.float32),
+        (2, False, {"schedule": "zb_v", **LATE}, None),
+        slow((4, True, {"schedule": "zb_v", **SHARDED}, torch.float32)),
+        slow((4, False, {"schedule": "zb_v", **SHARDED, **LATE}, torch.float32)),
+        slow((1, True, {}, None)),
+        (1, False, {}, torch.float32),
     ],
 )
-def test_masters_are_those_that_a_user_keeps_by_hand(ranks, tmp_path, size, strategy, grad_dtype):
+def test_masters_are_those_that_a_user_keeps_by_hand(
+    ranks, tmp_path, size, on_host, strategy, grad_dtype
+):
     net = partial(Net, watches=False, grad_dtype=grad_dtype)
     by_hand, kept = str(tmp_path / "by hand"), str(tmp_path / "kept")
     plain = {**strategy, "per_parameter_optimizer": True, "optimizer_sync": "barrier"}
     run = partial(fit, net=partial(net, ByHand), strategy=plain, **BF16)
     expected = ranks(size).run(run, size, by_hand, False)
     run = partial(fit, net=net, strategy=strategy | MASTERS, **BF16)
-    assert_same(ranks(size).run(run, size, kept, True), expected)
+    assert_same(ranks(size).run(run, size, kept, on_host), expected)
     assert_same(torch.load(kept, weights_only=False)["state_dict"], masters_in(by_hand))
 
 
@@ -241,6 +247,8 @@ def test_masters_are_those_that_a_user_keeps_by_hand(ranks, tmp_path, size, stra
         slow(((2, 2, 4), (True, True, True), {"schedule": "zb_v", **MASTERS}, BF16)),
         slow(((2, 2, 1), (False, True, False), {"save_distributed_checkpoint": True}, {})),
         slow(((4, 2, 2), (True,) * 3, {**MASTERS, "save_distributed_checkpoint": True}, BF16)),
+        slow(((2, 2, 4), (False, True, False), {"schedule": "zb_v", **MASTERS}, BF16)),
+        slow(((4, 2, 2), (False,) * 3, {**MASTERS, "save_distributed_checkpoint": True}, BF16)),
     ],
 )
 def test_a_fit_goes_on_with_and_without_it(ranks, tmp_path, sizes, on_host, strategy, options):
@@ -275,11 +283,19 @@ def with_eval(optimizer):
 )
 def test_what_cannot_step_on_the_host_is_refused(make, reason):
     with pytest.raises(ValueError, match=f"on the host, and {reason}.* use torch.optim.AdamW"):
-        refuse_on_host(make([nn.Parameter(torch.ones(2))]))
+        refuse_stand_ins(make([nn.Parameter(torch.ones(2))]), on_host=True)
 
 
-def test_masters_of_float32_are_refused():
-    strategy = PipeOffloadStrategy(num_microbatches=4, optimizer_offload=True, **MASTERS)
+def test_masters_on_the_device_are_stepped_where_capturable_steps():
+    weight = [nn.Parameter(torch.ones(2))]
+    refuse_stand_ins(torch.optim.AdamW(weight, capturable=True), on_host=False)
+    with pytest.raises(ValueError, match='master_weights="float32" steps .*, and LBFGS keeps more'):
+        refuse_stand_ins(torch.optim.LBFGS(weight), on_host=False)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_masters_of_float32_are_refused(on_host):
+    strategy = PipeOffloadStrategy(num_microbatches=4, optimizer_offload=on_host, **MASTERS)
     trainer = L.Trainer(**fits.SILENT, strategy=strategy, precision="bf16-mixed", max_steps=1)
     with pytest.raises(ValueError, match="those of AdamW are in torch.float32; leave it out"):
         trainer.fit(Net(), fits.loader())
@@ -310,6 +326,32 @@ def test_the_host_s_memory_is_counted_before_training(options):
     assert memory["device"][0] == 2 * weights + memory["activations"][0] + memory["messages"][0]
     with pytest.raises(HostMemoryError, match=r"\(state.*, staging .* is 0.04 MiB; allow more"):
         trained("40KiB", **options)
+
+
+def test_masters_on_the_device_are_counted_with_the_state():
+    module, strategy = trained(None, optimizer_offload=False, **MASTERS)
+    memory, parameters = strategy.report()["memory"], [*module.parameters()]
+    kept = [v for s in strategy.optimizers[0].state.values() for v in s.values() if v.dim()]
+    kept += strategy._masters._masters.values()
+    assert sum(tensor.nbytes for tensor in kept) == 6 * sum(p.nbytes for p in parameters)
+    assert memory["optimizer"] == [sum(tensor.nbytes for tensor in kept)]
+    assert memory["host_optimizer"] == [0]
+
+
+def masters_of_share(size):
+    strategy = {**SHARDED, **MASTERS, "num_microbatches": 4, "schedule": "zb_h1"}
+    trainer = fits.trainer(size, strategy, max_steps=2, precision="bf16-true")
+    module = Net(watches=False)
+    trainer.fit(module, fits.loader())
+    stepped = {*trainer.optimizers[0].state}
+    assert {*trainer.strategy._masters._masters} == stepped
+    return len(stepped), sum(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_each_replica_has_the_masters_of_what_it_steps(ranks):
+    (first, total), (second, _) = ranks(2).run(masters_of_share, 2)
+    assert first + second == total
+    assert abs(first - second) < total / 2
 
 
 def shortest_tail(clip):

@@ -20,7 +20,7 @@ BAD_ARGUMENTS = {
     "offload": (1.5, r"offload \(1.5\) must be none, half, full, auto, or a share"),
     "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
     "optimizer_offload": (1, "optimizer_offload must be True or False, not 1"),
-    "master_weights": ("float32", 'master_weights="float32" .* set optimizer_offload=True'),
+    "master_weights": ("float64", "master_weights must be \"float32\" or None, not 'float64'"),
     "gradient_accumulation_fusion": (None, "must be True or False, not None"),
     "derive_lengths": ("auto", "must be True or False, not 'auto'"),
     "sharding": ("gradients", "sharding must be .*, not 'gradients'"),
@@ -45,7 +45,7 @@ ALSO_BAD = [
     ("split", 4),
     ("process_group_backend", "cpu:gloo,cuda:ncc"),
     ("timeout", timedelta(0)),
-    ("master_weights", "float64"),
+    ("master_weights", True),
     ("memory_limit", "lots"),
 ]
 
