@@ -137,7 +137,7 @@ class ModelProbe:
     def joined_needs(
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
-        """Return what :meth:`needs_of` does, joined from the needs of every block as a stage.
+        """Return what :meth:`needs_of` does, joined from the needs of every segment as a stage.
 
         The model is traced once for all placements. A tensor that several blocks save is counted
         for each of them, so that a stage may appear a little larger than it is.
@@ -146,9 +146,9 @@ class ModelProbe:
         chain = self._find_chain(settings)
         key = num_microbatches, settings.recompute, settings.master_weights
         if key not in self._blocks:
-            each = replace(settings, blocks=chain.names, split=[1] * len(chain))
+            each = replace(settings, blocks=chain.names, split=[1] * len(chain) + [0])
             try:
-                needs = self._trace((*range(len(chain)),), num_microbatches, each)
+                needs = self._trace((*range(len(chain) + 1),), num_microbatches, each)
                 self._blocks[key] = needs, self._num_parameters
             except ValueError:
                 self._blocks[key] = None
@@ -156,9 +156,8 @@ class ModelProbe:
         if found is None:  # the step cannot be cut between all of its blocks
             return self.needs_of(placement, num_microbatches, settings)
         needs, sizes = found
-        work = needs.costs.compute(len(chain)).values()
-        forward, for_input, for_weight = ((*each, 0.0) for each in work)
-        costs = SegmentCosts(forward, for_input, for_weight, (*sizes, 0))
+        forward, for_input, for_weight = needs.costs.compute(len(chain) + 1).values()
+        costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
         return needs.joined(cut(chain, costs, placement, settings.split))
 
     def _find_chain(self, settings: PipelineSettings) -> BlockChain:

@@ -372,8 +372,8 @@ class _CutCosts:
     """Costs of any cut, from measured blocks; or of the first cut, from operations and shapes.
 
     Attributes:
-        by_recompute: Costs of each block, and what of them counts once in a stage; or of each stage
-            of the first cut; by recomputation and number of microbatches.
+        by_recompute: Costs of each segment, and what of them counts once in a stage; or of each
+            stage of the first cut; by recomputation and number of microbatches.
         is_measured: Whether they are of blocks, in seconds.
     """
 

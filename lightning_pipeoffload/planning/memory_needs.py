@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -139,12 +139,15 @@ class MemoryNeeds:
         return cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
-        """Return the needs of another cut of the same blocks, where here each block is a stage."""
+        """Return the needs of another cut of the same blocks.
+
+        Here each block is a stage, and so is the code behind them.
+        """
         costs = costs_of_stages(self.costs, stages)
-        ends = {Kind.SEND_F: -1, Kind.SEND_B: 0}
-        sent = {k: [self.sent[k][s.blocks[end]] for s in stages] for k, end in ends.items()}
-        owned = [self._tensors_of(stage.blocks) for stage in stages]
-        workspace = [max(self.workspace[block] for block in stage.blocks) for stage in stages]
+        ends: dict[Kind, Callable[[Iterable[int]], int]] = {Kind.SEND_F: max, Kind.SEND_B: min}
+        sent = {k: [self.sent[k][end(s.segments)] for s in stages] for k, end in ends.items()}
+        owned = [self._tensors_of(sorted(stage.segments)) for stage in stages]
+        workspace = [max(self.workspace[segment] for segment in s.segments) for s in stages]
         return replace(self, owned=owned, costs=costs, sent=sent, workspace=workspace)
 
     def scaled(self, factor: float) -> MemoryNeeds:

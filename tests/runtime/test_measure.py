@@ -58,7 +58,7 @@ def measured(lengths, beside=2.0):
 def cut(*lengths):
     ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
     return [
-        Stage(index, range(end - length, end), frozenset())
+        Stage(index, range(end - length, end), frozenset(range(end - length, end)))
         for index, (end, length) in enumerate(zip(ends, lengths, strict=True))
     ]
 

@@ -190,7 +190,7 @@ def check_step(
 def impossible_cuts(
     record: StepRecord, chain: BlockChain, segments_of: Callable[[str], Set[int]]
 ) -> frozenset[int]:
-    """Return the blocks before which a step cannot be cut.
+    """Return the segments before which a step cannot be cut.
 
     Args:
         record: The step.
@@ -199,11 +199,11 @@ def impossible_cuts(
     """
 
     def is_refused(*starts: int) -> bool:
-        stages = stages_between((*starts, len(chain)))
+        stages = stages_between((*starts, len(chain)))  # the last may have no block
         checks = _StepChecks(record, chain, stages)
         return any(checks.refusals(lambda name: stages_with(stages, segments_of(name))))
 
-    blocks = range(1, len(chain))
+    blocks = range(1, len(chain) + 1)  # the last: before the code behind all of them
     if not is_refused(*blocks):
         return frozenset()
     return frozenset(block for block in blocks if is_refused(block))
@@ -368,6 +368,8 @@ class _StepChecks:
 
     def _span(self, stage: int) -> str:
         blocks = self._stages[stage].blocks
+        if not blocks:
+            return "the code behind the blocks"
         first, last = self._block(blocks[0]), self._block(blocks[-1])
         return first if first == last else f"{first} to {last}"
 

@@ -47,6 +47,8 @@ class CutSettings:
 _PARAMETER_SHARE = 1e-3
 # The weight of a cut that sends twice as much as the one that sends least, in blocks.
 _SENT_SHARE = 0.02
+# The share of the heaviest stage that a last stage without blocks has to take from it.
+_WORTH_APART = 0.02
 _NO_CUT: tuple[float, float, tuple[int, ...]] = inf, inf, ()
 
 
@@ -55,7 +57,7 @@ class Stage:
     """A consecutive part of the model."""
 
     index: int  # global, in model order
-    blocks: range
+    blocks: range  # of the last stage perhaps none: it has the code behind the blocks alone
     segments: frozenset[int]  # of the step, that it runs; see :mod:`.trace`
 
     def comes_to(self, point: StepPoint, record: StepRecord) -> bool:
@@ -76,8 +78,8 @@ class SegmentCosts:
     backward_weight: tuple[float, ...]
     parameters: tuple[int, ...]  # numbers of elements
     unit: float = 0.0  # operations that 1 stands for; 0 where they were not counted
-    sent: Mapping[int, int] = field(default_factory=dict)  # bytes over the cut before each block
-    impossible: frozenset[int] = frozenset()  # blocks before which the step cannot be cut
+    sent: Mapping[int, int] = field(default_factory=dict)  # bytes over the cut before each segment
+    impossible: frozenset[int] = frozenset()  # segments before which the step cannot be cut
 
     @property
     def work(self) -> list[float]:
@@ -101,7 +103,7 @@ def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> 
     parameters = _sum_sizes(find_slots(module), find_segments(module, chain, record), chain)
     sent = {
         block: sum(spec.num_bytes for spec in record.payload_over(block))
-        for block in range(1, len(chain))
+        for block in range(1, len(chain) + 1)
     }
     return SegmentCosts(forward, for_input, for_weight, tuple(parameters), unit, sent)
 
@@ -188,14 +190,16 @@ def cut(
         costs: The costs of each segment, for ``split="auto"``.
         stage_ranks: The rank of each stage.
         split: "auto" minimizes the cost of the most expensive stage, embedding and head included,
-            or of the busiest rank where ranks have several stages; "even" gives each stage the
-            same number of blocks; or the number of blocks of each stage.
+            or of the busiest rank where ranks have several stages; where ranks have one stage
+            each, the last may have the head alone. "even" gives each stage the same number of
+            blocks; or the number of blocks of each stage, of the last perhaps 0.
 
     Raises:
         ValueError: There are fewer blocks than stages, or the sum of ``split`` is wrong.
     """
     num_blocks, num_stages = len(chain), len(stage_ranks)
-    if num_blocks < num_stages:
+    has_head_alone = not isinstance(split, str) and [*split[-1:]] == [0]
+    if num_blocks < num_stages - has_head_alone:
         proposal = chain.propose(num_stages)
         others = f", or cut more of this one, in the order of its calls: {proposal}"
         raise ValueError(
@@ -225,44 +229,50 @@ def _count_blocks(
 ) -> list[int]:
     num_stages = len(stage_ranks)
     if split == "auto":
-        weights, sent = _weights(costs), _weights_of_cuts(costs.sent)
-        best = _balance(weights, sent, num_stages, costs.impossible)
-        if best is None:  # a check says why
-            return _balance(weights, sent, num_stages, frozenset()) or []
-        return _relieve_ranks(best, weights, stage_ranks, costs.impossible)
+        parts, sent = _weights(costs), _weights_of_cuts(costs.sent, num_blocks)
+        weights = [*parts[:-2], parts[-2] + parts[-1]]  # what follows the last block is with it
+        heaviest, best = _balance(weights, sent, num_stages, costs.impossible)
+        if not best:  # a check says why
+            return _balance(weights, sent, num_stages, frozenset())[1]
+        if len(set(stage_ranks)) < num_stages:
+            return _relieve_ranks(best, weights, stage_ranks, costs.impossible - {num_blocks})
+        lighter, with_head = _balance(parts, sent, num_stages, costs.impossible)
+        if with_head and with_head[-1] == 1 and lighter < heaviest * (1 - _WORTH_APART):
+            return [*with_head[:-1], 0]
+        return best
     if split == "even":
         return [num_blocks // num_stages + (i < num_blocks % num_stages) for i in range(num_stages)]
     counts = [int(count) for count in split]
-    if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
+    is_short = min(counts[:-1], default=1) < 1 or counts[-1:] < [1 - (num_stages > 1)]
+    if len(counts) != num_stages or sum(counts) != num_blocks or is_short:
         raise ValueError(
-            f"split={counts} must have {num_stages} entries of at least 1 (one for each stage) "
-            f"that add up to {num_blocks} blocks; its {len(counts)} entries add up to "
-            f"{sum(counts)}"
+            f"split={counts} must have {num_stages} entries of at least 1 (one for each stage; 0 "
+            f"for a last one that has the code behind the blocks alone) that add up to "
+            f"{num_blocks} blocks; its {len(counts)} entries add up to {sum(counts)}"
         )
     return counts
 
 
 def _weights(costs: SegmentCosts) -> list[float]:
     mean = sum(costs.parameters) / len(costs.parameters) or 1.0
-    weights = [
+    return [
         work + _PARAMETER_SHARE * (count / mean + 1e-3)
         for work, count in zip(costs.work, costs.parameters, strict=True)
     ]
-    # What follows the last block cannot be cut from it.
-    return [*weights[:-2], weights[-2] + weights[-1]]
 
 
-def _weights_of_cuts(sent: Mapping[int, int]) -> dict[int, float]:
-    least = min((count for count in sent.values() if count), default=1)
+def _weights_of_cuts(sent: Mapping[int, int], num_blocks: int) -> dict[int, float]:
+    least = min((count for i, count in sent.items() if count and i < num_blocks), default=1)
     return {block: _SENT_SHARE * max(0.0, count / least - 1) for block, count in sent.items()}
 
 
 def _balance(
     weights: list[float], sent: Mapping[int, float], num_stages: int, impossible: Set[int]
-) -> list[int] | None:
-    """Minimize the heaviest stage, then the differences; O(stages * blocks^2).
+) -> tuple[float, list[int]]:
+    """Return the least weight of the heaviest stage, and the stages' lengths, as even as possible.
 
-    A cut that sends more than others has some weight of its own. None: no cut is possible.
+    A cut that sends more than others has some weight of its own. No lengths: no cut is possible.
+    It takes O(stages * blocks^2).
     """
     total = [0.0, *accumulate(weights)]
 
@@ -282,8 +292,8 @@ def _balance(
     for stages in range(1, num_stages):  # fills the cache from below: no deep recursion
         for end in range(stages, len(weights) + 1):
             best(end, stages)
-    found = best(len(weights), num_stages)
-    return None if found[0] == inf else list(found[2])
+    heaviest, _, counts = best(len(weights), num_stages)
+    return heaviest, list(counts)
 
 
 def _relieve_ranks(

@@ -2,7 +2,8 @@
 
 Every rank runs the user's step on the blocks that it has in a first cut, one microbatch at a time,
 with real values and messages. Of blocks that are alike (see :mod:`.block_classes`) each rank
-measures the first one as a stage of its own; the others between two samples are one stage. The
+measures the first one as a stage of its own; the others between two samples are one stage. What
+follows the blocks, the head and the loss, is a stage too if the step can be cut there. The
 comparison of samples and sums gives the overhead of an action beside its blocks, and what alike
 blocks take on average. A stage of any other cut costs the sum of its blocks plus one overhead.
 Where few blocks are alike, the stages of the first cut are measured too, for the overhead::
@@ -145,6 +146,8 @@ class SampledCut:
         stages: The blocks of each stage.
         sample_of: For each block the stage that is measured for it.
         ranks: The rank of each block.
+
+    The last block may stand for the code behind the blocks.
     """
 
     stages: Sequence[range]
@@ -199,8 +202,11 @@ class BlockMeasurement:
         self._pipeline = pipeline
         self._transport = transport
         self._first_cut = pipeline.settings
-        stages = [stage.index for stage in pipeline.partition for _ in stage.blocks]
-        ranks = [self._first_cut.stage_ranks[stage] for stage in stages]
+        stages = [stage.index for stage in pipeline.partition for _ in stage.segments]
+        # A part of the step for each block, and one for the head if that can be apart.
+        self._has_head = len(pipeline.chain) not in pipeline.segment_costs.impossible
+        classes = [*classes, max(classes) + 1] if self._has_head else classes
+        ranks = [self._first_cut.stage_ranks[stage] for stage in stages[: len(classes)]]
         self._sampled = SampledCut.of(classes, ranks)
         self._cut = self._cut_into_samples(stages)
         records = pipeline.records.known.values()
@@ -210,10 +216,12 @@ class BlockMeasurement:
     def _cut_into_samples(self, stages: Sequence[int]) -> CutSettings:
         cut, starts = self._first_cut, [blocks.start for blocks in self._sampled.stages]
         places = [cut.places[stages[start]] for start in starts]
+        split = [len(parts) for parts in self._sampled.stages]
+        split[-1] -= self._has_head
         return replace(
             cut,
             stage_ranks=tuple(self._sampled.ranks[start] for start in starts),
-            split=[len(blocks) for blocks in self._sampled.stages],
+            split=split,
             global_ranks=tuple(places) if cut.global_ranks else (),
         )
 
@@ -244,14 +252,16 @@ class BlockMeasurement:
         return is_same or self._sampled.has_few_stages
 
     def costs_of_blocks(self, samples: Costs, stages: Costs) -> tuple[Costs, BesideBlocks]:
-        """Return the costs of all blocks, and the overhead of an action beside them.
+        """Return the costs of all segments, and the overhead of an action beside them.
 
         Args:
             samples: The costs of the sampled stages, of all ranks.
             stages: The costs of the stages that they are compared with.
         """
         compared = self._cut if self._compares_itself else self._first_cut
-        return costs_of_blocks(self._sampled, samples, stages, len(compared.stage_ranks))
+        num_stages = len(compared.stage_ranks)
+        costs, beside = costs_of_blocks(self._sampled, samples, stages, num_stages)
+        return (costs if self._has_head else _with_free_head(costs, beside)), beside
 
     def _measure(
         self,
@@ -286,6 +296,15 @@ class BlockMeasurement:
             self._warm.append(first.record)  # whose shapes run for the first time
             yield 1
         yield _NUM_MEASURED
+
+
+def _with_free_head(blocks: Costs, beside: BesideBlocks) -> Costs:
+    """Return the costs of all segments where that behind the blocks is part of the last one."""
+    costs: dict[str, Any] = {
+        name: (*getattr(blocks, name), beside.get(name, 0.0))
+        for name in (*StageCosts.__annotations__, "communication")
+    }
+    return replace(blocks, **costs)
 
 
 def _silent(part: Microbatch) -> Microbatch:
@@ -356,23 +375,23 @@ def _scaled(
 
 
 def cut_by_costs(
-    pipeline: Pipeline, blocks: Costs, placement: Sequence[int], split: str | Sequence[int]
+    pipeline: Pipeline, segments: Costs, placement: Sequence[int], split: str | Sequence[int]
 ) -> list[Stage]:
-    """Cut the chain so that the measured times are balanced.
+    """Cut the chain so that the measured times of its segments are balanced.
 
     Raises:
         ScheduleError: There are too few blocks, or ``split`` has another number of stages.
     """
-    num_blocks = len(pipeline.chain)
-    times = [*blocks.compute(num_blocks).values()]
-    unit = sum(map(sum, times)) / num_blocks or 1.0
-    forward, for_input, for_weight = ((*(t / unit for t in kind), 0.0) for kind in times)
+    num_segments = len(pipeline.chain) + 1
+    times = [*segments.compute(num_segments).values()]
+    unit = sum(map(sum, times)) / num_segments or 1.0
+    forward, for_input, for_weight = ((*(t / unit for t in kind),) for kind in times)
     costs = replace(
         pipeline.segment_costs,
         forward=forward,
         backward_input=for_input,
         backward_weight=for_weight,
-        parameters=(0,) * (num_blocks + 1),
+        parameters=(0,) * num_segments,
     )
     try:
         return cut(pipeline.chain, costs, placement, split)
@@ -399,24 +418,25 @@ def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int
 
 
 def costs_of_stages(
-    blocks: Costs, stages: Sequence[Stage], beside: BesideBlocks = MappingProxyType({})
+    segments: Costs, stages: Sequence[Stage], beside: BesideBlocks = MappingProxyType({})
 ) -> Costs:
     """Return the costs of the stages of a cut.
 
     Args:
-        blocks: The costs of each block; P2P latencies are those between ranks of the first cut.
+        segments: The costs of each segment; P2P latencies are those between ranks of the first cut.
         stages: The stages.
-        beside: The overhead in a block's costs that counts once per stage; see
+        beside: The overhead in a segment's costs that counts once per stage; see
             :func:`beside_blocks`.
     """
-    num_blocks = sum(len(stage.blocks) for stage in stages)
+    count = sum(len(stage.segments) for stage in stages)
     summed: dict[str, Any] = {}
     for name in StageCosts.__annotations__:
-        values, once = blocks.per_stage(name, num_blocks), beside.get(name, 0.0)
+        values, once = segments.per_stage(name, count), beside.get(name, 0.0)
         summed[name] = [
-            sum(values[block] for block in stage.blocks) - once * (len(stage.blocks) - 1)
+            sum(values[segment] for segment in sorted(stage.segments))
+            - once * (len(stage.segments) - 1)
             for stage in stages
         ]
-    latencies = [seconds for seconds in blocks.per_stage("communication", num_blocks) if seconds]
+    latencies = [seconds for seconds in segments.per_stage("communication", count) if seconds]
     # No optimizer has stepped when blocks are measured.
-    return replace(blocks, communication=mean(latencies or [0.0]), step=0.0, **summed)
+    return replace(segments, communication=mean(latencies or [0.0]), step=0.0, **summed)

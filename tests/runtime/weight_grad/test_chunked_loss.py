@@ -259,3 +259,15 @@ def test_what_is_counted_is_what_it_takes(num_chunks):
         loss.backward()
     alone = module.head.weight.nbytes  # a gradient that autograd adds at the end
     assert live.peak - alone == pytest.approx(last.workspace_bytes, rel=0.1, abs=alone)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_last_stage_may_have_the_head_alone(recompute):
+    module, batch = Model(4, tied=True), tokens()
+    options = {"split": [2, 2, 0], "recompute": recompute}
+    pipeline, found = train(module, "zb_h1", 3, batch, **options)
+    assert_same(found, train_plain(module, batch))
+    assert pipeline.ranks[-1].block_names(2) == []
+    assert found.gradients["head.weight"] is not None
+    evaluated = evaluate(module, batch, 3, split=[2, 2, 0])
+    torch.testing.assert_close(evaluated, evaluate_plain(module, batch))
