@@ -83,6 +83,9 @@ class PipeOffloadStrategy(CheckpointHooks):
             steps, with their measured times.
         recompute: What the backward computes again instead of storing it: "none"; "cheap": norms,
             activations and dropout; "full": the blocks, each once.
+        head_weight_grad: The action that computes the weight gradients of the code behind the
+            blocks: "W", as of all other weights; "B", so that the logits' gradients do not wait for
+            W; "auto": W, or what ``schedule="auto"`` finds faster under a memory limit.
         memory_limit: Bytes, or "40GiB", of each device for activations and what waits for W. Where
             no order and offload fits, training is refused with the least limit that does. None:
             what parameters, gradients and optimizer leave of the device; no limit on CPU. Under a
@@ -162,6 +165,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         schedule: ScheduleLike = "auto",
         offload: float | str = "auto",  # jsonargparse tries the types from left to right
         recompute: str = "none",
+        head_weight_grad: str = "auto",
         memory_limit: int | str | None = None,
         host_memory_limit: int | str | None = None,
         blocks: str | Sequence[str] | None = None,
@@ -212,6 +216,7 @@ class PipeOffloadStrategy(CheckpointHooks):
             master_weights=master_weights,
             offload=offload,
             recompute=recompute,
+            head_weight_grad=head_weight_grad,
             memory_limit=memory_limit,
             host_memory_limit=host_memory_limit,
             compile=compile,

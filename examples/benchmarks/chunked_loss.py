@@ -8,7 +8,8 @@
   status is 1 where the two are more than 10 % apart for chunks.
 * ``plan``: by counted operations and bytes of shapes, 4096 tokens in bf16, 8 ranks, 16 microbatches
   of ZB-H1: the busiest rank's work over the mean, where the last stage has blocks and as it is cut;
-  GiB of the last rank's activations with whole logits and with 16 chunks.
+  GiB of the last rank's activations with whole logits, with the head's weight gradient in B, and
+  with 16 chunks.
 
 With ``--small`` models have a few MiB, to see that it runs.
 """
@@ -132,11 +133,11 @@ def make_models(is_small: bool) -> dict[str, Any]:
     return made
 
 
-def plan(make: Any, num_chunks: int, is_small: bool) -> Figures:
+def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> Figures:
     """Return the busiest rank's share and the last rank's activations, by shapes alone."""
     with making_shapes():
         module = LanguageModel(make().bfloat16(), num_chunks)
-    settings = CutSettings((*range(NUM_RANKS),))
+    settings = CutSettings((*range(NUM_RANKS),), head_weight_grad=head_weight_grad)
     pipeline = Pipeline(module, 0, settings, torch.device("cpu"))
     tokens = torch.zeros(1, 256 if is_small else TOKENS, dtype=torch.long)
     step = lambda part, _: module.training_step(part, 0)  # noqa: E731
@@ -163,8 +164,10 @@ def print_plans(is_small: bool) -> None:
     """Print the table of models."""
     rows = []
     for name, make in make_models(is_small).items():
-        found, chunked = (plan(make, num_chunks, is_small) for num_chunks in (0, 16))
-        rows.append({"model": name, **found, "GiB of 16 chunks": chunked["GiB"]})
+        found, at_once = (plan(make, 0, head, is_small) for head in ("W", "B"))
+        chunked = plan(make, 16, "W", is_small)
+        more = {"GiB, head in B": at_once["GiB"], "GiB, 16 chunks": chunked["GiB"]}
+        rows.append({"model": name, **found, **more})
     print_table(rows)
 
 

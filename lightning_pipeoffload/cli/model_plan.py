@@ -137,7 +137,8 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
             f"{', '.join(FAMILIES)}"
         )
     sizes = [config.num_microbatches], None, config.num_chunks, [config.strategy.recompute]
-    wanted = [option for option in options(*sizes) if name in ("auto", option.schedule)]
+    heads = planner.settings.heads_to_try
+    wanted = [option for option in options(*sizes, heads) if name in ("auto", option.schedule)]
     if not wanted:
         raise ScheduleError(f"{name} does not accept num_chunks ({config.num_chunks})")
     request = planner.request(wanted, config.num_ranks, planner.settings)

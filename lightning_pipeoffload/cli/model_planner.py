@@ -85,8 +85,9 @@ class _Found:
 
 # What memory and times of a rank follow from; schedules come from ``schedule`` and ``compare``.
 _COUNTING = {
-    *("schedule", "blocks", "split", "offload", "recompute", "data_parallel_size", "sharding"),
-    *("optimizer_offload", "optimizer_sync", "master_weights", "host_memory_limit"),
+    *("schedule", "blocks", "split", "offload", "recompute", "head_weight_grad", "sharding"),
+    *("data_parallel_size", "optimizer_offload", "optimizer_sync", "master_weights"),
+    "host_memory_limit",
 }
 _INSTEAD = {"memory_limit": "write device_memory, of which weights and messages take their part"}
 
@@ -142,9 +143,13 @@ class ModelPlanner:
             ScheduleError: The model cannot be cut so.
         """
         placement = option.placement(num_ranks)
-        key = placement, option.num_microbatches, option.recompute
+        varied: dict[str, Any] = {
+            "recompute": option.recompute,
+            "head_weight_grad": option.head_weight_grad,
+        }
+        key = placement, option.num_microbatches, *varied.values()
         if key not in self._needs:
-            settings = replace(self.settings, recompute=option.recompute)
+            settings = replace(self.settings, **varied)
             try:
                 needs = self.probe.joined_needs(placement, self._count, settings)
             except ScheduleError:
@@ -323,7 +328,9 @@ class ModelPlanner:
         counts = [c for c in counts if c <= MOST_MICROBATCHES and self.probe.batch_size % c == 0]
         wanted = [
             option
-            for option in options(counts, recompute=_RECOMPUTES)
+            for option in options(
+                counts, recompute=_RECOMPUTES, head_weight_grad=asked.heads_to_try
+            )
             if not FAMILIES[option.schedule].takes_seconds
         ]
         shardings = ["none"] if asked.data_parallel_size == 1 else ["none", "optimizer"]
@@ -362,6 +369,7 @@ class ModelPlanner:
             num_chunks=option.num_chunks,
             num_microbatches=option.num_microbatches,
             recompute=option.recompute,
+            head_weight_grad=option.head_weight_grad,
             offload="none" if candidate.offload == "none" else offload,
         )
         is_default = option.num_chunks == FAMILIES[option.schedule].num_chunks
@@ -373,6 +381,8 @@ class ModelPlanner:
             f"num_microbatches={option.num_microbatches}": option.num_microbatches != self._count,
             f"offload={settings.offload}": settings.offload != asked.offload,
             f"strategy.recompute={option.recompute}": option.recompute != asked.recompute,
+            f"strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad
+            != before.head_weight_grad,
             f"+strategy.sharding={settings.sharding}": settings.sharding != asked.sharding,
             "+strategy.optimizer_offload=true": settings.optimizer_offload
             and not asked.optimizer_offload,

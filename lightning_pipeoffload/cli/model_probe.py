@@ -31,6 +31,7 @@ from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCost
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.making.construction import make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
+from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -129,7 +130,8 @@ class ModelProbe:
         Raises:
             ValueError: The model cannot be cut so.
         """
-        key = placement, num_microbatches, settings.recompute, settings.master_weights
+        varied = settings.recompute, settings.head_weight_grad, settings.master_weights
+        key = placement, num_microbatches, *varied
         if key not in self._needs:
             self._needs[key] = self._trace(placement, num_microbatches, settings)
         return self._needs[key]
@@ -146,7 +148,8 @@ class ModelProbe:
         chain = self._find_chain(settings)
         key = num_microbatches, settings.recompute, settings.master_weights
         if key not in self._blocks:
-            each = replace(settings, blocks=chain.names, split=[1] * len(chain) + [0])
+            alone: dict[str, Any] = {"blocks": chain.names, "split": [1] * len(chain) + [0]}
+            each = replace(settings, head_weight_grad="W", **alone)
             try:
                 needs = self._trace((*range(len(chain) + 1),), num_microbatches, each)
                 self._blocks[key] = needs, self._num_parameters
@@ -158,7 +161,10 @@ class ModelProbe:
         needs, sizes = found
         forward, for_input, for_weight = needs.costs.compute(len(chain) + 1).values()
         costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
-        return needs.joined(cut(chain, costs, placement, settings.split))
+        stages = cut(chain, costs, placement, settings.split)
+        if settings.head_weight_grad == "B":
+            needs = replace(needs, costs=with_head_in_b(needs.costs, len(chain) + 1))
+        return needs.joined(stages)
 
     def _find_chain(self, settings: PipelineSettings) -> BlockChain:
         """Return the blocks, for which the step may have to be traced."""
@@ -175,7 +181,8 @@ class ModelProbe:
     ) -> MemoryNeeds:
         settings = self._make_layers(placement, settings)
         given = placement, settings.blocks, settings.split, settings.recompute
-        with self._cutting(CutSettings(*given)) as pipeline:
+        head = settings.heads_to_try[0]
+        with self._cutting(CutSettings(*given, head_weight_grad=head)) as pipeline:
             first = self._first_slice(pipeline, self.batch_size // num_microbatches)
             self._num_parameters = pipeline.num_parameters
             self._flops_of_slice = first.record.training_flops, num_microbatches

@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
     costs_of_stages,
     cut_by_costs,
     join_costs,
+    with_head_in_b,
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -312,9 +313,13 @@ class AutoChoice:
         return [
             option
             for recompute, count in cut_costs.by_recompute
-            for option in options([count], None, asked, [recompute])
+            for option in options([count], None, asked, [recompute], self._heads(cut_costs))
             if cut_costs.covers(option)
         ]
+
+    def _heads(self, cut_costs: _CutCosts) -> Sequence[str]:
+        heads = self._settings.heads_to_try
+        return heads if self._is_limited and cut_costs.has_head else heads[:1]
 
     def _decide(
         self,
@@ -336,6 +341,7 @@ class AutoChoice:
             num_chunks=option.num_chunks,
             num_microbatches=option.num_microbatches,
             recompute=option.recompute,
+            head_weight_grad=option.head_weight_grad,
             split=[len(stage.blocks) for stage in cut_costs.stages(option)],
         )
         num_classes = 0 if self._trial is None else self._trial.num_classes
@@ -389,6 +395,15 @@ class _CutCosts:
         self._placement = tuple(pipeline.settings.stage_ranks)
         self._num_ranks = max(self._placement) + 1
         self.by_recompute, self._split, self.is_measured = by_recompute, settings.split, is_measured
+        self._is_in_w = settings.heads_to_try[0] == "W"  # as it was measured
+
+    @property
+    def has_head(self) -> bool:
+        """Whether weight gradients of the head are known apart from those of its stage."""
+        if not self.is_measured:
+            return False
+        costs, _ = next(iter(self.by_recompute.values()))
+        return costs.per_stage("weight_residue", len(self._pipeline.chain) + 1)[-1] > 0
 
     def covers(self, option: Option) -> bool:
         if self.is_measured:
@@ -403,7 +418,12 @@ class _CutCosts:
 
     def costs_of(self, option: Option) -> Costs:
         costs, beside = self._of(option)
-        return costs_of_stages(costs, self.stages(option), beside) if self.is_measured else costs
+        if not self.is_measured:
+            return costs
+        stages = self.stages(option)
+        if option.head_weight_grad == "B" and self._is_in_w:
+            costs = with_head_in_b(costs, len(self._pipeline.chain) + 1)
+        return costs_of_stages(costs, stages, beside)
 
     def _of(self, option: Option) -> tuple[Costs, BesideBlocks]:
         return self.by_recompute[option.recompute, option.num_microbatches]
@@ -424,7 +444,7 @@ class ChoiceCache:
         recomputations: Sequence[str],
     ) -> None:
         self._cache = PlanCache(settings.plan_cache)
-        names = ("offload", "recompute", "num_chunks", "split")
+        names = ("offload", "recompute", "head_weight_grad", "num_chunks", "split")
         asked = " ".join(f"{name}={getattr(settings, name)}" for name in names)
         kind = (
             f"{type(pipeline.module).__name__} {len(pipeline.chain)} {sum(pipeline.num_parameters)}"
@@ -450,7 +470,7 @@ class ChoiceCache:
 
     def store(self, best: Candidate, settings: PipelineSettings) -> None:
         assert best.schedule is not None
-        names = ("schedule", "recompute", "split")
+        names = ("schedule", "recompute", "head_weight_grad", "split")
         remarks = {name: getattr(settings, name) for name in names}
         self._cache.store(self._question, best.schedule, remarks)
 

@@ -312,7 +312,8 @@ class Plans:
         used = self.training.schedule
         if self.chosen is None:
             return [self.settings.option(used.num_microbatches)]
-        sizes = [used.num_microbatches], None, used.num_chunks, [self.settings.recompute]
+        heads = self.settings.heads_to_try[:1]
+        sizes = [used.num_microbatches], None, used.num_chunks, [self.settings.recompute], heads
         return [
             option
             for option in options(*sizes)

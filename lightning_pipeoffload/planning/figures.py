@@ -132,7 +132,8 @@ def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
     fitting = [c for c in plan.candidates if c.fits]
     has_counts = len({c.option.num_microbatches for c in plan.candidates}) > 1
     recomputes = len({c.option.recompute for c in plan.candidates}) > 1
-    varied = ["microbatches"] * has_counts + ["recompute"] * recomputes
+    heads = len({c.option.head_weight_grad for c in plan.candidates}) > 1
+    varied = ["microbatches"] * has_counts + ["recompute"] * recomputes + ["head"] * heads
     columns = ("stages", *varied, "offload", "step", "bubble", "memory", "")
     title = f"Plans that fit: {len(fitting)} of {len(plan.candidates)}"
     head = Column("schedule", no_wrap=True)
@@ -144,6 +145,7 @@ def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
         option = candidate.option
         cells = [str(option.num_chunks)]
         cells += [str(option.num_microbatches)] * has_counts + [option.recompute] * recomputes
+        cells += [option.head_weight_grad] * heads
         cells += [candidate.offload, seconds(candidate.period)]
         cells += [share_text(candidate.bubble or 0.0), memory(candidate.peak_memory)]
         rows.setdefault((*cells, candidate.reason or "taken"), []).append(option.schedule)

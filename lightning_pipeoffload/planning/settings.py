@@ -42,6 +42,11 @@ _CHOICES = {
         "pipeline_inner": "neighbouring global ranks are of one pipeline",
         "data_inner": "they are replicas of one stage",
     },
+    "head_weight_grad": {
+        "W": "as of all other weights",
+        "B": "nothing of the head waits for W",
+        "auto": 'W, or what schedule="auto" finds faster under a memory limit',
+    },
     "sharding": {"none": "", "optimizer": "replicas share out its state and its step"},
     "optimizer_sync": {
         "barrier": "ranks wait where a norm, a loss scale or a hook needs all gradients",
@@ -75,6 +80,7 @@ class PipelineSettings:
     master_weights: str | None = None
     offload: str | float = "auto"
     recompute: str = "none"
+    head_weight_grad: str = "auto"
     memory_limit: int | str | None = None
     host_memory_limit: int | str | None = None
     compile: bool | Mapping[str, Any] = False
@@ -218,7 +224,13 @@ class PipelineSettings:
             self.compile,
             self.gradient_accumulation_fusion,
             self.derive_lengths,
+            self.heads_to_try[0],
         )
+
+    @property
+    def heads_to_try(self) -> tuple[str, ...]:
+        """What ``head_weight_grad`` may be under a memory limit; the first without one."""
+        return ("W", "B") if self.head_weight_grad == "auto" else (self.head_weight_grad,)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -255,7 +267,7 @@ class PipelineSettings:
         name, recipe = self._recipe
         is_asked = _is_name(self.schedule) and isinstance(self.num_chunks, int)
         num_chunks = int(self.num_chunks) if is_asked else recipe.num_chunks
-        return Option(name, num_chunks, num_microbatches, self.recompute)
+        return Option(name, num_chunks, num_microbatches, self.recompute, self.heads_to_try[0])
 
     @property
     def own_recipe(self) -> dict[str, Recipe]:

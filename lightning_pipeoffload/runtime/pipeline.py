@@ -88,6 +88,7 @@ from lightning_pipeoffload.runtime.weight_grad.queue import (
     add_product_in_float32,
     add_product_to_grad,
     adds_in_float32,
+    mark_at_once,
 )
 from lightning_pipeoffload.schedule import Costs
 
@@ -243,6 +244,7 @@ class Pipeline:
             split = "even" if self.settings.split == "auto" else self.settings.split
             cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
         self.left_to_b: set[str] = set()
+        self.at_once: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
@@ -465,6 +467,8 @@ class Pipeline:
             self._learn(record)
         self._writes.expect(record, self.partition)
         self._leave_to_b(record)
+        if self.settings.head_weight_grad == "B":
+            self._leave_head_to_b(record)
         if record.reads.are_repeated(len(self.local_stages)):
             install_answers()
         if record.hook_line and self._writes.is_by_users and not self.rank:
@@ -492,6 +496,16 @@ class Pipeline:
             if name in self.left_to_b:
                 weight_grad_kernels.mark(tensor, may_wait=False)
 
+    def _leave_head_to_b(self, record: StepRecord) -> None:
+        """Mark the weights used behind the blocks: the last stage's B adds what its W would."""
+        last = len(self.chain)
+        for name, segments in record.segments.items():
+            if last in segments:
+                self.at_once.update(self.tensors.aliases(name))
+        for name, tensor in self.ownership.local_tensors().items():
+            if name in self.at_once:
+                mark_at_once(tensor)
+
     @torch.inference_mode(False)  # a validation may run before training
     def _learn(self, record: StepRecord) -> None:
         """Cut by the first record; add to stages the tensors that a later record uses there."""
@@ -502,7 +516,8 @@ class Pipeline:
             self._assign()
 
     def _cut(self, record: StepRecord) -> None:
-        costs = estimate_costs(self.module, self.chain, record)
+        head_weight_grad = self.settings.head_weight_grad
+        costs = estimate_costs(self.module, self.chain, record, head_weight_grad)
         self.segment_costs = costs = self.settings.agree(
             replace(costs, impossible=self._impossible_cuts(record))
         )
@@ -539,6 +554,7 @@ class Pipeline:
                 self.partition[index], len(self.partition), self.chain, self.ownership,
                 self._writes, OwnGradients(own), self.records.generators, self.records.kernels,
                 self.settings.recompute, self._add_product,
+                self.settings.head_weight_grad == "B",
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 

@@ -30,12 +30,13 @@ def period_to_compare(period: float, copies: bool) -> float:
 
 @dataclass(frozen=True)
 class Option:
-    """A family of schedules in one size, with a setting of ``recompute``."""
+    """A family of schedules in one size, with what is computed again, and the head."""
 
     schedule: str
     num_chunks: int
     num_microbatches: int
     recompute: str = "none"
+    head_weight_grad: str = "W"
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
         """Return the rank of every stage."""
@@ -124,6 +125,7 @@ def options(
     most_chunks: int | None = None,
     num_chunks: int | None = None,
     recompute: Iterable[str] = ("none",),
+    head_weight_grad: Iterable[str] = ("W",),
 ) -> list[Option]:
     """List the options.
 
@@ -132,11 +134,13 @@ def options(
         most_chunks: The most stages per rank for which there are enough blocks; None: any.
         num_chunks: The only number of stages per rank to try; None: any.
         recompute: The values of ``recompute`` to try.
+        head_weight_grad: The actions to try that compute the head's weight gradient.
     """
-    counts = list(num_microbatches)
+    counts, heads = list(num_microbatches), list(head_weight_grad)
     return [
-        Option(name, chunks, count, way)
+        Option(name, chunks, count, way, head)
         for way in recompute
+        for head in heads
         for count in counts
         for name in FAMILIES
         for chunks in _chunk_counts(name, most_chunks, num_chunks)

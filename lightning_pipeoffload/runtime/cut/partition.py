@@ -36,6 +36,7 @@ class CutSettings:
     compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
     gradient_accumulation_fusion: bool = False  # see weight_grad.queue.add_product_in_float32
     derive_lengths: bool = True  # see derived_records
+    head_weight_grad: str = "W"  # or "B": what computes weight gradients behind the blocks
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -88,15 +89,19 @@ class SegmentCosts:
         return [*map(sum, kinds)]
 
 
-def estimate_costs(module: nn.Module, chain: BlockChain, record: StepRecord) -> SegmentCosts:
+def estimate_costs(
+    module: nn.Module, chain: BlockChain, record: StepRecord, head_weight_grad: str = "W"
+) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
 
-    W computes the weight's gradient of a product, B the gradients of other operands and short W's.
-    A frozen weight has no gradient.
+    W computes the weight's gradient of a product, B the gradients of other operands and short W's,
+    and those of the head where that is asked for. A frozen weight has no gradient.
     """
     unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
     weight = record.weight_flops
     in_b = [w if record.has_short_weight(segment) else 0 for segment, w in enumerate(weight)]
+    if head_weight_grad == "B":
+        in_b[-1] = weight[-1]
     forward = tuple(n / unit for n in record.forward_flops)
     for_input = tuple((n + w) / unit for n, w in zip(record.input_flops, in_b, strict=True))
     for_weight = tuple((n - w) / unit for n, w in zip(weight, in_b, strict=True))

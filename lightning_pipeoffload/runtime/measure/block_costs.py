@@ -307,6 +307,16 @@ def _with_free_head(blocks: Costs, beside: BesideBlocks) -> Costs:
     return replace(blocks, **costs)
 
 
+def with_head_in_b(segments: Costs, num_segments: int) -> Costs:
+    """Return the costs of segments where B computes the last one's weight gradients."""
+    names = "backward_input", "backward_weight", "weight_input", "weight_residue"
+    found: dict[str, Any] = {name: [*segments.per_stage(name, num_segments)] for name in names}
+    found["backward_input"][-1] += found["backward_weight"][-1]
+    for name in names[1:]:
+        found[name][-1] = 0.0
+    return replace(segments, **found)
+
+
 def _silent(part: Microbatch) -> Microbatch:
     run = part.run  # as in a trace, so that prints and logs go nowhere
     return replace(part, run=lambda call: run(TRACE))

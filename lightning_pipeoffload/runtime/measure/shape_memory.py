@@ -49,7 +49,7 @@ from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, mark_at_once
 from lightning_pipeoffload.schedule.actions import Part
 
 
@@ -140,7 +140,7 @@ class _MeasuringPass(StepTrace):
         super().__init__(pipeline.module, pipeline.chain, part.device, kernels, observes=False)
         stages = pipeline.partition
         self._part = part
-        self._left_to_b = pipeline.left_to_b
+        self._left_to_b, self._at_once = pipeline.left_to_b, pipeline.at_once
         self._recompute = pipeline.settings.recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self._stage_of[len(self.chain)] = len(stages) - 1
@@ -166,7 +166,7 @@ class _MeasuringPass(StepTrace):
         names = (f"stage {stage}" for stage in range(len(self.found)))
         stores = (_ShapeStore(n, resident, settings, counts_shapes=True) for n in names)
         self._stores = StageStores([*stores])
-        self._queue = WeightGradQueue(keeper=self._stores)
+        self._queue = WeightGradQueue(keeper=self._stores, has_at_once=bool(self._at_once))
         defers = not self._part.record.starts_backward
         with (
             self._queue if defers else nullcontext(),
@@ -185,6 +185,8 @@ class _MeasuringPass(StepTrace):
             if slot.kind == "_parameters":
                 weight_grad_kernels.mark(tensor, slot.name not in self._left_to_b)
                 tensor._is_param = True
+                if slot.name in self._at_once:
+                    mark_at_once(tensor)
                 if tensor.requires_grad:  # to which a backward adds, as later microbatches do
                     tensor.grad = ShapeOnly.like(tensor, slot.name)
             found.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)

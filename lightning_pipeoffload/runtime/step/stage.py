@@ -110,7 +110,9 @@ class StageRunner:
             The tensors for the next stage; on the last stage the result of the user's step.
         """
         known = self._context.known(microbatch.record)
-        queue = WeightGradQueue(keeper=store, add_product=self._context.add_product)
+        context = self._context
+        at_once = context.head_is_at_once and context.is_last
+        queue = WeightGradQueue(False, store, context.add_product, at_once)
         alive = _Alive(Received(known.specs_in), queue, store)
         step = (AnsweredPass if known.is_answered else StagePass)(
             self._context, microbatch, receive, alive.received if keep else None, known

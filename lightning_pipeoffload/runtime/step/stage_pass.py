@@ -125,6 +125,7 @@ class StageContext:
         recompute: What B computes again: "none", "cheap" (norms, activations, dropout) or "full"
             (blocks).
         add_product: Adds W's products to gradients.
+        head_is_at_once: Whether the last stage's B computes weight gradients behind the blocks.
         is_first: Whether the step starts here.
         is_last: Whether the step ends here.
     """
@@ -139,6 +140,7 @@ class StageContext:
     kernels: KernelsOnZeros
     recompute: str = "none"
     add_product: AddProduct = add_product_to_grad
+    head_is_at_once: bool = False
 
     def __post_init__(self) -> None:
         self.is_first = self.stage.index == 0

@@ -98,7 +98,9 @@ def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
     hooks = saving_hooks()
     if hooks is None:
         return _Deferred.apply(x, ANCHOR, None, None, call)
-    keeper = keeper_of(hooks)
+    queue = active_queue()
+    is_at_once = queue is not None and queue.is_at_once(call.trained_weights)  # B reads the input
+    keeper = None if is_at_once else keeper_of(hooks)
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
         if not x.requires_grad:
@@ -228,6 +230,9 @@ def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tenso
         call.accumulate(fetch() if fetch else x, grad)
         return
     add_product = queue.add_product
+    if queue.is_at_once(call.trained_weights):
+        call.accumulate(fetch() if fetch else x, grad, add_product)
+        return
     if fetch is None and queue.keeper is None:
         compute: Callable[[], None] = partial(call.accumulate, x, grad, add_product)
         operand: Tensor | None = x

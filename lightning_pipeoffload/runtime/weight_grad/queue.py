@@ -29,6 +29,8 @@ from torch.nn import Parameter
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
 
+_AT_ONCE = "_pipeoffload_at_once"
+
 AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -54,6 +56,7 @@ class WeightGradQueue:
         immediate: Whether to compute each gradient at once, for a fused backward.
         keeper: Keeps the tensors that wait; None: they stay as they are.
         add_product: Adds the product of two matrices to a weight's gradient.
+        has_at_once: Whether gradients of weights that :func:`mark_at_once` has marked do not wait.
 
     Attributes:
         flops: Floating-point operations of all gradients that were put here.
@@ -65,8 +68,10 @@ class WeightGradQueue:
         immediate: bool = False,
         keeper: Keeper | None = None,
         add_product: AddProduct | None = None,
+        has_at_once: bool = False,
     ) -> None:
         self.immediate = immediate
+        self._has_at_once = has_at_once
         self.keeper = keeper
         self.add_product = add_product or add_product_to_grad
         self.flops = 0
@@ -99,6 +104,14 @@ class WeightGradQueue:
             compute()
         else:
             self._entries.append(WeightGrad(compute, weights))
+
+    def is_at_once(self, weights: Iterable[Tensor]) -> bool:
+        """Return whether the gradient of weights, or of views and casts of some, may not wait."""
+        return self._has_at_once and any(
+            hasattr(parameter, _AT_ONCE)
+            for weight in weights
+            for parameter in parameters_of(weight)
+        )
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Keep a tensor until W; return the function by which W gets it."""
@@ -138,6 +151,11 @@ def active_queue() -> WeightGradQueue | None:
     return _QUEUES[-1] if _QUEUES else None
 
 
+def mark_at_once(parameter: Tensor) -> None:
+    """Let B add the gradient of ``parameter`` as W would, in queues that have such weights."""
+    setattr(parameter, _AT_ONCE, True)
+
+
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
     """Leave the gradient of ``parameter`` for the W of this stage and microbatch.
 
@@ -154,11 +172,25 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
         add_to_grad(parameter, compute())
 
     queue = active_queue()
-    if queue is not None and not queue.immediate:
+    if queue is not None and not (queue.immediate or queue.is_at_once((parameter,))):
         queue.put(add, (parameter,))
     else:
         with torch.no_grad():
             add()
+
+
+def parameters_of(weight: Tensor) -> Iterable[Tensor]:
+    """Return the parameters that a weight was computed from; a parameter itself."""
+    if weight.grad_fn is None:
+        return [weight]
+    found, nodes = [], [weight.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:

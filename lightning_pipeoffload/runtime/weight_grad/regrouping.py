@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGrad
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGrad, parameters_of
 
 
 class FinalGradients(Protocol):
@@ -61,17 +61,3 @@ class RegroupedWeightGrads:
             for key in group:
                 if not left[key]:
                     finish(self._by_id[key])
-
-
-def parameters_of(weight: Tensor) -> Iterable[Tensor]:
-    """Return the parameters that a weight was computed from; a parameter itself."""
-    if weight.grad_fn is None:
-        return [weight]
-    found, nodes = [], [weight.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        nodes += [following for following, _ in node.next_functions if following is not None]
-    return found
