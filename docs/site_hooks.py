@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from posixpath import normpath
 from typing import Any
@@ -26,8 +27,22 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links that leave docs/ into links to added pages, or into the path as text."""
+    """Turn links that leave docs/ into links to added pages; add the index of messages."""
+    if page.file.src_uri == "messages.md":
+        markdown = markdown.replace("<!-- refusals -->", _index())
     return markdown if page.file.src_uri in PAGES.values() else _relinked(markdown, "docs")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Write the roles of docstrings, such as ``:class:`~a.B```, as plain code."""
+    return re.sub(
+        r":(?:class|func|meth|mod):<code>~?(?:[\w.]+\.)?(\w+)</code>", r"<code>\1</code>", html
+    )
+
+
+def _index() -> str:
+    """Return the index of ``refusals.py``, which lies beside this file and in no package."""
+    return str(runpy.run_path(str(Path(__file__).with_name("refusals.py")))["index"]())
 
 
 def _relinked(markdown: str, folder: str) -> str:

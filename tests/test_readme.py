@@ -4,6 +4,7 @@ The commands in the headers of the examples are tried in ``test_examples``.
 """
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -90,7 +91,25 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "lightning_pipeoffload.PipeOffloadStrategy" in (tmp_path / "api/index.html").read_text()
+    api = (tmp_path / "api/index.html").read_text()
+    assert "lightning_pipeoffload.PipeOffloadStrategy" in api
+    assert ":class:" not in api
+    assert ":func:" not in api
+    assert not [*tmp_path.rglob("__pycache__")]
+    assert (tmp_path / "messages/index.html").read_text().count("<tr>") > 250
+
+
+def test_the_index_has_every_message_that_is_raised():
+    found = runpy.run_path(ROOT / "docs/refusals.py")
+    text, messages = found["index"](), {message for _, message in found["refusals"]()}
+    assert len(messages) > 250
+    assert not [m for m in messages if found["_row"](m) not in text]
+    for known in (
+        "a pipeline cannot skip a batch",
+        "less than any plan needs",
+        "runs on Linux only",
+    ):
+        assert known in text
 
 
 @pytest.mark.slow
