@@ -94,10 +94,18 @@ def a_base_in_four_bits(compared):
     words = text.partition("\npipeoffload-plan ")[2].partition("\n")[0]
     base, cells = 0.0, []
     for row in compared(words)["estimates"]:
-        needs = max(row["memory"], key=lambda rank: rank["device"])
-        base = base or needs["parameters"] / 2**30
-        cells.append(f"{needs['device'] / 2**30:.1f} | {percent(row['period_bubble'])}")
+        device, memory = max(row["memory"]["device"]), row["memory"]
+        base = base or memory["parameters"][memory["device"].index(device)] / 2**30
+        cells.append(f"{device / 2**30:.1f} | {percent(row['period_bubble'])}")
     yield f"| 7B | {base:.1f} | {cells[0]} | {cells[1]} |"
+
+
+def blocks_computed_again(compared):
+    text = (ROOT / "docs/memory.md").read_text()
+    words = text.partition("\npipeoffload-plan model=gpt_tiny model.depth")[2].partition("\n")[0]
+    rows = compared(f"model=gpt_tiny model.depth{words}")["estimates"]
+    one, other = (max(row["memory"]["activations"]) / 2**20 for row in rows)
+    yield f"at most {one:.1f} MiB of a rank under `1f1b`, and {other:.1f} MiB under `zb_v`"
 
 
 def packed_texts(compared):
@@ -124,6 +132,7 @@ def idle_ranks(compared):
         ("docs/memory.md", a_step_on_the_host),
         ("docs/memory.md", copies_for_w),
         ("docs/consumer_gpus.md", cards_that_compute_all_the_time),
+        slow(("docs/memory.md", blocks_computed_again)),
         slow(("docs/consumer_gpus.md", a_base_in_four_bits)),
         ("docs/on_demand.md", idle_ranks),
         slow(("docs/packed_rows.md", packed_texts)),
