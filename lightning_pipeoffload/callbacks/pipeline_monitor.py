@@ -254,7 +254,8 @@ class PipelineMonitor(Callback):
         if self._figures is None or not trainer.is_global_zero:
             return
         for step, ranks in self._figures.arrived():
-            figures = figures_to_log(ranks, strategy.group.first_replica)
+            group = strategy.group
+            figures = figures_to_log(ranks, group.first_replica, group.ranks_with_gradients)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics=figures, step=step - 1)  # as Lightning counts
                 logger.save()
@@ -271,14 +272,14 @@ def _strategy_of(trainer: Trainer) -> PipeOffloadStrategy:
 
 
 def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
-    """Bring numbers of replica 0's ranks, and of each replica's root, to global rank 0."""
+    """Bring numbers to global rank 0: of replica 0, of roots, and of ranks with gradients."""
     group, store = strategy.group, strategy.processes.metrics_store
     return RankFigures(
         # A connection of its own: one that waits for metrics would hold it up.
         HashStore() if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
         f"figures/{name}",
         strategy.global_rank,
-        sorted({*group.first_replica, *group.roots}),
+        sorted({*group.first_replica, *group.roots, *group.ranks_with_gradients}),
         strategy.processes.fail,
     )
 

@@ -94,18 +94,22 @@ def _tokens_in(batch: Any) -> Any:
 
 
 def figures_to_log(
-    ranks: Mapping[int, Mapping[str, float]], pipeline: Sequence[int]
+    ranks: Mapping[int, Mapping[str, float]],
+    pipeline: Sequence[int],
+    with_gradients: Sequence[int],
 ) -> dict[str, float]:
     """Return the logged figures of a step: of the whole run, and of each rank of replica 0.
 
     Args:
         ranks: The figures of each global rank that gives any.
         pipeline: The global rank of each rank of replica 0.
+        with_gradients: The global ranks that have the gradients of one model.
     """
     own = [ranks[rank] for rank in pipeline]
     logged = {"step_seconds": max(figures["step_seconds"] for figures in own)}
-    if all("grad_norm" in figures for figures in own):
-        logged["grad_norm"] = math.hypot(*(figures["grad_norm"] for figures in own))
+    norms = [ranks[rank]["grad_norm"] for rank in with_gradients if "grad_norm" in ranks[rank]]
+    if len(norms) == len(with_gradients):
+        logged["grad_norm"] = math.hypot(*norms)
     if all("period_seconds" in figures for figures in own):
         period = max(figures["period_seconds"] for figures in own)
         bubble = mean(figures["bubble"] for figures in own)

@@ -135,6 +135,12 @@ class PipelineGroup(RankMesh, HostGroup):
         """The processes that have the gradients of one model: a pipeline's, or all replicas'."""
         return self.world if self._is_divided else self
 
+    @property
+    def ranks_with_gradients(self) -> list[int]:
+        """Global ranks that have the gradients of one model: of replica 0, or of all replicas."""
+        replicas = range(1 if self._owner_of is None else self.num_replicas)
+        return [rank for replica in replicas for rank in self.ranks_of(replica)]
+
     def drop_remote_gradients(self) -> None:
         """Set gradients that other replicas have to None, before others are added to them."""
         self._is_divided = False

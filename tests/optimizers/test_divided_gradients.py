@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
+from lightning_pipeoffload import PipelineMonitor
 from lightning_pipeoffload.runtime.shapes.remote_gradient import RemoteGradient
 from tests.support import fits, replica_fits
 from tests.support.pairs import slow
@@ -136,6 +137,27 @@ def test_hooks_find_what_they_find_in_whole_gradients(ranks, tmp_path, num_devic
         assert shared[0] == whole[0] == found[0][0][0]  # to the bit, on every rank
         assert shared[1] > whole[1]
     assert_same_bits(tmp_path)
+
+
+def logged_norms(num_devices):
+    """Return the norms that the monitor logs, with gradients divided and whole."""
+    found = []
+    for pipeline in (SHARDED, WHOLE):
+        journal = fits.Journal()
+        options = {"logger": journal, "log_every_n_steps": 1, "callbacks": [PipelineMonitor()]}
+        fit(num_devices, pipeline, **options)
+        figures = (figures for _, figures in journal.entries)
+        found.append([each[NORM] for each in figures if NORM in each])
+    return found
+
+
+NORM = "pipeline/grad_norm"
+
+
+def test_the_monitor_logs_the_norm_over_all_replicas(ranks):
+    (shared, whole), _ = ranks(2).run(logged_norms, 2)
+    assert len(whole) == 4
+    assert shared == pytest.approx(whole, rel=1e-9)
 
 
 def refusal(num_devices):
