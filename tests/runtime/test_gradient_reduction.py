@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
+from lightning_pipeoffload.runtime.shapes.remote_gradient import RemoteGradient
 from lightning_pipeoffload.runtime.step.stage_gradients import stage_gradients
 
 ANY = frozenset({0})
@@ -42,6 +43,14 @@ class OneOfTwo:
 
     def start_sum(self, tensor):
         return self._start(self.sums, tensor, torch.add)
+
+    def sums_to_owners(self):
+        self.lengths = []
+        return self
+
+    def start(self, flat, lengths):
+        self.lengths.append(lengths)
+        return self.start_sum(flat)
 
     def start_union(self, tensor):
         return self._start(self.unions, tensor, torch.maximum)
@@ -198,5 +207,37 @@ def test_what_two_stages_use_is_summed_at_the_end_apart():
             for gradient in apart.values():
                 gradient.add()
             assert weight.grad.eq(6.5).all()
+
+    on_both(train)
+
+
+def test_the_owner_has_the_mean_and_the_other_replica_a_remote_gradient():
+    owners = {"b": 1, "large": 0, "a": 0, "none": 1, "one": 1}
+
+    def train(own, replicas):
+        tensors = parameters(b=3, large=1 << 18, a=2, none=4, one=1)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        uses = {name: (tensor, ANY) for name, tensor in tensors.items()}
+        reduction = GradientReduction(replicas, uses, {}, lambda p: owners[names[id(p)]])
+        remote = []
+        for step in range(2):
+            for name in ("b", "large", "a"):
+                tensors[name].grad = torch.full_like(tensors[name], step + own)
+            tensors["one"].grad = torch.full((1,), 4.0) if own else None
+            tensors["none"].grad = None
+            kept, before = tensors["large"].grad, len(replicas.sums.sent[own])
+            reduction.expect(0, [tensors["large"]])
+            assert len(replicas.sums.sent[own]) - before == step  # by the first step's order
+            reduction.wait()
+            assert replicas.lengths == [[2, 8], [1 << 18, 0]]
+            assert tensors["none"].grad is None
+            for name in ("b", "large", "a", "one"):
+                gradient = tensors[name].grad
+                assert isinstance(gradient, RemoteGradient) == (owners[name] != own)
+                if owners[name] == own:
+                    assert gradient.eq(2 if name == "one" else step + 0.5).all()
+            assert own or tensors["large"].grad is kept
+            remote.append(tensors["large" if own else "b"].grad)
+        assert remote[0] is remote[1]
 
     on_both(train)
