@@ -176,6 +176,10 @@ SHARDED = {**REPLICAS, "sharding": "optimizer"}
 EARLY = {"is_early": True, "accumulate_grad_batches": 2}
 CLIPS = {"gradient_clip_val": 6.0}
 LATE = {"optimizer_sync": "post_validation"}
+MASTERS = {"master_weights": "float32"}
+BF16 = {"precision": "bf16-true", "gradient_clip_val": 6.0}
+TWICE = {**BF16, "accumulate_grad_batches": 2}
+AOT = {"backend": "aot_eager"}
 
 
 @pytest.mark.parametrize(
@@ -188,6 +192,11 @@ LATE = {"optimizer_sync": "post_validation"}
         (2, partial(Net, Counted), {"per_parameter_optimizer": True}, {}),
         (1, partial(Net, CallsItself, watches=False), {}, {}),
         (2, partial(Net, "adafactor", tie=True, watches=False), {"schedule": "zb_v"}, EARLY),
+        (2, partial(Net, "sgd", tie=True), {"schedule": "zb_v", **MASTERS}, TWICE),
+        slow((1, partial(Net, Counted), {"per_parameter_optimizer": True, **MASTERS}, BF16)),
+        slow((1, partial(Net, CallsItself), MASTERS, BF16)),
+        slow((2, partial(Net, "fused"), {**SHARDED, **MASTERS, "compile": AOT}, BF16)),
+        slow((2, partial(Net, "adafactor", tie=True), {**MASTERS, **LATE}, BF16)),
     ],
 )
 def test_weights_state_and_losses_are_those_of_the_device(
@@ -199,10 +208,6 @@ def test_weights_state_and_losses_are_those_of_the_device(
         seen.append(ranks(size).run(run, size, str(tmp_path / str(on_host)), on_host))
     assert_same(seen[1], seen[0])
     assert_same(states(tmp_path / "True"), states(tmp_path / "False"))
-
-
-BF16 = {"precision": "bf16-true", "gradient_clip_val": 6.0}
-MASTERS = {"master_weights": "float32"}
 
 
 def masters_in(path):
