@@ -330,7 +330,7 @@ class PipeOffloadStrategy(CheckpointHooks):
 
     @property
     @override
-    def place(self) -> str:
+    def running_action(self) -> str:
         return self._split.running_action if self._split is not None else ""
 
     @property

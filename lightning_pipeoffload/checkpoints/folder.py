@@ -136,7 +136,7 @@ def write_checkpoint_folder(
         part: Path = world.broadcast(own, 0)
         rest = dict(checkpoint)
         with _naming_ranks(f"the checkpoint {path} was not saved", world):
-            tensors, writer = _take_tensors(rest, weights_key), PartWriter(part)
+            tensors, writer = _pop_tensors(rest, weights_key), PartWriter(part)
             planner = _EmptyStatePlanner()
             save(tensors, storage_writer=writer, planner=planner, process_group=world.host_group)
         if is_first:
@@ -174,7 +174,7 @@ class PartWriter(FileSystemWriter):
             return super().write_data(plan, planner)
 
 
-def _take_tensors(rest: dict[str, Any], weights_key: str) -> dict[str, Any]:
+def _pop_tensors(rest: dict[str, Any], weights_key: str) -> dict[str, Any]:
     """Remove from a checkpoint the tensors that each rank writes itself, and return them."""
     model = rest.pop("state_dict").items()
     states = {weights_key: {k: v for k, v in model if not isinstance(v, ShapeOnly)}}

@@ -29,7 +29,7 @@ _ENTRY = re.compile(
 Entries = dict[str, Tensor]
 
 
-def take_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
+def pop_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
     """Remove the quantization states of 4-bit weights from a dict; return them by weight."""
     found: dict[str, Entries] = {}
     for key in list(weights):

@@ -18,7 +18,7 @@ from lightning_pipeoffload.checkpoints.load_4bit import (
     Entries,
     explain_misfit,
     load_4bit,
-    take_entries,
+    pop_entries,
 )
 from lightning_pipeoffload.runtime.making.registered_parameters import FreedMemory
 from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit
@@ -70,8 +70,8 @@ def load_weights(
         for name, tensor in module.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
-    take_entries(own)
-    entries = take_entries(weights)
+    pop_entries(own)
+    entries = pop_entries(weights)
     fit = _Fit(module, own, weights, entries, str(path))
     fit.refuse_other_model()
     fit.refuse_packed()
@@ -159,10 +159,13 @@ class _Fit:
 
     def refuse_other_model(self) -> None:
         if not self.names:
-            there, here = next(iter(self._weights), "nothing"), next(iter(self._own), "nothing")
+            in_file, in_module = (
+                next(iter(self._weights), "nothing"),
+                next(iter(self._own), "nothing"),
+            )
             raise ValueError(
-                f"no key of {self._path}, such as {there}, is a name in {self._kind}, such as "
-                f"{here}; give load_weights the submodule of the weights, prefix=... or "
+                f"no key of {self._path}, such as {in_file}, is a name in {self._kind}, such as "
+                f"{in_module}; give load_weights the submodule of the weights, prefix=... or "
                 f"key_mapping=..."
             )
 
@@ -185,17 +188,17 @@ class _Fit:
                 if misfit:
                     raise ValueError(f"the 4-bit weight {name} is {misfit}: {self._path}")
                 continue
-            there, here = tuple(self._weights[name].shape), tuple(self._own[name].shape)
-            if there != here:
+            in_file, in_module = tuple(self._weights[name].shape), tuple(self._own[name].shape)
+            if in_file != in_module:
                 raise ValueError(
-                    f"{name} has shape {there} in {self._path} and shape {here} in {self._kind}; "
-                    f"make the module with the sizes of the weights"
+                    f"{name} has shape {in_file} in {self._path} and shape {in_module} in "
+                    f"{self._kind}; make the module with the sizes of the weights"
                 )
 
     def refuse_missing(self) -> None:
         """Refuse files with missing weights; one name of a tied weight is enough."""
-        there = {id(self._own[name]) for name in self.names}
-        missing = [name for name, tensor in self._own.items() if id(tensor) not in there]
+        in_file = {id(self._own[name]) for name in self.names}
+        missing = [name for name, tensor in self._own.items() if id(tensor) not in in_file]
         missing = _without(missing, getattr(self._module, "_keys_to_ignore_on_load_missing", None))
         if missing:
             raise ValueError(

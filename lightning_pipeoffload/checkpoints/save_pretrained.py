@@ -138,9 +138,9 @@ def _write_shards(weights: Mapping[str, Tensor], folder: Path, max_bytes: int) -
     for path in stale - {folder / name for name in names}:
         path.unlink(missing_ok=True)
     if len(shards) > 1:
-        places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        shard_of = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         size = sum(tensor.nbytes for tensor in weights.values())
-        index = {"metadata": {"total_size": size}, "weight_map": places}
+        index = {"metadata": {"total_size": size}, "weight_map": shard_of}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 

@@ -75,8 +75,8 @@ class SplitState:
             if self._group.num_replicas > 1:  # which may step some of the masters each
                 ranks = self._group.world
         found = self._of_all(part, ranks)
-        place = {name: place for place, name in enumerate(self._pipeline.tensors.names)}
-        names = sorted(found, key=lambda name: place.get(name, len(place)))
+        order = {name: index for index, name in enumerate(self._pipeline.tensors.names)}
+        names = sorted(found, key=lambda name: order.get(name, len(order)))
         return state_dict_of({name: found[name] for name in names}, like=part)
 
     def _part(self) -> dict[str, Any]:
@@ -193,8 +193,8 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
     made: dict[int, Tensor] = {}
     present = {slot.name: slot.tensor for slot in find_slots(module)}
     for name in sorted({name for names in absent_on for name in names}):
-        places = zip(group.global_ranks, absent_on, strict=True)
-        source = min(rank for rank, names in places if name not in names)
+        of_ranks = zip(group.global_ranks, absent_on, strict=True)
+        source = min(rank for rank, names in of_ranks if name not in names)
         tensor = make_real(absent[name], made) if name in absent else present[name]
         with blaming_peers("lost a rank while bringing the module together"):
             value = group.bring_to_all(tensor, source)

@@ -121,7 +121,7 @@ def _write_picture(found: Sequence[Balance], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Balance:
-    """The time that ranks take for given texts in one way.
+    """The time that ranks take for given texts.
 
     Attributes:
         communication: "collective": ranks wait for each other at every layer; "on demand": once per
@@ -170,7 +170,7 @@ def balances(
         for mode in {mode for _, mode in WAYS}
     }
     reference = _total(REFERENCE[0], timings[REFERENCE[1]])
-    return [_balance(way, mode, timings[mode], reference) for way, mode in WAYS]
+    return [_balance(communication, mode, timings[mode], reference) for communication, mode in WAYS]
 
 
 def _timed(texts: Sequence[int], num_ranks: int, max_tokens: int, cost: Cost, mode: str) -> Timing:
@@ -182,20 +182,20 @@ def _costs_of(share: Microbatches, texts: Sequence[int], cost: Cost) -> list[flo
     return [sum(cost(texts[i]) for i in microbatch) for microbatch in share]
 
 
-def _balance(way: str, mode: str, timings: list[Timing], reference: float) -> Balance:
-    time = _total(way, timings)
+def _balance(communication: str, mode: str, timings: list[Timing], reference: float) -> Balance:
+    time = _total(communication, timings)
     work = sum(sum(map(sum, timing)) for timing in timings)
     idle = 1 - work / (len(timings[0]) * time)
-    return Balance(way, mode, time, max(0.0, idle), reference / time, timings[0])
+    return Balance(communication, mode, time, max(0.0, idle), reference / time, timings[0])
 
 
-def _total(way: str, timings: list[Timing]) -> float:
-    return sum(_minibatch_time(way, timing) for timing in timings)
+def _total(communication: str, timings: list[Timing]) -> float:
+    return sum(_minibatch_time(communication, timing) for timing in timings)
 
 
-def _minibatch_time(way: str, timing: Timing) -> float:
+def _minibatch_time(communication: str, timing: Timing) -> float:
     """Return the time of a minibatch; with collectives each microbatch takes its longest rank's."""
-    if way == "collective":
+    if communication == "collective":
         return sum(map(max, zip_longest(*timing, fillvalue=0.0)))
     return max(map(sum, timing))
 

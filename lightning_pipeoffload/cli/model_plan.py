@@ -67,7 +67,7 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
             f"{device.network_rate / 1e9:.4g} GB/s\n",
             highlight=False,
         )
-    told = {
+    figures = {
         "device": device.name,
         "precision": precision,
         "efficiency": config.efficiency,
@@ -82,9 +82,9 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
     needs = planner.rank_needs(plan, config.num_ranks)
     speed = _speed(planner, step, config)
-    told |= {"memory": describe_needs(needs), **speed}
+    figures |= {"memory": describe_needs(needs), **speed}
     answer: list[str | Table] = [_table_of_ranks(needs), *_answer(needs, speed, planner, config)]
-    return step, described(plan, with_candidates=True) | told, answer
+    return step, described(plan, with_candidates=True) | figures, answer
 
 
 def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict[str, float | None]:

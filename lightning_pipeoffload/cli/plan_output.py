@@ -70,10 +70,10 @@ def step_figures(step: PlannedStep) -> dict[str, Any]:
 def described(plan: Plan, with_candidates: bool) -> dict[str, Any]:
     """Return the JSON of a plan's candidates and of its offload, if any."""
     report, names = plan.report, (*_COUNTS, "slowdown", "reason")
-    told = {name: getattr(report, name) for name in names} if report else {}
+    figures = {name: getattr(report, name) for name in names} if report else {}
     if with_candidates:
-        told["candidates"] = [candidate.figures() for candidate in plan.candidates]
-    return told
+        figures["candidates"] = [candidate.figures() for candidate in plan.candidates]
+    return figures
 
 
 def print_json(figures: Mapping[str, Any]) -> None:
@@ -110,20 +110,20 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
 
 def print_plan(
     step: PlannedStep,
-    told: Mapping[str, Any],
+    figures: Mapping[str, Any],
     units: Units,
     is_json: bool,
     answer: Iterable[str | Table] = (),
 ) -> None:
     """Print a plan: a table of the ranks, the figures of all and a drawing; or one JSON object.
 
-    ``told`` is what JSON says besides, as of :func:`described`; ``answer`` what else the text says.
+    ``figures`` are in JSON besides, as of :func:`described`; ``answer`` is in the text besides.
     """
     ratio = max(copy_ratios(step.costs, step.schedule.num_stages))
     share = free_share(step.costs, step.schedule.num_stages)
     if is_json:
         copies = {"copy_ratio": ratio if isfinite(ratio) else None, "free_share": share}
-        print_json({**step_figures(step), **copies, "full_offload_is_free": share == 1, **told})
+        print_json({**step_figures(step), **copies, "full_offload_is_free": share == 1, **figures})
         return
     console, timeline = Console(), step.timeline
     console.print(_rank_table(step, units))
@@ -132,8 +132,8 @@ def print_plan(
     for line in (*_about_the_busiest(timeline.busy), *answer):
         console.print(line, highlight=False, markup=False)
     console.print()
-    if ratio or "offloaded" in told:
-        console.out(_about_copies(ratio, share, told), highlight=False)
+    if ratio or "offloaded" in figures:
+        console.out(_about_copies(ratio, share, figures), highlight=False)
     console.out(draw(timeline, console.width), highlight=False)
 
 
@@ -160,7 +160,7 @@ def _headline(step: PlannedStep) -> str:
     return f"{schedule.name}: {sizes}"
 
 
-def _about_copies(ratio: float, share: float, told: Mapping[str, Any]) -> str:
+def _about_copies(ratio: float, share: float, figures: Mapping[str, Any]) -> str:
     if ratio == 0:
         allowed = "copies that take no time; costs.offload and costs.reload say how long they take"
     elif share == 1:
@@ -168,16 +168,16 @@ def _about_copies(ratio: float, share: float, told: Mapping[str, Any]) -> str:
     else:
         allowed = f"copies of at most {share_text(share)} of the activations are hidden"
     lines = [f"k {f'{ratio:.3g}' if isfinite(ratio) else 'infinite'}: {allowed}"]
-    if "offloaded" in told:
-        ranks = zip(*(told[name] for name in _COUNTS), strict=True)
+    if "offloaded" in figures:
+        ranks = zip(*(figures[name] for name in _COUNTS), strict=True)
         for rank, (wanted, offloaded, queued, stay) in enumerate(ranks):
             parts = [f"{offloaded} leave from F to B"]
             parts += [f"{queued} from B to W"] * bool(queued) + [f"{stay} stay"] * bool(stay)
             lines.append(f"rank {rank}: of {wanted} activations {', '.join(parts)}")
-        times = f"{told['slowdown']:.4g}"
+        times = f"{figures['slowdown']:.4g}"
         longer = "" if times == "1" else f"{times} times "
         lines.append(f"the step takes {longer}as long as without copies")
-        lines += [told["reason"]] * bool(told["reason"])
+        lines += [figures["reason"]] * bool(figures["reason"])
     return "\n".join(lines) + "\n"
 
 

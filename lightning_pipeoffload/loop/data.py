@@ -392,7 +392,7 @@ class Arrivals:
         try:
             yield
         except RuntimeError as error:  # the other's next batch came in place of this one's, say
-            cause = self.look(self._store)
+            cause = self.poll(self._store)
             if cause is not None:
                 raise RuntimeError(f"this rank waits for {cause}") from error
             raise
@@ -409,7 +409,7 @@ class Arrivals:
             self._store.delete_key(f"{_ARRIVED}{milestone - _NUM_ARRIVALS}")
         self._position = milestone + 1, 0
 
-    def look(self, store: Store) -> str | None:
+    def poll(self, store: Store) -> str | None:
         """Describe a rank that has read fewer batches; None if there is none. Thread-safe."""
         milestone, num_batches = self._position
         key = f"{_ARRIVED}{milestone}"

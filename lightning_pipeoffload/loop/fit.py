@@ -160,7 +160,7 @@ class Fit:
         return self.split
 
     def _make_split(self, masters: MasterWeights | None) -> Split:
-        strategy, parts = self._strategy, self.making.take_parts()
+        strategy, parts = self._strategy, self.making.pop_parts()
         split = Split(
             self._module,
             self._group,
@@ -267,11 +267,11 @@ class Fit:
             clocks = Clocks(self._trainer, self._exchange)
             self._at_end.callback(clocks.remove)
             arrivals = Arrivals(self._processes.metrics_store, group)
-            board.add_look(arrivals.look)
+            board.add_poll(arrivals.poll)
         if requeues(environment):
             requeue = Requeue(self._trainer, environment)
             if board is not None:
-                board.add_look(requeue.look)
+                board.add_poll(requeue.poll)
         given = self._trainer, self.split, self._exchange, self._options
         self.end = BatchEnd(*given, stop, arrivals, clocks, requeue)
         return stop

@@ -94,7 +94,7 @@ class ModelInParts:
                 self._settings.split,
             )
 
-    def take_parts(self) -> PartedModule | None:
+    def pop_parts(self) -> PartedModule | None:
         """Return the module in parts; None if it was made whole, and has all values then."""
         blueprint, self._blueprint = self._blueprint, None
         if blueprint is None:

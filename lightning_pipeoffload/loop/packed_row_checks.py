@@ -90,7 +90,7 @@ class PackedRowCheck:
 
     def _numbers_of(self, inputs: StepInputs) -> list[float]:
         done = self._evaluate(inputs)
-        found = [*tensors_in(done.value), *self._steps.take_logged()]
+        found = [*tensors_in(done.value), *self._steps.pop_logged()]
         return [float(tensor) for tensor in found if tensor.numel() == 1]
 
     def _compare(self, kind: str, numbers: list[list[float]]) -> None:

@@ -99,7 +99,7 @@ class Plans:
         self._largest: dict[str, dict[int, int | None]] = {}
         self.chosen: Chosen | None = None
         self._has_measured_steps = False
-        self._has_taken_memory = False
+        self._has_reserved_memory = False
         self._is_solved = settings.is_solved
 
     @property
@@ -218,9 +218,9 @@ class Plans:
         Returns:
             Whether the plan was made by the first steps.
         """
-        if not self._has_taken_memory and self._measurements.has_run:
-            self._has_taken_memory = True
-            self._measurements.take_memory(self.settings.limit_bytes)
+        if not self._has_reserved_memory and self._measurements.has_run:
+            self._has_reserved_memory = True
+            self._measurements.reserve_memory(self.settings.limit_bytes)
         if not self._has_measured_steps and self._measurements.suffice:
             return self._plan_by_measurement()
         if is_first:

@@ -50,10 +50,10 @@ class Requeue:
             return
         self._has_signal = True
         if len(self._steps) == 1:
-            self.look(HashStore())
+            self.poll(HashStore())
 
-    def look(self, store: Store) -> str | None:
-        """Pass the signal on, and hear of it; the thread that watches for failures calls it."""
+    def poll(self, store: Store) -> str | None:
+        """Pass the signal on, and receive it; the thread that watches for failures calls it."""
         if self._has_signal:
             store.set(_WANTED, "")
         if not self._asks and store.check([_WANTED]):

@@ -118,9 +118,9 @@ class StepCalls:
         """Log once for the whole batch what its steps have logged; see :class:`StepOutput`."""
         self._capture.replay(sizes, shares)
 
-    def take_logged(self) -> list[Tensor]:
+    def pop_logged(self) -> list[Tensor]:
         """Return the tensors that the steps have logged, and log none of them."""
-        return self._capture.take_tensors()
+        return self._capture.pop_tensors()
 
 
 class QuietLogger:

@@ -71,7 +71,7 @@ class LogCapture:
             self._log_once(name, entries, sizes, shares)
         self._metrics.forget()
 
-    def take_tensors(self) -> list[Tensor]:
+    def pop_tensors(self) -> list[Tensor]:
         """Return the tensors that were logged, and log none of them."""
         calls, self._calls, self._num_passes = self._calls, {}, 0
         self._metrics.forget()

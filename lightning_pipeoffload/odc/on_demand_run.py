@@ -52,9 +52,9 @@ class OnDemandRun:
         self._connect()
 
     @property
-    def place(self) -> str:
+    def running_action(self) -> str:
         """The gather or push that is going on, in words; else empty."""
-        return self._transport.place
+        return self._transport.running_action
 
     def on_demand(self) -> AbstractContextManager[None]:
         """Gather and push on demand within the context; outside, FSDP2's collectives run."""

@@ -126,9 +126,9 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
 
     @property
     @override
-    def place(self) -> str:
+    def running_action(self) -> str:
         microbatch = None if self._training is None else self._training.microbatch
-        parts = [self._run.place if self._run is not None else ""]
+        parts = [self._run.running_action if self._run is not None else ""]
         parts += [] if microbatch is None else [f"microbatch {microbatch}"]
         return ", ".join(filter(None, parts))
 

@@ -56,7 +56,7 @@ class OnDemandTransport(ABC):
         self._published = _shared_tensors(spans, rank, ranks, device)
 
     @property
-    def place(self) -> str:
+    def running_action(self) -> str:
         """The gather or push that is going on, in words; else empty."""
         return self._gathering or self._pushing
 

@@ -84,7 +84,7 @@ def _plannable_bytes(device: torch.device) -> int:
     return int(SHARE_PLANNED * (free + torch.accelerator.memory_reserved(device)))
 
 
-def take_memory(device: torch.device, most: int | None) -> int:
+def reserve_memory(device: torch.device, most: int | None) -> int:
     """Let torch's allocator take what plans may use of a device, all at once; nothing on CPU.
 
     Later it would take it piece by piece, and where a piece is refused it frees others and waits

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
-from lightning_pipeoffload.planning.limits import MachineLimits, device_limit, take_memory
+from lightning_pipeoffload.planning.limits import MachineLimits, device_limit, reserve_memory
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.executor import Executor
@@ -116,7 +116,7 @@ class Measurements:
         least = min(left for left, _ in ranks)
         return MachineLimits(min(self._group.replicas.gather(least)), budgets)
 
-    def take_memory(self, limit: int | None) -> None:
+    def reserve_memory(self, limit: int | None) -> None:
         """Take the memory of plans before more than a microbatch is in flight.
 
         Only where messages are kernels, for which a later wait for the device would wait.
@@ -128,7 +128,7 @@ class Measurements:
         if not self._executor.transport.has_kernels:
             return
         most = None if limit is None else memory.peak_beside_activations + limit
-        if take_memory(self._pipeline.device, most):
+        if reserve_memory(self._pipeline.device, most):
             memory.forget_peaks()
 
     def start_anew(self, num_copy_lanes: int) -> None:

@@ -124,7 +124,7 @@ _package_log = logging.getLogger(_PACKAGE)
 _package_log.setLevel(_package_log.level or logging.INFO)
 
 
-def _tell(*parts: Table | str, level: int = logging.INFO) -> None:
+def _print(*parts: Table | str, level: int = logging.INFO) -> None:
     """Log tables and lines; a handler gets them as text."""
     if not log.isEnabledFor(level):
         return
@@ -138,7 +138,7 @@ def _tell(*parts: Table | str, level: int = logging.INFO) -> None:
 
 def print_line(line: str) -> None:
     """Print a line on the progress of something that takes long."""
-    _tell(line)
+    _print(line)
 
 
 class Progress:
@@ -192,17 +192,17 @@ def print_choice(plan: Plan, is_measured: bool) -> None:
         return seconds_text(value) if is_measured else f"{value:.1f}"
 
     num_fitting = sum(candidate.fits for candidate in plan.candidates)
-    _tell(
+    _print(
         f"Chosen {plan.best.option.schedule} among {num_fitting} plans that fit, of "
         f'{len(plan.candidates)}; all are in strategy.report()["candidates"].'
     )
     refused = lines_of_refused(plan.candidates)
-    _tell("", choice_table(plan, seconds, bytes_text), *refused, level=logging.DEBUG)
+    _print("", choice_table(plan, seconds, bytes_text), *refused, level=logging.DEBUG)
 
 
 def print_gain(before: float, after: float) -> None:
     """Print what a better plan gains, by the seconds of a step."""
-    _tell(
+    _print(
         f"The solver's plan takes {seconds_text(after)} a step instead of {seconds_text(before)}, "
         f"{share_text(1 - after / before)} less, and runs from now on."
     )
@@ -217,15 +217,15 @@ def print_anew(name: str, after: float | None) -> None:
     """
     outgrown = "A microbatch keeps more than any that was planned for, and than the limit allows. "
     if after is None:
-        _tell(f"{outgrown}The plan in use stays: {name}.")
+        _print(f"{outgrown}The plan in use stays: {name}.")
     else:
-        _tell(f"{outgrown}Planned anew, {name} takes {seconds_text(after)} a step.")
+        _print(f"{outgrown}Planned anew, {name} takes {seconds_text(after)} a step.")
 
 
 def print_prediction(report: dict[str, Any]) -> None:
     """Print what is predicted; the table of the stages is logged for debugging."""
     is_measured = report["k"] is not None
-    _tell(f"Pipeline: {_headline(report)}. {_prediction(report, is_measured)}")
+    _print(f"Pipeline: {_headline(report)}. {_prediction(report, is_measured)}")
     unit = "" if is_measured else "\n(blocks)"
     table = Table(title=f"Stages: {_headline(report)}", title_justify="left")
     for column in ("stage", "rank", "blocks", "parameters", f"peak memory{unit}"):
@@ -235,13 +235,13 @@ def print_prediction(report: dict[str, Any]) -> None:
         memory = bytes_text(peak) if is_measured else f"{peak:.1f}"
         parameters = f"{stage['num_parameters']:,}"
         table.add_row(str(index), str(stage["rank"]), blocks, parameters, memory)
-    _tell("", table, level=logging.DEBUG)
+    _print("", table, level=logging.DEBUG)
 
 
 def print_reads(reads: Sequence[dict[str, str]]) -> None:
     """Print the lines of a step that read values of the device."""
     for read in reads:
-        _tell(escape(f"The host waits for the device {read['part']}: {read['line']}"))
+        _print(escape(f"The host waits for the device {read['part']}: {read['line']}"))
 
 
 def _prediction(report: dict[str, Any], is_measured: bool) -> str:
@@ -284,7 +284,7 @@ def _shortened(name: str, width: int) -> str:
 
 def print_accumulation(num_batches: int, num_microbatches: int) -> None:
     """Print what to set in place of ``accumulate_grad_batches=num_batches``."""
-    _tell(
+    _print(
         f"accumulate_grad_batches={num_batches}: each batch has a plan of its own, after which the "
         f"pipeline is empty. Faster, with the same microbatches: accumulate_grad_batches=1, a "
         f"batch of {num_batches} times the samples and num_microbatches="
@@ -294,7 +294,7 @@ def print_accumulation(num_batches: int, num_microbatches: int) -> None:
 
 def print_timeline(step: int, paths: Sequence[str], error: float) -> None:
     """Print the files that show a step, and by how many seconds two ranks' times may differ."""
-    _tell(
+    _print(
         f"The timeline of step {step} is in {', '.join(paths)}; the ranks' clocks are compared to "
         f"±{seconds_text(error)}."
     )
@@ -317,7 +317,7 @@ def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
             f"No plan fits the {bytes_text(limit)} that every device has left for activations; the "
             f"one that needs least is tried."
         )
-    _tell(*lines, *_about_copies(report, limit))
+    _print(*lines, *_about_copies(report, limit))
 
 
 def _about_copies(report: dict[str, Any], limit: float | None) -> list[str]:
@@ -348,7 +348,7 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
     measured = report["measured"]
     taken = measured["peak_activation_bytes"]
     rank = max(range(len(taken)), key=lambda rank: taken[rank])
-    _tell(
+    _print(
         f"Measured: {_headline(report)}: {report['samples_per_second']:.1f} samples/s, a step "
         f"every {seconds_text(max(measured['step_seconds']))}. {_why(report, planned)} Activations "
         f"took at most {bytes_text(taken[rank])}, on rank {rank}; "
@@ -368,7 +368,7 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
             bytes_text(peaks[rank]),
             share_text(measured["deferred_flops"][rank] / flops) if flops else "-",
         )
-    _tell("", table, level=logging.DEBUG)
+    _print("", table, level=logging.DEBUG)
 
 
 def _why(report: dict[str, Any], planned: float) -> str:

@@ -59,11 +59,11 @@ class Failure:
         status, is_gone, cause = value.decode().split(" ", 2)
         return cls(cause, int(status), is_gone == "1")
 
-    def cause_with_place(self, place_of: Callable[[int], str]) -> str:
-        """Return the cause, with the rank's place in the pipeline if the rank did not name it."""
+    def cause_with_stage(self, describe_rank: Callable[[int], str]) -> str:
+        """Return the cause, with the rank's replica and stage if the rank did not name it."""
         found = _GONE.match(self.cause) if self.is_gone else None
-        place = place_of(int(found[1])) if found is not None else ""
-        return _GONE.sub(rf"\g<0> ({place})", self.cause, count=1) if place else self.cause
+        stage = describe_rank(int(found[1])) if found is not None else ""
+        return _GONE.sub(rf"\g<0> ({stage})", self.cause, count=1) if stage else self.cause
 
 
 def describe(exception: BaseException) -> str:

@@ -94,7 +94,7 @@ class FailureBoard:
 
     """
 
-    _looks: Sequence[Callable[[Store], str | None]] = ()
+    _added_polls: Sequence[Callable[[Store], str | None]] = ()
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class FailureBoard:
         timeout: timedelta | None = None,
     ) -> None:
         self._store: Store | None = None
-        self._place_of: Callable[[int], str] = lambda global_rank: ""
+        self._describe_rank: Callable[[int], str] = lambda global_rank: ""
         self._global_rank = global_rank
         self._name = f"global rank {global_rank}"
         self._world_size = world_size
@@ -122,38 +122,38 @@ class FailureBoard:
 
     # Called by the main thread
 
-    def connect(self, store: Store, place_of: Callable[[int], str] = lambda rank: "") -> None:
+    def connect(self, store: Store, describe_rank: Callable[[int], str] = lambda rank: "") -> None:
         """Use ``store`` from now on, a connection that no other code uses.
 
         Args:
             store: The store.
-            place_of: Returns the place of a global rank in the pipelines, or "".
+            describe_rank: Returns the replica and stages of a global rank, or "".
         """
-        self._place_of, self._store = place_of, store
+        self._describe_rank, self._store = describe_rank, store
         if self._global_rank != 0:
             threading.Thread(target=self._guard, name="failure-guard", daemon=True).start()
 
-    def add_look(self, look: Callable[[Store], str | None]) -> None:
-        """Call ``look`` in the thread when it reads the store, before a failure.
+    def add_poll(self, poll: Callable[[Store], str | None]) -> None:
+        """Call ``poll`` in the thread when it reads the store, before a failure.
 
         It returns a reason to end the run, or None.
         """
-        self._looks = (*self._looks, look)
+        self._added_polls = (*self._added_polls, poll)
 
-    def report(self, exception: BaseException, place: str, status: int) -> bool:
+    def report(self, exception: BaseException, action: str, status: int) -> bool:
         """Report a failure of this rank, and wait until all ranks have acknowledged it.
 
         If another rank has reported the same message, this process exits without repeating it.
 
         Args:
             exception: The exception that this rank has raised.
-            place: The place in the plan, such as "stage 3, B of microbatch 5"; empty between steps.
+            action: What runs, such as "stage 3, B of microbatch 5"; empty between steps.
             status: The exit status of this process; the other ranks exit with it too.
 
         Returns:
             Whether every rank has raised the same and may continue; else this process exits soon.
         """
-        return self._run_in_thread(lambda: self._report(exception, place, status))
+        return self._run_in_thread(lambda: self._report(exception, action, status))
 
     def fail(self, exception: BaseException, doing: str) -> None:
         """End the run because another thread of this rank has failed while ``doing`` something."""
@@ -235,7 +235,7 @@ class FailureBoard:
                 return failure
             failure = lost or self._launched.find_ended_child(is_connecting=False)
             if failure is None and reads:
-                causes = (look(self._store) for look in self._looks)
+                causes = (poll(self._store) for poll in self._added_polls)
                 failure = next((Failure(cause) for cause in causes if cause), None)
             return None if failure is None or self._is_ending else self._announce(failure)
         except dist.DistError:
@@ -266,21 +266,21 @@ class FailureBoard:
 
     # Tasks of the thread: this rank has failed
 
-    def _report(self, exception: BaseException, place: str, status: int) -> bool:
+    def _report(self, exception: BaseException, action: str, status: int) -> bool:
         error = describe(exception)
-        cause = error + (f" (in {place})" if place else "")
+        cause = error + (f" (in {action})" if action else "")
         failure = Failure(f"{self._name}: {cause}", status)
         with self._unless_store_is_gone():
             try:
                 failure = self._announce(failure)
             finally:
-                if place:
-                    say(f"{self._name} failed in {place}")
+                if action:
+                    say(f"{self._name} failed in {action}")
             if isinstance(exception, Exception) and self._all_raise(error):
                 self._go_on(exception, failure)
                 return True
-            origin, _, said = failure.cause.partition(": ")
-            if said == cause and origin != self._name:
+            origin, _, reported = failure.cause.partition(": ")
+            if reported == cause and origin != self._name:
                 self._exit(failure, quietly=failure.is_interrupt)
             if isinstance(exception, SystemExit):  # Python prints nothing of it
                 say(f"{self._name} stops: {cause}")
@@ -380,7 +380,7 @@ class FailureBoard:
             self._write("seen")  # first: the reader of standard error may stand still
         # After a Ctrl-C one line is enough: the user knows the cause.
         if not quietly and not (failure.is_interrupt and self._global_rank != 0):
-            say(f"{self._name} stops because of {failure.cause_with_place(self._place_of)}")
+            say(f"{self._name} stops because of {failure.cause_with_stage(self._describe_rank)}")
         with self._unless_store_is_gone():
             if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
                 self._wait_until_seen(failure)

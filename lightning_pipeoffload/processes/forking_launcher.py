@@ -181,7 +181,7 @@ class ForkingLauncher(JointLauncher):
             with ExitStack() as at_end:
                 ranks = [self._fork(call, rank, at_end) for rank in range(self.num_processes)]
                 lost = _wait_for([rank.process for rank in ranks])
-                outcome = call.bring_back(ranks, lost)
+                outcome = call.read_outcome(ranks, lost)
         except BaseException:
             self._mute_hooks(trainer)
             raise
@@ -300,7 +300,7 @@ class _Call:
 
     # In the interpreter
 
-    def bring_back(self, ranks: Sequence[_Rank], lost: ForkProcess | None) -> _Outcome:
+    def read_outcome(self, ranks: Sequence[_Rank], lost: ForkProcess | None) -> _Outcome:
         """Read what the ranks have written.
 
         Args:

@@ -52,8 +52,8 @@ class JointStrategy(ParallelStrategy):
         super().__init__(*args, **kwargs)
 
     @property
-    def place(self) -> str:
-        """The place of this rank in its plan; empty between steps."""
+    def running_action(self) -> str:
+        """The action of its plan that this rank runs; empty between steps."""
         return ""
 
     @property
@@ -167,15 +167,15 @@ class JointStrategy(ParallelStrategy):
         if is_interrupt or says_peer_lost(exception):  # this process exits before Lightning does it
             for logger in self._own_trainer.loggers:
                 logger.finalize("failed")
-        board = self.processes.take_board()
+        board = self.processes.pop_board()
         if board is None:
             return
         self._has_failed = True
         if says_peer_lost(exception):
             board.blame_others(first_line(exception))  # exits
-        place = self.place if isinstance(exception, Exception) else ""
+        action = self.running_action if isinstance(exception, Exception) else ""
         status = status_after(exception, self._own_trainer.global_step > 0)
-        is_of_all = board.report(exception, place, status)
+        is_of_all = board.report(exception, action, status)
         self._break_off(is_of_all)
         self._warns = self.global_rank == 0 or not is_of_all
         self._exception_hooks = [

@@ -84,9 +84,9 @@ class Processes:
         if self.group is None:
             self.board.connect(store)
         else:
-            self.board.connect(store, self.group.place_of)
+            self.board.connect(store, self.group.describe_rank)
 
-    def take_board(self) -> FailureBoard | None:
+    def pop_board(self) -> FailureBoard | None:
         """Return the board to the rank that has failed, which reports it; the run has none then."""
         board, self.board = self.board, None
         return board

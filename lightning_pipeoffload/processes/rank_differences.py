@@ -188,18 +188,18 @@ class StepOptions:
             ]
             for optimizer in optimizers
         ]
-        self._known = b""
+        self._encoded = b""
         try:
             # The quickest bytes of numbers and strings; version 2 has no references.
-            self._known = marshal.dumps((self._groups, trained, num_steps), 2)
+            self._encoded = marshal.dumps((self._groups, trained, num_steps), 2)
         except ValueError:
             self._groups = map_operands(_start_reading, self._groups)
 
     def digest(self) -> int:
         """Return a checksum; waits for tensors of an accelerator."""
-        if not self._known:
-            self._known = marshal.dumps((self._read(), self._trained, self._num_steps), 2)
-        return zlib.crc32(self._known)
+        if not self._encoded:
+            self._encoded = marshal.dumps((self._read(), self._trained, self._num_steps), 2)
+        return zlib.crc32(self._encoded)
 
     def _read(self) -> Any:
         return map_operands(lambda leaf: leaf() if callable(leaf) else leaf, self._groups)
@@ -207,10 +207,10 @@ class StepOptions:
     def describe(self, names: Sequence[str]) -> dict[str, str]:
         """Describe each of them, given the names of the module's parameters."""
         described = {
-            f"{'the number of ' if key == 'params' else ''}{key} in group {place} of optimizer {i}":
+            f"{'the number of ' if key == 'params' else ''}{key} in group {j} of optimizer {i}":
             repr(value)
             for i, groups in enumerate(self._read())
-            for place, group in enumerate(groups)
+            for j, group in enumerate(groups)
             for key, value in group.items()
         }  # fmt: skip
         trained = zip(names, self._trained, strict=True)

@@ -19,7 +19,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
         ValueError: The tensor is no parameter, buffer or gradient, or ranks pass different ones.
     """
     group = pipeline.group
-    name = next((name for name, found in _known(pipeline) if found is tensor), "")
+    name = next((name for name, found in _tensors_of(pipeline) if found is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
     ranks = group.sharing_gradients
     asked = ranks.gather((name, has_value, group.global_rank))
@@ -29,7 +29,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
         return group.bring_to_all(tensor, owner, ranks).to(tensor.device)
 
 
-def _known(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:
+def _tensors_of(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:
     for slot in find_slots(pipeline.module):
         yield slot.name, slot.tensor
         if slot.kind == "_parameters":

@@ -234,7 +234,7 @@ class RankMesh:
     def replica_of(self, global_rank: int) -> int:
         return next(n for n, row in enumerate(self._table) if global_rank in row)
 
-    def place_of(self, global_rank: int) -> str:
+    def describe_rank(self, global_rank: int) -> str:
         """Describe a process, "replica 1, stage 3"; empty where there is one replica."""
         if self.num_replicas == 1:
             return ""

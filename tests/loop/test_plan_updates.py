@@ -232,7 +232,7 @@ def test_the_memory_of_plans_is_taken_once_after_the_first_step(monkeypatch, lim
         taken.append((trainer.global_step, device.type, most))
         return 0
 
-    monkeypatch.setattr(measurements, "take_memory", take)
+    monkeypatch.setattr(measurements, "reserve_memory", take)
     pipeline = {"memory_limit": limit, "offload": "none" if limit is None else "auto"}
     trainer = fits.trainer(1, pipeline, max_epochs=1, limit_val_batches=1)
     trainer.fit(fits.Net(), fits.loader(), fits.loader())

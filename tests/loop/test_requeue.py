@@ -133,7 +133,7 @@ def test_all_ranks_save_after_the_same_step_however_far_apart_they_are(seed, num
         if moment in told:
             told[moment].requeue.note_signal(10, None)
         draw.choice(ranks).go_on(draw)
-        draw.choice(ranks).requeue.look(store)
+        draw.choice(ranks).requeue.poll(store)
     (saved,) = {tuple(rank.saved) for rank in ranks}
     ((_, has_stepped),) = saved
     assert has_stepped

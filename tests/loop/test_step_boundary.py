@@ -120,7 +120,7 @@ class Held(fits.Net):
                 time.sleep(0.01)
 
     def training_step(self, batch, batch_idx):
-        if batch_idx == 2 and self.trainer.strategy.place:
+        if batch_idx == 2 and self.trainer.strategy.running_action:
             (self.folder / str(self.trainer.global_rank)).touch()
         return super().training_step(batch, batch_idx)
 

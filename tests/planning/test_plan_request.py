@@ -12,7 +12,7 @@ from lightning_pipeoffload.planning.limits import (
     MachineLimits,
     device_limit,
     parse_bytes,
-    take_memory,
+    reserve_memory,
 )
 from lightning_pipeoffload.planning.plan_request import (
     first_plan,
@@ -206,8 +206,8 @@ def test_a_device_takes_what_plans_may_use(monkeypatch, most, taken):
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 400)
     made = []
     monkeypatch.setattr(torch, "empty", lambda size, **options: made.append(size))
-    assert take_memory(torch.device("cuda"), most) == taken == sum(made)
-    assert take_memory(torch.device("cpu"), most) == 0
+    assert reserve_memory(torch.device("cuda"), most) == taken == sum(made)
+    assert reserve_memory(torch.device("cpu"), most) == 0
 
 
 def test_a_device_has_left_what_others_than_activations_do_not_take(monkeypatch):

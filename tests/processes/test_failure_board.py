@@ -155,7 +155,7 @@ def test_no_thread_is_within_a_call_of_the_store_once_it_is_over(monkeypatch, en
         within.pop()
 
     board = failure_board.FailureBoard(0, 1, LaunchedProcesses(0, 0, ()))
-    board.add_look(look)
+    board.add_poll(look)
     board.connect(HashStore())
     assert is_called.wait(1000)
     join = board._thread.join
@@ -171,7 +171,7 @@ def test_a_thread_that_dies_ends_the_process(monkeypatch):
     )
     store = HashStore()
     board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
-    board.add_look(lambda store: store.nothing_like_this())
+    board.add_poll(lambda store: store.nothing_like_this())
     board.connect(store)
     assert ended.get(timeout=1000) == 1
     assert b"AttributeError" in store.get("failure")

@@ -41,7 +41,7 @@ def test_a_replica_after_the_other_or_beside_it(schedule, order, table):
             assert mesh.counterparts == [other[rank] for other in table]
             assert mesh.replica_of(global_rank) == replica
             stages = f"stages {rank} and {5 - rank}" if schedule == "zb_v" else f"stage {rank}"
-            assert mesh.place_of(global_rank) == f"replica {replica}, {stages}"
+            assert mesh.describe_rank(global_rank) == f"replica {replica}, {stages}"
 
 
 def test_it_is_torchs_mesh_of_replicas_times_ranks():

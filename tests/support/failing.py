@@ -95,7 +95,7 @@ class Failing(fits.Net):
         trainer = self.trainer
         if hook != self.hook or trainer.sanity_checking:
             return
-        if hook in STEPS and not trainer.strategy.place:
+        if hook in STEPS and not trainer.strategy.running_action:
             return  # the probe
         if hook in AFTER_TWO_STEPS and trainer.global_step < 2:
             return

@@ -226,15 +226,15 @@ def _measure(gradients: list[Tensor | None]) -> Tensor:
     """
     table = torch.zeros(len(gradients), 3, dtype=torch.float64)
     measured: list[tuple[int, Tensor]] = []
-    for place, gradient in enumerate(gradients):
+    for index, gradient in enumerate(gradients):
         if gradient is None:
             continue
-        table[place, 0] = _THERE
+        table[index, 0] = _THERE
         if gradient.layout is torch.strided and gradient.is_floating_point():
-            table[place, 0] = _MEASURED
+            table[index, 0] = _MEASURED
             both = [torch.linalg.vector_norm(gradient, order) for order in (2, math.inf)]
-            measured.append((place, torch.stack(both).to(torch.float64)))
+            measured.append((index, torch.stack(both).to(torch.float64)))
     if measured:
-        places = [place for place, _ in measured]
-        table[places, 1:] = torch.stack([both for _, both in measured]).cpu()
+        indices = [index for index, _ in measured]
+        table[indices, 1:] = torch.stack([both for _, both in measured]).cpu()
     return table
