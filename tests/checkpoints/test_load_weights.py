@@ -236,7 +236,7 @@ def test_a_models_folder_goes_there_and_back(tmp_path, kind):
 def test_a_plain_modules_weights_are_written_too(tmp_path):
     state = drawn()
     torch.save({"state_dict": state}, tmp_path / "last.ckpt")
-    save_pretrained(tmp_path / "last.ckpt", tmp_path / "folder", max_shard_size=50)
+    save_pretrained(tmp_path / "last.ckpt", tmp_path / "folder", max_shard_size="50B")
     module = make()
     load_weights(module, tmp_path / "folder")
     assert_has(module, state)
