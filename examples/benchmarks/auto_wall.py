@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -314,3 +315,7 @@ def main(line: Sequence[str]) -> None:
 def say(cells: Sequence[str]) -> None:
     """Print a line of the table."""
     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
