@@ -3,11 +3,14 @@
 The commands in the headers of the examples are tried in ``test_examples``.
 """
 
+import ast
+import importlib
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import textwrap
 from datetime import timedelta
 from inspect import getdoc, signature
 from pathlib import Path
@@ -18,6 +21,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig
 
+import lightning_pipeoffload
 from lightning_pipeoffload import PipeOffloadStrategy, plan
 from lightning_pipeoffload.schedule import SCHEDULES
 from tests.support.pairs import slow
@@ -151,6 +155,29 @@ def test_every_path_that_contributing_names_exists():
     assert not [
         path for path in paths if "/" in path and not any((b / path).exists() for b in bases)
     ]
+
+
+PYTHON = [
+    (path.name, textwrap.dedent(code))
+    for path in PAGES
+    for code in re.findall(r"^ *```python\n(.*?)^ *```", path.read_text(), re.MULTILINE | re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[page for page, _ in PYTHON])
+def test_programs_name_what_there_is(page, code):
+    nodes = [*ast.walk(ast.parse(code))]
+    package = lightning_pipeoffload.__name__
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
+            module = importlib.import_module(node.module)
+            assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "PipeOffloadStrategy":
+            values = [keyword.value for keyword in node.keywords]
+            if all(isinstance(value, (ast.Constant, ast.List)) for value in values):
+                eval(ast.unparse(node), {"PipeOffloadStrategy": PipeOffloadStrategy})
+            known = signature(PipeOffloadStrategy.__init__).parameters
+            assert {keyword.arg for keyword in node.keywords} <= known.keys()
 
 
 # Every command runs as it is written, or at least is understood
