@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_pipeoffload.loop.data import check_rows, is_collated_by_torch, loader_size
+from lightning_pipeoffload.loop.data import (
+    check_rows,
+    group_sampler_of,
+    is_collated_by_torch,
+    loader_size,
+)
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.report import Progress
 from lightning_pipeoffload.planning.settings import PipelineSettings
@@ -20,6 +25,7 @@ from lightning_pipeoffload.runtime.batch_structure import (
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 
 
 class BatchCutter:
@@ -28,7 +34,8 @@ class BatchCutter:
     Attributes:
         first_batch: What first batches have decided for later ones, to be saved with a fit: the
             samples of the first training batch, with the batch sizes of the loaders, what lists
-            are, by kind of step and loader, and the blocks that are found by a step's calls.
+            are, by kind of step and loader, the blocks that are found by a step's calls, and how
+            many packed rows all replicas read at once.
     """
 
     def __init__(self, pipeline: Pipeline, settings: PipelineSettings) -> None:
@@ -65,6 +72,29 @@ class BatchCutter:
                 "some loaders of a run make packed rows with PackedRows, and others of it do not; "
                 "give all of them collate_fn=PackedRows(...), or run the others apart"
             )
+
+    def note_packed_rows(self, loader: Any, num_seen: int) -> None:
+        """Note the packed rows of a training batch, before an epoch goes on behind ``num_seen``.
+
+        Raises:
+            ValueError: An epoch that was saved goes on with other batches of packed rows.
+        """
+        sampler = group_sampler_of(loader)
+        if not isinstance(sampler, PackedRowsSampler):
+            return
+        found = [sampler.num_rows, sampler.num_ranks, sampler.max_tokens]
+        saved = self.first_batch.get("packed_rows", found)
+        if num_seen and saved != found:
+            before, now = (
+                f"num_rows={rows}, {replicas} replicas and max_tokens={tokens}"
+                for rows, replicas, tokens in (saved, found)
+            )
+            raise ValueError(
+                f"the fit was saved within an epoch of {before}, and goes on with {now}, whose "
+                f"batches are others, so that texts would be read twice or never; resume with the "
+                f"same, or from a checkpoint of an epoch's end"
+            )
+        self.first_batch["packed_rows"] = found
 
     def packs_rows(self, kind: str) -> bool:
         """Whether a row of a batch is one microbatch in a kind of step ("training_step")."""

@@ -286,7 +286,9 @@ class Fit:
         self._loaders.intercept(loader, self._trainer.training)
         self.split.cutter.note_loader(loader, self._trainer.training, self._trainer.predicting)
         if self._trainer.training:
-            leave_out_seen(loader, count_seen(self._trainer), self._at_end)
+            num_seen = count_seen(self._trainer)
+            self.split.cutter.note_packed_rows(loader, num_seen)
+            leave_out_seen(loader, num_seen, self._at_end)
 
     # Training
 

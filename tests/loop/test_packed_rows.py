@@ -162,6 +162,20 @@ def test_an_epoch_that_is_resumed_reads_each_text_once(ranks, tmp_path):
     assert parts == whole
 
 
+def test_an_epoch_goes_on_with_the_same_rows_only(tmp_path):
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
+    saving = fits.trainer(1, BY_TOKENS, max_steps=1, **options)
+    callback = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "within", every_n_train_steps=1)
+    saving.callbacks.append(callback)
+    saving.fit(Texts(), loader())
+    path = tmp_path / "within.ckpt"
+    by_rows = BY_TOKENS | {"num_microbatches": 2}
+    going_on = fits.trainer(1, by_rows, max_steps=2, **options)
+    message = r"num_rows=4, 1 replicas and max_tokens=24, and goes on with num_rows=2"
+    with pytest.raises(ValueError, match=message):
+        going_on.fit(Texts(), loader(num_rows=2), ckpt_path=path)
+
+
 @pytest.mark.parametrize("kind", ["training_step", slow("validation_step")])
 def test_a_model_that_looks_past_a_texts_start_is_refused(kind):
     module = Texts(use_cache=True, dropout=0.5)
