@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.benchmarks import (
+    chunked_loss,
     emulated,
     host_time,
     memory,
@@ -125,6 +126,16 @@ def test_memory_of_every_rank_is_measured(capsys, what):
     assert memory.main([what, "--small", "--model", "gpt", "--schedule", "zb_h1"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) == {"estimate": 3, "build": 5, "checkpoint": 20}[what]  # with their heads
+
+
+@pytest.mark.slow
+def test_a_head_is_planned_alone_and_in_chunks(capsys):
+    assert chunked_loss.main(["plan", "--small"]) == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    for _, with_blocks, as_cut, num_blocks, whole, at_once, in_chunks in rows:
+        assert float(as_cut) < float(with_blocks)
+        assert num_blocks == "0"
+        assert float(in_chunks) < float(at_once) < float(whole)
 
 
 COMMAND = [sys.executable, "-m", "examples.benchmarks.auto_choice", "--wall"]
