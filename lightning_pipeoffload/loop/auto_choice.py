@@ -487,10 +487,11 @@ def compile_ahead(pipeline: Pipeline) -> None:
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()
     with group.world.waiting_as_long_as_it_takes():
-        chain, calls = pipeline.chain, pipeline.batch_records[0].block_calls
+        chain, record = pipeline.chain, pipeline.batch_records[0]
         for stage in pipeline.local_stages:
             for index in pipeline.partition[stage].blocks:
-                with calls[index].with_zeros() as (args, kwargs):
+                first = record.block_calls[record.calls.blocks.index(index)]
+                with first.with_zeros() as (args, kwargs):
                     call = partial(chain.plain_call(index), *args, **kwargs)
                     pipeline.compiler.compile_ahead(chain.blocks[index], call)
     if group.reports:

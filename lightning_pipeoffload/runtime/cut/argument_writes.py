@@ -41,7 +41,7 @@ class ArgumentWatch:
     def __init__(self, record: StepRecord) -> None:
         self._record = record
         self.filling: set[int] = set()
-        self._written: dict[int, ArgumentWrite] = {}  # tensors, by their memory
+        self._written: dict[int, tuple[ArgumentWrite, int]] = {}  # by the tensor's memory
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_State]:
         """Return the state of a block's arguments."""
@@ -49,28 +49,29 @@ class ArgumentWatch:
 
     def after(
         self,
-        block: int,
+        call: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         before: list[_State],
     ) -> None:
-        """Record the arguments that the block has changed."""
+        """Record the arguments that a call of a block has changed."""
+        block = self._record.calls.blocks[call]
         values = (*args, *kwargs.values())
         for place, (value, was) in enumerate(zip(values, before, strict=True)):
             written = [tensor for tensor, version in was.versions if tensor._version != version]
             if written:
                 name = [*_names(forward, len(args)), *kwargs][place]
                 write = ArgumentWrite(block, name, calling_line())
-                self._written.update((memory_of(tensor), write) for tensor in written)
+                self._written.update((memory_of(tensor), (write, call)) for tensor in written)
             if not _is_same(_state_of(value), was):
                 self.filling.add(block)
 
-    def note_use(self, args: tuple[Any, ...], segment: int) -> None:
-        """Record a tensor that an operation reads behind the block that has written it."""
+    def note_use(self, args: tuple[Any, ...], num_calls: int) -> None:
+        """Record a tensor that an operation reads behind the call that has written it."""
         for tensor in tensors_in(args) if self._written else ():
-            write = self._written.get(memory_of(tensor))
-            if write is not None and write.block < segment:
+            write, call = self._written.get(memory_of(tensor), (None, num_calls))
+            if write is not None and call < num_calls:
                 self._record.argument_writes.append(write)
                 del self._written[memory_of(tensor)]
 

@@ -216,7 +216,7 @@ def find_alike_saving(
 def _repeated(
     chain: BlockChain, record: StepRecord, classes: Sequence[int]
 ) -> dict[int, BlockOutput]:
-    if record.argument_writes or record.starts_backward:
+    if record.argument_writes or record.starts_backward or not record.calls.is_once:
         return {}
     first: dict[int, int] = {}
     written = {write.point.segment for write in record.writes if write.point.is_in_block}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
@@ -44,30 +45,37 @@ def loss_in(result: Any) -> Tensor:
 
 
 class CallsError(ValueError):
-    """The step does not call the blocks of the chain once each and in order."""
+    """The step does not call the blocks of the chain in an order in which it can be cut."""
+
+
+class RepeatedCallError(CallsError):
+    """The step calls a block again, which it was not expected to do."""
 
 
 class CallChecks:
     """Refuses calls of blocks that a stage cannot make, or cannot repeat in B."""
 
-    def __init__(self, chain: BlockChain) -> None:
-        self._chain = chain
+    def __init__(self, chain: BlockChain, calls: CallOrder) -> None:
+        self._chain, self._calls = chain, calls
         self._training = torch.is_grad_enabled()
         self._checkpoint: Any = None
-        self._num_hooks: list[int] = []
+        self._last = 0
+        self._num_hooks: dict[int, int] = {}
 
-    def check(self, index: int, expected: int) -> None:
-        """Raise ``ValueError`` if a stage could not call block ``index`` now."""
-        self._check_order(index, expected)
+    def check(self, index: int, call: int) -> None:
+        """Raise ``ValueError`` if a stage could not make this call of block ``index``."""
+        self._check_order(index, call)
         self._check_function(index)
         self._check_checkpoint(index)
-        self._num_hooks.append(_count_hooks(self._chain.blocks[index]))
+        self._num_hooks[index] = _count_hooks(self._chain.blocks[index])
 
-    def _check_order(self, index: int, expected: int) -> None:
+    def _check_order(self, index: int, call: int) -> None:
+        expected = self._calls.blocks[call] if call < len(self._calls.blocks) else len(self._chain)
         if index == expected:
             return
-        what = f"before {self._chain.block_name(expected)}" if index > expected else "again"
-        raise CallsError(
+        is_before = index > expected
+        what = f"before {self._chain.block_name(expected)}" if is_before else "again"
+        raise (CallsError if is_before else RepeatedCallError)(
             f"the step calls {self._chain.block_name(index)} {what}"
             f"{in_brackets(calling_line())}; a pipeline needs each entry of {self._chain.name} "
             f"called once and in order"
@@ -85,29 +93,31 @@ class CallChecks:
         outer, self._checkpoint = self._checkpoint, _checkpoint_around()
         if outer is not None and outer is self._checkpoint:
             raise ValueError(
-                f"the step checkpoints {self._chain.block_name(index - 1)} and "
+                f"the step checkpoints {self._chain.block_name(self._last)} and "
                 f"{self._chain.block_name(index)} together"
                 f"{in_brackets(calling_line())}; a stage can only compute its own blocks again, so "
                 f"checkpoint each by itself, or leave it to "
                 f'recompute="full"'
             )
+        self._last = index
 
-    def check_complete(self, expected: int) -> None:
-        """Raise ``CallsError`` if the step has ended without calling block ``expected``."""
-        if expected < len(self._chain):
+    def check_complete(self, num_calls: int) -> None:
+        """Raise ``CallsError`` if the step has ended after so few calls of blocks."""
+        missing = self._calls.blocks[num_calls:]
+        if missing:
             raise CallsError(
-                f"the step does not call {self._chain.block_name(expected)}; a pipeline needs "
+                f"the step does not call {self._chain.block_name(missing[0])}; a pipeline needs "
                 f"each entry of {self._chain.name} called once and in order"
             )
 
     @property
     def hooked(self) -> Iterator[int]:
         """Yield the blocks that had hooks at their call."""
-        return (index for index, count in enumerate(self._num_hooks) if count)
+        return (index for index, count in self._num_hooks.items() if count)
 
     def find_briefly_hooked(self) -> Iterator[int]:
         """Yield the blocks that have fewer hooks now than at their call."""
-        for index, before in enumerate(self._num_hooks):
+        for index, before in self._num_hooks.items():
             if _count_hooks(self._chain.blocks[index]) < before:
                 yield index
 
@@ -270,7 +280,7 @@ class _StepChecks:
                 continue
             what = (
                 "puts into an attribute, an argument or a hook what is used behind it"
-                if self._record.outputs[block].is_template
+                if self._record.is_template(block)
                 else "returns numbers or objects beside its tensors"
             )
             yield (

@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 class Port(NamedTuple):
     """Identifies the call of a step that makes a value."""
 
-    segment: int  # the output of block k belongs to segment k + 1
+    segment: int  # the number of calls of blocks before; the output of call k has segment k + 1
     call: int  # the number of a call of a torch function in it, from 1 on; 0: the block before
     place: int  # among the tensors of what the call returned
 
@@ -38,7 +38,7 @@ class Crossing:
     """A value that later segments use, besides the output passed to the next block."""
 
     port: Port | None  # None: no call of a torch function has returned it
-    made_in: int
+    made_in: int  # a segment of the record, as used_in
     used_in: int  # the last segment that needs it
     shape: torch.Size
     dtype: torch.dtype
@@ -77,14 +77,14 @@ def mark_slots(slots: Iterable[Slot], chain: BlockChain) -> None:
 
 
 class CallCounter(TorchFunctionMode):
-    """Counts, in each segment of a step, the calls that compute tensors from marked ones.
+    """Counts, between two calls of blocks, the calls that compute tensors from marked ones.
 
     Calls that make constants are not counted: a step may cache a mask or a table of positions
     between calls.
 
     Attributes:
-        segment: The segment of the step that runs.
-        digest: A hash of the names of the functions called in it.
+        segment: The number of calls of blocks before.
+        digest: A hash of the names of the functions called since.
     """
 
     def __init__(self) -> None:

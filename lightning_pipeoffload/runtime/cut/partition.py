@@ -65,8 +65,8 @@ class Stage:
         """Return whether the stage runs a point of the step, with or without values."""
         if not point.is_in_block:
             return point.segment <= max(self.segments)
-        is_before = point.segment < self.blocks.start
-        runs_remote = is_before and not record.shapes_suffice(point.segment)
+        is_reached = record.calls.is_reached(point.segment, self.blocks.stop)
+        runs_remote = is_reached and not record.shapes_suffice(point.segment)
         return point.segment in self.blocks or runs_remote
 
 

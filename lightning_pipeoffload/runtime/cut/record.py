@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
@@ -94,13 +95,17 @@ class LoggedValue(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """The properties of a step, traced on a microbatch of these shapes."""
+    """The properties of a step, traced on a microbatch of these shapes.
+
+    Its segments are positions, see :mod:`.call_order`.
+    """
 
     num_segments: InitVar[int]
     device_type: InitVar[str] = "cpu"
+    calls: CallOrder = None  # type: ignore[assignment]  # None: each block is called once
 
     # Values that cross from block to block.
-    outputs: list[BlockOutput] = field(default_factory=list)  # of each block
+    outputs: list[BlockOutput] = field(default_factory=list)  # of each call of a block
     crossings: list[Crossing] = field(default_factory=list)  # values beside them
     opened: set[int] = field(default_factory=set)
     """Blocks with a value that escapes by a hook, an attribute or a list and is used behind them.
@@ -125,7 +130,7 @@ class StepRecord:
     input_flops: list[int] = field(init=False)  # of each segment's B
     weight_flops: list[int] = field(init=False)  # of each segment's weight gradients
     training_flops: int = 0  # of the whole step, forward and backward
-    block_calls: list[BlockCall] = field(default_factory=list)  # if any block is compiled
+    block_calls: list[BlockCall] = field(default_factory=list)  # each, if any block is compiled
     work: list[SegmentDigest] = field(default_factory=list)
     """Of each segment's operations, their shapes and numbers."""
     draws: set[int] = field(default_factory=set)  # segments that draw values
@@ -175,8 +180,8 @@ class StepRecord:
 
     # What depends on the batch's values between the blocks: booleans, and sizes.
     flags: BatchFlags = field(default_factory=BatchFlags)
-    sized_in: int | None = None  # the last segment with such a size
-    sizes: tuple[Any, ...] = ()  # these sizes and the shapes of the next block's arguments
+    sized_in: int | None = None  # the call behind the last such size
+    sizes: tuple[Any, ...] = ()  # these sizes and the shapes of that call's arguments
 
     result_counts: frozenset[int] | None = frozenset()
     """Numbers of samples for which the step's result has a row for each; None: it is None."""
@@ -187,6 +192,8 @@ class StepRecord:
     has_run: bool = False  # a batch with such a microbatch was cut to run
 
     def __post_init__(self, num_segments: int, device_type: str) -> None:
+        if self.calls is None:
+            self.calls = CallOrder.of_once(num_segments - 1)
         self.reads = DeviceReads(device_type)
         self.forward_flops, self.weight_flops = [0] * num_segments, [0] * num_segments
         self.input_flops = [0] * num_segments
@@ -239,11 +246,15 @@ class StepRecord:
 
     def shapes_suffice(self, block: int) -> bool:
         """Return whether later stages need only the shapes of a block's output."""
-        return self.outputs[block].is_template and block not in self.opened
+        return self.is_template(block) and block not in self.opened
+
+    def is_template(self, block: int) -> bool:
+        """Return whether a block returns only tensors, and what is the same for every batch."""
+        return all(self.outputs[call].is_template for call in self.calls.calls_of(block))
 
     def meets_kernels(self) -> bool:
         """Return whether stages run code that calls :attr:`kernels` without values."""
-        before = [point for point in self.kernels if point.segment < len(self.outputs)]
+        before = [point for point in self.kernels if point.segment < self.calls.num_blocks]
         return any(not (p.is_in_block and self.shapes_suffice(p.segment)) for p in before)
 
     def carried_over(self, block: int) -> list[Crossing]:
@@ -253,11 +264,16 @@ class StepRecord:
             self._carried[block] = [crossing for _, crossing in sorted(found, key=itemgetter(0))]
         return self._carried[block]
 
+    def handed_over(self, block: int) -> list[int]:
+        """List the calls whose outputs are handed over the cut before ``block``."""
+        return [call for call in self.calls.calls_of(block - 1) if self.calls.hands_on(call)]
+
     def payload_over(self, block: int) -> list[TensorSpec]:
         """Return the specs of all tensors that cross the cut before ``block``."""
         if block not in self._payloads:
+            outputs = [s for call in self.handed_over(block) for s in self.outputs[call].payload]
             carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
-            self._payloads[block] = [*self.outputs[block - 1].payload, *carried]
+            self._payloads[block] = [*outputs, *carried]
         return self._payloads[block]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     entries_of,
@@ -313,8 +314,8 @@ class Lending:
 
     @property
     def could_be_cut(self) -> bool:
-        """Whether the step has called each block once and in order."""
-        return self._calls == list(range(len(self._chain)))
+        """Whether the step has called the blocks in an order in which it may be cut."""
+        return CallOrder((*self._calls,), len(self._chain)).can_be_cut
 
     @contextmanager
     def running(self) -> Iterator[None]:

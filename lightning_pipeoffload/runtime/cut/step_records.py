@@ -21,6 +21,8 @@ from lightning_pipeoffload.runtime.cut.alike_blocks import AlikeBlocks
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
+from lightning_pipeoffload.runtime.cut.checks import RepeatedCallError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
@@ -59,6 +61,7 @@ _FLAGS = (EVERYTHING, NO_ALARM), (NO_ALARM, NO_ALARM), (EVERYTHING, EVERYTHING)
 _CLOSE = 1e-4  # sums on an accelerator may differ by their order
 
 _Log = list[LoggedValue]
+_Flags = tuple[Imagined, Imagined]
 
 
 class StepRecords:
@@ -88,7 +91,7 @@ class StepRecords:
         self._compared: set[Any] = set()
         self._written_long: set[Attribute] = set()
         self.generators = Generators(module)
-        self._sized_in: dict[Any, int] = {}
+        self._sized_in: dict[Any, tuple[int, CallOrder]] = {}
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
         self.known: OrderedDict[Any, StepRecord] = OrderedDict()
         self._ran: set[Any] = set()  # keys of dropped records whose shapes have run
@@ -122,7 +125,7 @@ class StepRecords:
             if derived is not None:
                 return derived
             self._before_trace()
-        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
+        trial = self._trial(part, step, seed)
         sizes = self._find_sizes(key, trial)
         if (key, sizes) in self.known:
             self.known.move_to_end((key, sizes))
@@ -135,7 +138,7 @@ class StepRecords:
                 wholes[record.flags.answers] = record
         key = shapes, record.flags.answers
         if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
-            self._sized_in[key] = record.sized_in
+            self._sized_in[key] = record.sized_in, record.calls
             sizes = record.sizes
         record.changes_batch = trial.changes_batch
         record.draws_beside_torch = trial.draws_beside_torch
@@ -180,17 +183,20 @@ class StepRecords:
         """Return how an error goes on if a step could be cut at other blocks, which it names."""
         if not torch.is_grad_enabled():  # an evaluation runs as a whole then
             return ""
-        proposal = self._trial_cuts(part, step, seed).propose(self._chain, self._num_stages)
+        trial = self._trial(part, step, seed)
+        proposal = self._trial_cuts(trial).propose(self._chain, self._num_stages)
         return f"; it could be cut with {proposal}" if proposal else ""
 
     def find_chains(self, part: Any, step: UsersStep, seed: int) -> list[list[str]]:
         """Return the blocks that a step could be cut at by what it calls, the best first."""
         self._before_trace()
-        return self._trial_cuts(part, step, seed).best_first()
+        return self._trial_cuts(self._trial(part, step, seed)).best_first()
 
-    def _trial_cuts(self, part: Any, step: UsersStep, seed: int) -> TrialCuts:
+    def _trial(self, part: Any, step: UsersStep, seed: int) -> _Trial:
+        return _Trial(step, part, mix_seed(seed, 0), self.generators)
+
+    def _trial_cuts(self, trial: _Trial) -> TrialCuts:
         module, _, device, kernels = self._traced
-        trial = _Trial(step, part, mix_seed(seed, 0), self.generators)
         return TrialCuts(module, device, kernels, trial)
 
     def _find_answers(self, shapes: Any, part: Any) -> tuple[bool, ...] | None:
@@ -202,8 +208,8 @@ class StepRecords:
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         if key not in self._sized_in:
             return ()
-        until = self._sized_in[key]
-        beginning = StepTrace(*self._traced, until=until)
+        until, calls = self._sized_in[key]
+        beginning = StepTrace(*self._traced, until=until, calls=calls)
         # An error here occurs again in the whole trace, which explains it.
         with beginning.running(), suppress(StageExit, ValueNeededError, Exception):
             call()
@@ -222,22 +228,32 @@ class StepRecords:
         return not self.always_trained.isdisjoint(names)
 
     def _trace(self, call: _Trial, is_first: bool) -> StepRecord:
+        try:
+            return self._trace_in_order(call, is_first, CallOrder.of_once(len(self._chain)))
+        except RepeatedCallError:
+            calls = self._trial_cuts(call).order_of(self._chain)
+            if calls.is_once or not calls.can_be_cut:
+                raise
+        return self._trace_in_order(call, is_first, calls)
+
+    def _trace_in_order(self, call: _Trial, is_first: bool, calls: CallOrder) -> StepRecord:
         """Trace with made-up flags True in blocks and False behind them.
 
         If that fails, as an alarm would, trace with the flags of blocks False, then with all True.
         """
         error: ImaginedError | None = None
-        for imagined, behind in _FLAGS:
+        for imagined in _FLAGS:
             log: _Log | None = [] if is_first else None
             try:
-                record = self._record(call, log, imagined, behind)
+                record = self._record(call, log, imagined, calls)
             except ImaginedError as failed:
                 error = error or failed
                 continue
             if log is not None:
                 outputs = find_repeated(self._chain, record)
-                repeat = partial(self._repeat, call, imagined, behind, outputs)
-                self._compare_runs(record, log, repeat)
+                self._compare_runs(
+                    record, log, partial(self._repeat, call, imagined, calls, outputs)
+                )
             return record
         assert error is not None
         raise self._explain(error) from None
@@ -263,9 +279,10 @@ class StepRecords:
         return None
 
     def _record(
-        self, call: _Trial, log: _Log | None, imagined: Imagined, behind: Imagined
+        self, call: _Trial, log: _Log | None, imagined: _Flags, calls: CallOrder
     ) -> StepRecord:
-        trace = StepTrace(*self._traced, log, imagined, behind=behind, compared=self._written_long)
+        compared = self._written_long
+        trace = StepTrace(*self._traced, log, imagined, compared=compared, calls=calls)
         call.record = trace.record
         try:
             return trace.trace(call)
@@ -275,7 +292,7 @@ class StepRecords:
             pass
         if log is not None:
             log.clear()
-        return self._record(call, log, imagined, behind)
+        return self._record(call, log, imagined, calls)
 
     def _compare_runs(self, record: StepRecord, log: _Log, repeat: Callable[[], _Log]) -> None:
         beside = record_globals(self._module)
@@ -288,13 +305,13 @@ class StepRecords:
     def _repeat(
         self,
         call: Callable[[], Any],
-        imagined: Imagined,
-        behind: Imagined,
+        imagined: _Flags,
+        calls: CallOrder,
         outputs: Mapping[int, BlockOutput],
     ) -> _Log:
         """Return the calls between the blocks in another run, in which alike blocks run once."""
         log: _Log = []
-        trace = StepTrace(*self._traced, log, imagined, observes=False, behind=behind)
+        trace = StepTrace(*self._traced, log, imagined, observes=False, calls=calls)
         trace.outputs = outputs
         with trace.running():
             try:

@@ -83,7 +83,7 @@ class StrippedModule:
                 self._note_write(self._weight_names[memory_of(written)])
 
     def _note_write(self, name: str, is_new: bool = False) -> None:
-        write = WeightWrite(name, self._values.segment, calling_line(), is_new)
+        write = WeightWrite(name, self._values.place, calling_line(), is_new)
         self._record.weight_writes.append(write)
 
     @contextmanager
@@ -138,7 +138,7 @@ class StrippedModule:
         ]
         for slot in written:
             if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "source"):
-                record.segments[slot.name].add(slot.tensor.source.segment)
+                record.segments[slot.name].add(slot.tensor.source.position)
         common = [slot for slot in written if not record.segments.get(slot.name)]
         record.written = {slot.name for slot in common}
         record.written_in_place = {Attribute(slot.module, slot.attribute) for slot in common}

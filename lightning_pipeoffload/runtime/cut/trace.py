@@ -4,7 +4,8 @@ It needs no memory and no arithmetic, and fills a :class:`.record.StepRecord`.
 
 The step is divided at its blocks into **segments**: segment k is the code after block k-1 up to
 and including block k; the last segment is the code after the last block. So segment 0 includes the
-embedding, and the last one is the head and the loss. With three blocks on two stages::
+embedding, and the last one is the head and the loss. Where blocks are called several times a
+segment is what has one position, see :mod:`.call_order`. With three blocks on two stages::
 
     step      embedding, block 0 | mask, block 1 | mask, block 2 | head, loss
     segment           0          |       1       |       2       |     3
@@ -13,7 +14,7 @@ embedding, and the last one is the head and the loss. With three blocks on two s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -31,8 +32,10 @@ from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.checks import (
     CallChecks,
+    RepeatedCallError,
     describe_argument_write,
     is_in_function,
     loss_in,
@@ -99,11 +102,11 @@ class StepTrace:
         device: The device that tensors report, wherever the module is.
         kernels: What runs on zeros; None: what this run finds is traced no further.
         log: A list to which calls with values between the blocks are appended; None: no log.
-        imagined: How to make up the values that blocks read.
+        imagined: How to make up the values that blocks read, and those read behind them.
         observes: Whether to record all of the step; else only its values and sizes.
-        until: The block at which to leave the step; None: run to the end.
-        behind: How to make up the values that are read behind the blocks.
+        until: The call at which to leave the step; None: run to the end.
         compared: Attributes that are compared at each block, though they are long.
+        calls: The order of the calls of blocks; None: each is called once.
 
     Attributes:
         outputs: The outputs of blocks that do not run.
@@ -117,26 +120,27 @@ class StepTrace:
         device: torch.device,
         kernels: KernelsOnZeros | None = None,
         log: list[LoggedValue] | None = None,
-        imagined: Imagined = EVERYTHING,
+        imagined: tuple[Imagined, Imagined] = (EVERYTHING, NO_ALARM),
         observes: bool = True,
         until: int | None = None,
-        behind: Imagined = NO_ALARM,
         compared: Set[Attribute] = frozenset(),
+        calls: CallOrder | None = None,
     ) -> None:
         self._module = module
         self.outputs: Mapping[int, BlockOutput] = {}
         self.alike: AlikeBlocks | None = None
         self.chain = chain
-        self._imagined, self._behind = imagined, behind
+        self._imagined, self._behind = imagined
         self.observes = observes
         self._until = until
         self._writes = WriteWatch(module, compared)
-        self.record = StepRecord(len(chain) + 1, device.type, writes=self._writes.writes)
+        calls = calls or CallOrder.of_once(len(chain))
+        self.record = StepRecord(len(chain) + 1, device.type, calls, writes=self._writes.writes)
         self._values = ValueTrace(chain, self.record, log)
         self.work = SegmentWork(len(chain) + 1)
         self._stripped = StrippedModule(module, device, self._values, self.record)
         self._sizes = _SizesByValues(self)
-        self._checks = CallChecks(chain)
+        self._checks = CallChecks(chain, calls)
         self.arguments = ArgumentWatch(self.record)
         self._kernels = KernelsOnZeros() if kernels is None else kernels
         self._device, self._device_type = device, device.type
@@ -145,25 +149,35 @@ class StepTrace:
         self._training = torch.is_grad_enabled()
         self._is_in_block = self._is_in_chunks = False
         self._num_in_block = 0
+        self._dropped: list[str] = []  # buffers that the operation that runs writes
         self._given: set[int] = set()  # addresses of the block's arguments
         self.num_imagined = 0  # values behind the blocks
 
     @property
     def segment(self) -> int:
-        """The segment that is running."""
+        """The segment that is running; the first that may, where blocks are called again."""
+        return self._values.place
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls of blocks so far."""
         return self._values.segment
+
+    def segment_of(self, tensors: Iterable[Any]) -> int:
+        """Return the segment of an operation on tensors, at the present point of the step."""
+        return self._values.position_of(tensors)
 
     @property
     def point(self) -> StepPoint:
         """The point of the step that is running."""
         return StepPoint(self.segment, self._is_in_block)
 
-    def sizes_before(self, block: int) -> tuple[Any, ...]:
-        """Return the value-dependent sizes before a block and the shapes of its arguments."""
+    def sizes_before(self, call: int) -> tuple[Any, ...]:
+        """Return the value-dependent sizes before a call and the shapes of its arguments."""
         found = self._sizes.found
-        if block >= len(self._before_block):
+        if call >= len(self._before_block):
             return *found, None
-        count, arguments = self._before_block[block]
+        count, arguments = self._before_block[call]
         return *found[:count], arguments
 
     def trace(self, run: Callable[[], Any]) -> StepRecord:
@@ -186,8 +200,8 @@ class StepTrace:
                         raise KernelFoundError from error
                     self._end_early(self._kernels.explain(error))
                 self._finish()
-            self._checks.check_complete(self.segment)
-        except KernelFoundError:
+            self._checks.check_complete(self.num_calls)
+        except (KernelFoundError, RepeatedCallError):
             raise
         except Exception as error:
             if self.record.argument_writes:  # without which the step may fail
@@ -211,7 +225,7 @@ class StepTrace:
                     f"only, and a pipeline needs these; call torch.autograd.grad("
                     f"..., create_graph=True) instead"
                 ) from None
-            if not self.num_imagined:
+            if not self.num_imagined or isinstance(error, RepeatedCallError):
                 raise error
         elif self.segment < len(self.chain) or isinstance(error, AddressNeededError):
             raise ValueError(_explain(error, self.chain, self.segment)) from None
@@ -268,31 +282,34 @@ class StepTrace:
             StageExit: The step is left at this block.
         """
         arguments: Any = args, kwargs
-        may_be_last = index in (self._until, self._sizes.last, self._sizes.last_flag)
+        call = self.num_calls
+        may_be_last = call in (self._until, self._sizes.last, self._sizes.last_flag)
         shapes = shape_signature(arguments) if may_be_last else None
         self._before_block.append((len(self._sizes.found), shapes))
-        if index == self._until:
+        if call == self._until:
             raise StageExit([])
-        self._checks.check(index, self.segment)
+        self._checks.check(index, call)
         if self.observes:
             self.work.add_values(index, "a block", arguments)
         if self._is_compiled:
             self.record.block_calls.append(BlockCall.of(arguments, self._device_type))
         args, kwargs = self._values.enter_block(index, arguments)
-        self._compare_attributes(StepPoint(index, is_in_block=False))
+        self._compare_attributes(StepPoint(index, is_in_block=True))
         self._is_in_block, self._num_in_block = True, 0
         before = self.arguments.before(args, kwargs)
         self._given = {memory_of(leaf) for leaf in shape_only_leaves(arguments)}
         output = self._run_block(index, args, kwargs)
-        self.arguments.after(index, self.chain.blocks[index].forward, args, kwargs, before)
+        self.arguments.after(call, self.chain.blocks[index].forward, args, kwargs, before)
         self._is_in_block = False
-        self._compare_attributes(StepPoint(index, is_in_block=True))
+        behind = self.record.calls.least[call + 1]
+        self._compare_attributes(StepPoint(behind, is_in_block=False))
         return self._values.leave_block(index, arguments, output)
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         run = partial(self.chain.plain_call(index), *args, **kwargs)
         if self.alike is not None:
-            given = (args, kwargs), run, self.record, self.work, self._values.use
+            use = partial(self._values.use, position=index)
+            given = (args, kwargs), run, self.record, self.work, use
             return self.alike.call(index, *given)
         output = self.outputs.get(index)
         if output is None:
@@ -305,25 +322,22 @@ class StepTrace:
         self.record.kernels.add(self.point)
         self.work.add_values(self.segment, name, arguments)
 
-    def _compare_attributes(self, point: StepPoint) -> None:
+    def _compare_attributes(self, following: StepPoint) -> None:
         if self.observes:
-            self._writes.compare(point)
+            self._writes.compare(following)
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if not self.observes:
             return
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            name = self._stripped.weight_name(tensor)
-            if name is not None:
-                self.record.segments[name].add(self.segment)
-        self._values.observe(func, args, result)
+        segment = self._note_uses(tensors, result)
+        self._values.observe(func, args, result, segment)
         self._stripped.note_weight_writes(func, args)
         if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
             self.record.class_weights = calling_line()
         if self._is_in_block:
             self._note_input_writes(func, args)
-        elif self.segment == len(self.chain) > 0:  # a search for blocks has none
+        elif segment == len(self.chain) > 0:  # a search for blocks has none
             self._note_pairs(result)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         for leaf in leaves_of(result):
@@ -331,7 +345,30 @@ class StepTrace:
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]
         flops = count_flops(func, args, result)
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
-        self._count(flops, trains, weights, not (flops and self._is_frozen(tensors)))
+        self._count(segment, flops, trains, weights, not (flops and self._is_frozen(tensors)))
+
+    def _note_uses(self, tensors: Sequence[Tensor], result: Any) -> int:
+        """Record the segment that uses weights, and what the operation writes; return it.
+
+        Between repeated calls, what is computed from weights alone has the segment of its use.
+        """
+        segment = self.segment_of(tensors)
+        used = [self._weights_of(tensor) for tensor in tensors]
+        names = frozenset[str]().union(*used)
+        if self._values.is_between_repeated and used and all(used):
+            for leaf in shape_only_leaves(result):
+                leaf.weights = names  # type: ignore[attr-defined]
+        else:
+            for name in names:
+                self.record.segments[name].add(segment)
+        for name in self._dropped:
+            self.record.segments[name].add(segment)
+        self._dropped.clear()
+        return segment
+
+    def _weights_of(self, tensor: Tensor) -> frozenset[str]:
+        name = self._stripped.weight_name(tensor)
+        return getattr(tensor, "weights", frozenset()) if name is None else frozenset((name,))
 
     def _is_frozen(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a product of training has no gradient."""
@@ -353,9 +390,11 @@ class StepTrace:
                 obstacle = f"writes its input in place{in_brackets(calling_line())}"
                 self.record.recompute_obstacles.setdefault(self.segment, obstacle)
 
-    def _count(self, flops: int, trains: bool, weights: list[bool], has_backward: bool) -> None:
+    def _count(
+        self, segment: int, flops: int, trains: bool, weights: list[bool], has_backward: bool
+    ) -> None:
         """Add the work of a product and of its gradients: one per operand that trains."""
-        record, segment = self.record, self.segment
+        record = self.record
         record.forward_flops[segment] += flops
         if not has_backward:
             record.training_flops += flops
@@ -396,7 +435,7 @@ class StepTrace:
     def _drop(self, written: Tensor) -> bool:
         name = self._stripped.buffer_name(written)
         if name is not None:
-            self.record.segments[name].add(self.segment)
+            self._dropped.append(name)
         elif not self._is_in_block and self.segment == len(self.chain):
             self._imagine_behind()  # the tensor's value is wrong from now on
             return True
@@ -428,13 +467,14 @@ class StepTrace:
         record.work, record.draws = self.work.digests, self.work.draws
         record.by_chance = self.work.by_chance
         record.flags.finish()
-        record.reads.finish(min(record.imagined, default=len(self.chain)))
+        made_up = [record.calls.blocks.index(block) for block in record.imagined]
+        record.reads.finish(min(made_up, default=len(record.calls.blocks)))
         if not record.flags.is_repeatable:
-            last = max(segment for segment in (last, self._sizes.last_flag) if segment is not None)
+            last = max(call for call in (last, self._sizes.last_flag) if call is not None)
             record.flags = BatchFlags()
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
         self._stripped.find_saved_attributes()
-        self._compare_attributes(StepPoint(self.segment, is_in_block=False))
+        self._compare_attributes(self.point)
         if self.observes:
             self._writes.finish()
         if last is not None:
@@ -455,14 +495,14 @@ class StepTrace:
         def enter(part: nn.Module, args: tuple[Any, ...]) -> None:
             trains = any(isinstance(value, Tensor) and value.requires_grad for value in args)
             if part in names and trains:
-                begun.append((part, self.segment))
+                begun.append((part, self.num_calls))
 
         def leave(part: nn.Module, args: Any, output: Any) -> None:
             if begun and begun[-1][0] is part:
-                first = begun.pop()[1]
-                if first < self.segment:
-                    span = HookedSpan(names[part] or "the module", first, self.segment)
-                    self.record.hooked_spans.append(span)
+                called = self.record.calls.blocks[begun.pop()[1] : self.num_calls]
+                if called:
+                    name = names[part] or "the module"
+                    self.record.hooked_spans.append(HookedSpan(name, min(called), max(called) + 1))
 
         if not names:
             yield
@@ -536,8 +576,8 @@ class _SizesByValues(TorchDispatchMode):
 
     Attributes:
         found: Value-dependent shapes and booleans between the blocks.
-        last: The last segment with such a size; None if there is none.
-        last_flag: The last segment with such a boolean.
+        last: The number of calls before the last such size; None if there is none.
+        last_flag: The number of calls before the last such boolean.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -555,9 +595,9 @@ class _SizesByValues(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         trace, point = self._trace, self._trace.point
-        trace.arguments.note_use(args, point.segment)
+        trace.arguments.note_use(args, trace.num_calls)
         if trace.observes:
-            trace.work.add(point.segment, func, args, kwargs)
+            trace.work.add(trace.segment_of(args), func, args, kwargs)
         reads = trace.record.reads
         if point.is_in_block or point.segment == len(trace.chain):
             result = func(*args, **(kwargs or {}))
@@ -565,20 +605,20 @@ class _SizesByValues(TorchDispatchMode):
             return result
         result = trace.record.flags.call(func, args, kwargs or {})
         reads.note_operation(func, args, result, trace.chain.part(*point))
-        reads.note_between(func, args, kwargs or {}, result, point.segment)
-        self._note_sizes(func, args, result, point.segment)
+        reads.note_between(func, args, kwargs or {}, result, trace.num_calls)
+        self._note_sizes(func, args, result, trace.num_calls)
         return result
 
-    def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, segment: int) -> None:
+    def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, num_calls: int) -> None:
         if is_sized_by_values(func, args):
             self.found.append(tuple(tensor.shape for tensor in tensors_in(result)))
-            self.last = segment
+            self.last = num_calls
         elif func is aten._local_scalar_dense.default and not (
             args[0].is_floating_point() or args[0].is_complex()
         ):
             # A number may be a length, which the shapes show.
             self.found.append(result if isinstance(result, bool) else None)
             if isinstance(result, bool):
-                self.last_flag = segment
+                self.last_flag = num_calls
             else:
-                self.last = segment
+                self.last = num_calls

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torchs
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, chain_of_calls
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.called_blocks import Call, CalledChains, as_argument
 from lightning_pipeoffload.runtime.cut.checks import is_in_function
 from lightning_pipeoffload.runtime.cut.trace import LongWriteError, StepTrace
@@ -68,12 +69,23 @@ class TrialCuts:
         finally:
             chain.intercept()
 
+    def order_of(self, chain: BlockChain) -> CallOrder:
+        """Return the order in which the step calls the blocks of a chain."""
+        notes = self._note_calls()
+        # A call in an autograd function is noted twice.
+        begun = {(c.begin, i) for i, name in enumerate(chain.names) for c in notes.of(name)}
+        return CallOrder(tuple(index for _, index in sorted(begun)), len(chain))
+
     def _find_calls(self) -> tuple[dict[str, Call], int]:
         """Return the calls of the modules that the step calls once, and all of its work."""
+        calls = self._note_calls()
+        return calls.of_once(), calls.work
+
+    def _note_calls(self) -> _CallNotes:
         calls = _CallNotes(self._module)
         with suppress(Exception):  # what it has called until then can be enough
             self._trace(BlockChain("", {}), calls.noting)
-        return calls.of_once(), calls.work
+        return calls
 
     def _can_cut(self, names: Sequence[str]) -> bool:
         chain = chain_of_calls(self._module, names)
@@ -124,6 +136,10 @@ class _CallNotes:
     def work(self) -> int:
         """All operations of the trace."""
         return self._trace.record.forward_flops[0]
+
+    def of(self, name: str) -> list[Call]:
+        """Return the calls of a module."""
+        return self._calls.get(name, [])
 
     def of_once(self) -> dict[str, Call]:
         """Return the calls of modules that are called once."""

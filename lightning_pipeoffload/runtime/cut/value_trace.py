@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
 from lightning_pipeoffload.runtime.cut.device_reads import READERS
 from lightning_pipeoffload.runtime.cut.record import (
@@ -55,15 +56,16 @@ _ELSEWHERE = -1  # the goal of a backward that leads to weights or the batch
 class _Source:
     """The call that made a tensor; the fields are those of :class:`.crossings.Crossing`."""
 
-    segment: int
+    position: int
+    num_calls: int  # of blocks before
     port: Port | None = None
     digest: int = 0
     trains_from: int | None = None
+    is_output: bool = False  # handed on to the next position
 
     @property
-    def last_segment_before(self) -> int:
-        is_output = self.port is not None and self.port.call == 0
-        return self.segment - is_output
+    def last_position_before(self) -> int:
+        return self.position - self.is_output
 
 
 class ValueTrace(CallCounter):
@@ -86,16 +88,39 @@ class ValueTrace(CallCounter):
         super().__init__()
         self._record = record
         self._log = log
-        self._chain = chain
-        self._block: int | None = None
+        self._chain, self._calls = chain, record.calls
+        self._running: int | None = None  # the call of the block that runs
+        self._lines: dict[int, str] = {}  # that call blocks, where some are called again
         self._made: list[ShapeOnly] = []
         self._inside: list[ref[ShapeOnly]] = []  # what blocks have got and made
         self._aliased: dict[int, tuple[Any, Any]] = {}  # a block's argument of each alias, by id
         self._crossings: dict[Port | _Source, Crossing] = {}
         self._reach = BackwardReach()
+        self._reach.begin(0)
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
         self._handed_on: list[list[_Edge | None]] = []
         self._written: defaultdict[int, list[tuple[ShapeOnly, int]]] = defaultdict(list)
+
+    @property
+    def place(self) -> int:
+        """The position of the running block, or the least position of the code that runs."""
+        return self._calls.least[self.segment] if self._running is None else self._block
+
+    @property
+    def _block(self) -> int:
+        assert self._running is not None
+        return self._calls.blocks[self._running]
+
+    @property
+    def is_between_repeated(self) -> bool:
+        """Whether operands tell the position of the code that runs."""
+        return self._running is None and not self._calls.is_once and self.place < len(self._chain)
+
+    def position_of(self, tensors: Iterable[Any]) -> int:
+        """Return the position of an operation on some tensors, at the present point of the step."""
+        if not self.is_between_repeated:
+            return self.place
+        return max(self.place, *(tensor.source.position for tensor in _with_source(tensors)), 0)
 
     def __torch_function__(
         self,
@@ -111,7 +136,7 @@ class ValueTrace(CallCounter):
         elif func in READERS:
             self._note_read(*args)
         result = super().__torch_function__(func, types, args, kwargs)
-        if self._log is not None and self._block is None:
+        if self._log is not None and self._running is None:
             self._log_call(func, (args, kwargs), result)
         return result
 
@@ -121,23 +146,22 @@ class ValueTrace(CallCounter):
         if not any(isinstance(leaf, ShapeOnly) for leaf in tensors_in(outputs)):
             return
         self._record.starts_backward = True
-        if self._block is not None:
+        if self._running is not None:
             obstacle = f"starts a backward of its own{in_brackets(calling_line())}"
             self._record.recompute_obstacles.setdefault(self._block, obstacle)
         else:
             is_given = bool(rest) and func is torch.autograd.grad
             inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
             sources = [getattr(leaf, "source", None) for leaf in inputs]
-            goals = {_ELSEWHERE if source is None else source.segment for source in sources}
-            started = StartedBackward(
-                self.segment, frozenset(goals or {_ELSEWHERE}), calling_line()
-            )
+            goals = {_ELSEWHERE if source is None else source.position for source in sources}
+            position = self.position_of(tensors_in(outputs))
+            started = StartedBackward(position, frozenset(goals or {_ELSEWHERE}), calling_line())
             self._record.started.append(started)
 
     def _note_read(self, tensor: Any, *_: Any) -> None:
         reads, chain = self._record.reads, self._chain
-        reads.note(tensor, chain.part(self.segment, self._block is not None))
-        if self._block is None and self.segment < len(chain):
+        reads.note(tensor, chain.part(self.place, self._running is not None))
+        if self._running is None and self.place < len(chain):
             reads.note_reader(tensor)
 
     def _log_call(self, func: Callable[..., Any], arguments: Any, result: Any) -> None:
@@ -146,7 +170,7 @@ class ValueTrace(CallCounter):
             given = [float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))]
             with _disable_current_modes():  # which would take these reads for the step's
                 made = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
-            self._log.append(LoggedValue(self.segment, name, given, made, calling_line()))
+            self._log.append(LoggedValue(self.place, name, given, made, calling_line()))
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Assign a port to new tensors."""
@@ -155,45 +179,66 @@ class ValueTrace(CallCounter):
         for leaf in leaves_of(result):
             place += isinstance(leaf, Tensor)
             # w.to(x.device) may return the weight itself.
-            if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in given):
-                self._name(leaf, Port(self.segment, call, place))
+            is_new = isinstance(leaf, ShapeOnly) and id(leaf) not in given
+            if hasattr(leaf, "source") or (is_new and not hasattr(leaf, "weights")):
+                self._name(leaf, Port(self.segment, call, place), args)
         self._note_training((args, result))
         return result
 
-    def observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+    def observe(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, position: int
+    ) -> None:
         """Record the tensors that an operation uses, makes and writes."""
         tensors = list(_with_source(args))
+        if not self._calls.is_once:
+            self._reach.assign(tensors)
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         for tensor in tensors:
-            self.use(tensor)
+            self.use(tensor, position)
             if not is_view:
                 self._check_memory(tensor)
         for leaf in shape_only_leaves(result):
-            if not hasattr(leaf, "source"):
-                source = _Source(self.segment)
+            if not (hasattr(leaf, "source") or hasattr(leaf, "weights")):
+                source = _Source(position, self.segment)
                 _set_source(
-                    leaf, source, self._block, tensors[0].lineage if is_view and tensors else ()
+                    leaf, source, self._running, tensors[0].lineage if is_view and tensors else ()
                 )
                 self._made.append(leaf)  # a custom function makes it require a gradient later
-                if self._block is not None:
+                if self._running is not None:
                     self._inside.append(ref(leaf))
         for value in written_arguments(func, args):
             if isinstance(value, ShapeOnly) and hasattr(value, "source"):
-                self._written[memory_of(value)].append((value, self.segment))
+                self._written[memory_of(value)].append((value, position))
+                self._check_written(value, position)
+
+    def _check_written(self, value: Any, position: int) -> None:
+        """Refuse a write that the stage of the written value cannot make."""
+        if value.source.position < position and self.is_between_repeated:
+            raise CallsError(
+                f"the step writes in place{in_brackets(calling_line())} into what stages before "
+                f"{self._chain.block_name(min(position, len(self._chain) - 1))} have, and calls "
+                f"{self._chain.block_name(self.place)} again: compute a new tensor instead "
+                f"(x = x + y for x += y)"
+            )
 
     def enter_block(self, index: int, arguments: Any) -> Any:
         """Return aliases of the arguments, for the block."""
-        self._block = index
+        self._running = self.segment
+        self._reach.begin(index)
+        if not self._calls.is_once:
+            self._lines[index] = calling_line()
 
         def alias(leaf: Any) -> Any:
             if not isinstance(leaf, ShapeOnly) or not hasattr(leaf, "source"):
                 return leaf
             if id(leaf) in self._aliased:  # in a list that is in the arguments twice
                 return leaf
-            self.use(leaf)
+            self.use(leaf, index)
+            if not self._calls.is_once:
+                self._reach.assign((leaf,))
             inner = _Alias.apply(leaf, None, None)
             inner.is_weight = getattr(leaf, "is_weight", False)
-            _set_source(inner, leaf.source, index, leaf.lineage[1:])  # type: ignore[attr-defined]
+            _set_source(inner, leaf.source, self._running, leaf.lineage[1:])  # type: ignore[attr-defined]
             self._inside.append(ref(inner))
             self._aliased[id(inner)] = inner, leaf
             return inner
@@ -204,7 +249,8 @@ class ValueTrace(CallCounter):
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
         """Return aliases of a block's output, for the step, and start the next segment."""
         origin = f"the output of {self._chain.block_name(index)}"
-        record = ref(self._record)
+        record, following = ref(self._record), self.segment + 1
+        position = self._calls.position_behind(self.segment)
         place = -1
 
         def alias(leaf: Any) -> Any:
@@ -218,19 +264,20 @@ class ValueTrace(CallCounter):
                 ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf, record, index)
             )
             outer.origins = frozenset((origin,))
-            source = _Source(index + 1, Port(index + 1, 0, place))
+            port = Port(following, 0, place)
+            source = _Source(position, following, port, is_output=position > index)
             _set_source(outer, source, None, getattr(leaf, "lineage", ()))
             return outer
 
         with self.paused():
             self._note_training((arguments, self._made))
             self._made.clear()
-            self._block = None
+            self._running = None
             map_in_place(lambda leaf: self._aliased.get(id(leaf), (None, leaf))[1], arguments)
             self._aliased.clear()
             output = map_output(alias, output)
-            self.start(index + 1)
-            self._reach.start_segment()
+            self.start(following)
+            self._reach.begin(self.place)
             made = output_tensors(output)
             self._note_training(made)
             self._record.outputs.append(BlockOutput.of(output))
@@ -240,7 +287,7 @@ class ValueTrace(CallCounter):
     def lead_back(self, loss: Tensor) -> BackwardReach:
         """Record the values that get a gradient from the loss."""
         for leaf in _with_source(loss):
-            self.use(leaf)
+            self.use(leaf, len(self._chain))
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._crossings.items():
@@ -254,34 +301,46 @@ class ValueTrace(CallCounter):
     def unused_blocks(self) -> set[int]:
         """Return the blocks of which an attribute, a hook or the like holds values, all unused."""
         gc.collect()  # a circle in a block's frame holds its values too
-        held = {value.block for made in self._inside if (value := made()) is not None}  # type: ignore[attr-defined]
-        return held - self._record.opened
+        calls = {value.call for made in self._inside if (value := made()) is not None}  # type: ignore[attr-defined]
+        return {self._calls.blocks[call] for call in calls} - self._record.opened
 
-    def _name(self, leaf: ShapeOnly, port: Port) -> None:
+    def _name(self, leaf: ShapeOnly, port: Port, args: tuple[Any, ...]) -> None:
         if not hasattr(leaf, "source"):
-            _set_source(leaf, _Source(self.segment), self._block)
-        if leaf.source.port is None and leaf.source.segment == self.segment:  # type: ignore[attr-defined]
+            _set_source(leaf, _Source(self.position_of(args), self.segment), self._running)
+        if leaf.source.port is None and leaf.source.num_calls == self.segment:  # type: ignore[attr-defined]
             leaf.source.port, leaf.source.digest = port, self.digest  # type: ignore[attr-defined]
 
     def _note_training(self, tree: Any) -> None:
         for leaf in _with_source(tree):
             if leaf.source.trains_from is None and leaf.requires_grad:
-                leaf.source.trains_from = self.segment
+                is_once = self._calls.is_once
+                leaf.source.trains_from = self.segment if is_once else leaf.source.position
 
-    def use(self, tensor: Any) -> None:
-        """Record that the running segment uses a value."""
-        if tensor.block is not None and tensor.block < self.segment:
-            self._record.opened.add(tensor.block)
-        if tensor.source.segment < self.segment:
-            self._cross(tensor)
+    def use(self, tensor: Any, position: int) -> None:
+        """Record that the code of a position uses a value."""
+        if tensor.call is not None and tensor.call < self.segment:
+            self._record.opened.add(self._calls.blocks[tensor.call])
+        if tensor.source.position < position:
+            self._cross(tensor, position)
+        elif tensor.source.position > position:
+            self._refuse_later(tensor)
 
-    def _cross(self, tensor: Any) -> None:
+    def _refuse_later(self, tensor: Any) -> NoReturn:
+        later = max(block for block in self._lines if block < tensor.source.position)
+        raise CallsError(
+            f"the step calls {self._chain.block_name(self._block)} again"
+            f"{in_brackets(calling_line())} with what {self._chain.block_name(later)} has computed"
+            f"{in_brackets(self._lines[later])}; in a pipeline a block can be called again with "
+            f"what blocks before it, or the same one just before, have computed"
+        )
+
+    def _cross(self, tensor: Any, position: int) -> None:
         source = tensor.source
         key = source.port or source
         crossing = self._crossings.get(key)
         if crossing is None:
             crossing = self._crossings[key] = Crossing(
-                source.port, source.segment, 0, tensor.shape, tensor.dtype,
+                source.port, source.position, 0, tensor.shape, tensor.dtype,
                 source.trains_from, tensor.origins, calling_line(), source.digest,
                 stride=dense_stride(tensor),
             )  # fmt: skip
@@ -289,7 +348,7 @@ class ValueTrace(CallCounter):
         edge = _edge_of(tensor)
         if edge is not None:
             self._edges[key].add(edge)
-        crossing.used_in = self.segment
+        crossing.used_in = max(crossing.used_in, position)
         crossing.trains_from = source.trains_from
 
     def _check_memory(self, tensor: Any) -> None:
@@ -320,20 +379,22 @@ class _Alias(torch.autograd.Function):
 
 
 def _set_source(
-    tensor: Any, source: _Source, block: int | None, lineage: tuple[_Source, ...] = ()
+    tensor: Any, source: _Source, call: int | None, lineage: tuple[_Source, ...] = ()
 ) -> None:
     """Set the source of a tensor, and its lineage: the sources of its bases, nearest first."""
     tensor.source = source
-    tensor.block = block
+    tensor.call = call
     tensor.lineage = (source, *lineage)
 
 
 def _apart_from(left: Any, right: Any) -> int | None:
-    """Return the first segment behind which a cut separates shared memory; None: no cut does."""
+    """Return the first position behind which a cut separates shared memory; None: no cut does."""
     common = next((source for source in left.lineage if source in right.lineage), None)
     lefts, rights = (_up_to(common, tensor.lineage) for tensor in (left, right))
     pairs = ((a, b) for a in lefts for b in rights if a is not b)
-    return min((max(a.last_segment_before, b.last_segment_before) for a, b in pairs), default=None)
+    return min(
+        (max(a.last_position_before, b.last_position_before) for a, b in pairs), default=None
+    )
 
 
 def _up_to(last: _Source | None, lineage: tuple[_Source, ...]) -> tuple[_Source, ...]:
@@ -375,42 +436,52 @@ class BackwardReach:
 
     Attributes:
         leaves: Its leaves, which get a gradient.
-        uses: The segments that use each leaf, by its id, and whether its gradient could wait for W.
+        uses: The positions that use each leaf, by its id, and whether its gradient could wait for
+            W.
     """
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         self.uses: defaultdict[int, set[tuple[int, bool]]] = defaultdict(set)
         self._starts: list[int] = []
+        self._positions: list[int] = []
+        self._assigned: dict[Any, int] = {}  # by node
         self._last_use: dict[_Edge, int] = {}
 
-    def start_segment(self) -> None:
-        """Assign the nodes that are made from now on to the next segment."""
+    def begin(self, position: int) -> None:
+        """Assign a position to the nodes that are made from now on."""
         # Private: the only record of the order in which nodes were made.
         self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._positions.append(position)
+
+    def assign(self, tensors: Iterable[Any]) -> None:
+        """Assign the positions of tensors to the nodes that have made them."""
+        found = ((tensor.grad_fn, tensor.source.position) for tensor in tensors)
+        self._assigned.update((node, position) for node, position in found if node is not None)
 
     def walk(self, loss: Tensor) -> None:
-        """Follow the graph from the loss through all segments."""
-        self._last_use[loss.grad_fn, loss.output_nr] = len(self._starts)
+        """Follow the graph from the loss through all positions."""
+        self._last_use[loss.grad_fn, loss.output_nr] = self._positions[-1]
         for node in _nodes_behind(loss.grad_fn):
             if hasattr(node, "variable"):
                 self.leaves.append(node.variable)
-            segment = self._segment_of(node)
+            position = self._position_of(node)
             for leaf, could_wait in uses_in(node):
-                self.uses[id(leaf)].add((segment, could_wait))
+                self.uses[id(leaf)].add((position, could_wait))
             for edge in node.next_functions:
-                self._last_use[edge] = max(segment, self._last_use.get(edge, 0))
+                self._last_use[edge] = max(position, self._last_use.get(edge, 0))
 
     def spans(self, edges: Iterable[_Edge]) -> list[tuple[int, int]]:
-        """Return, for each edge in the graph, the segments of its creation and of its last use."""
+        """Return, for each edge in the graph, the positions of its creation and of its last use."""
         return [
-            (self._segment_of(edge[0]), self._last_use[edge])
+            (self._position_of(edge[0]), self._last_use[edge])
             for edge in edges
             if edge in self._last_use
         ]
 
-    def _segment_of(self, node: Any) -> int:
-        return bisect_right(self._starts, node._sequence_nr())  # private: see start_segment
+    def _position_of(self, node: Any) -> int:
+        begun = bisect_right(self._starts, node._sequence_nr())  # private: see begin
+        return self._assigned.get(node, self._positions[max(begun - 1, 0)])
 
 
 def _edge_of(tensor: Tensor) -> _Edge | None:

@@ -137,7 +137,8 @@ def _measure(pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> l
 
 class _MeasuringPass(StepTrace):
     def __init__(self, pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> None:
-        super().__init__(pipeline.module, pipeline.chain, part.device, kernels, observes=False)
+        options: Any = {"observes": False, "calls": part.record.calls}
+        super().__init__(pipeline.module, pipeline.chain, part.device, kernels, **options)
         stages = pipeline.partition
         self._part = part
         self._left_to_b, self._at_once = pipeline.left_to_b, pipeline.at_once
@@ -197,10 +198,12 @@ class _MeasuringPass(StepTrace):
         if self._is_backward:  # a checkpoint runs it again
             with self._again_in_block():
                 return self.chain.plain_call(index)(*args, **kwargs)
+        self._begin_stage(self._stage_of[index])
         self._stores.count_for(1 + self._num_alike[index])
+        call = self.num_calls
         output = super().call_block(index, args, kwargs)
         self._stores.count_for(1)
-        self._begin_stage(self._stage_of[index + 1])
+        self._begin_stage(self._stage_of[self.record.calls.position_behind(call)])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
                 found = partial(self._come_back_to, self._stage_of[index], index)
@@ -271,6 +274,10 @@ class _MeasuringPass(StepTrace):
         """Measure the stages after ``stage``, whose B is finished; that of ``block`` begins."""
         if not self._is_backward:  # a backward of the step's own
             return
+        if not self.record.calls.is_once:
+            self._stores.turn = stage if stage >= 0 else len(self._stores.stores) - 1
+            if stage >= 0:  # the backward comes back to later stages
+                return
         while self._stores.turn > stage:
             turn = self._stores.turn
             self.found[turn].measure_backward(self._queue, self._stores.stores[turn])

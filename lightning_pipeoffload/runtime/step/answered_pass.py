@@ -48,7 +48,7 @@ class AnsweredPass(StagePass):
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._segment = None
         output = super().call_block(index, args, kwargs)
-        self._segment = index + 1
+        self._segment = self._num_calls
         return output
 
     def read(self, tensor: Tensor, plain: Callable[[Tensor], Any]) -> Any:

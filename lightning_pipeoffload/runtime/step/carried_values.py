@@ -50,6 +50,7 @@ class CarriedValues(CallCounter):
         self.counts = any(call for _, call in self._wanted)
         self._awaited: dict[Port, Awaited] = {}
         self._values: dict[Port, Tensor] = {}
+        self._early: dict[Port, Tensor] = {}  # received before the step makes their stand-ins
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Record a result that the stage receives or sends as a carried value."""
@@ -57,13 +58,13 @@ class CarriedValues(CallCounter):
         is_it = place in self._wanted and self._digests[place] == self.digest
         return self._note(call, self._wanted[place], result) if is_it else result
 
-    def leave_block(self, index: int, output: Any) -> Any:
-        """Record a block's output and start the next segment."""
-        self.start(index + 1)
+    def leave_block(self, call: int, output: Any) -> Any:
+        """Record the output of a block's call and start the next segment."""
+        self.start(call + 1)
         if self.counts:
             for leaf in output_tensors(output):
                 mark_as_the_models(leaf)
-        places = self._wanted.get((index + 1, 0))
+        places = self._wanted.get((call + 1, 0))
         return self._note(0, places, output) if places else output
 
     def deliver(self, tensors: Sequence[Tensor]) -> None:
@@ -74,12 +75,20 @@ class CarriedValues(CallCounter):
         """
         for port, tensor in zip(self._incoming, tensors, strict=True):
             stand_in = self._awaited.get(port)
-            if stand_in is None or stand_in.meta.shape != tensor.shape:
-                raise RuntimeError(_ANOTHER_WAY + self._derivation)
-            stand_in.receive(tensor)
             self._values[port] = tensor
             mark_as_the_models(tensor)
+            if stand_in is not None:
+                self._check_shape(stand_in, tensor)
+                stand_in.receive(tensor)
+            elif port.segment <= self.segment:
+                raise RuntimeError(_ANOTHER_WAY + self._derivation)
+            else:  # the step makes it after a later call of a block
+                self._early[port] = tensor
         self._awaited.clear()
+
+    def _check_shape(self, own: Tensor, received: Tensor) -> None:
+        if own.shape != received.shape:
+            raise RuntimeError(_ANOTHER_WAY + self._derivation)
 
     def to_hand_on(self) -> list[Tensor]:
         """Return the tensors that the next stage gets in addition to the payload.
@@ -100,6 +109,10 @@ class CarriedValues(CallCounter):
             if place not in places or not isinstance(leaf, Tensor):
                 return leaf
             port = Port(self.segment, call, place)
+            received = self._early.pop(port, None)
+            if received is not None:
+                self._check_shape(leaf, received)
+                return received
             if isinstance(leaf, ShapeOnly):
                 leaf = self._awaited[port] = Awaited.of(leaf)
             else:

@@ -8,6 +8,13 @@ the last stage runs the head and the loss. Three blocks, one in each stage::
     stage 0         runs        runs, exit
     stage 1         shapes      hands on     runs, exit
     stage 2         shapes      shapes       hands on     runs         runs, returns
+
+Where the step calls blocks several times, the stage receives once, before its first block, and
+leaves behind the last call that is before its end. Until then calls of later blocks return shapes::
+
+    training_step   block 0   block 1              block 0      block 1
+    stage 0         runs      shapes               runs, exit
+    stage 1         hands on  runs                 hands on     runs, returns
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +59,11 @@ from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.users_code.users_lines import (
+    calling_line,
+    in_brackets,
+    users_line,
+)
 from lightning_pipeoffload.runtime.weight_grad.queue import AddProduct, add_product_to_grad
 
 _VALUES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
@@ -76,14 +87,19 @@ class KnownStep:
         gradient_specs: Those of them whose gradients come back.
         coming: The carried values that are received.
         going: The carried values that are sent.
-        outputs: The outputs of blocks before the stage that each F may use again, with what each
+        calls: The block of each call.
+        handed_on: For each call whose output the previous stage sends, the places of its tensors.
+        num_handed_on: The number of these tensors; carried values follow.
+        sent: The calls whose outputs go to the next stage.
+        exit: The call behind which the stage leaves the step; -1: it runs to the end.
+        outputs: The outputs of calls before the stage that each F may use again, with what each
             was made of. To make one takes as long as all else that an F does for such a block, of
             which the last stages of a deep model have many.
         draws_beside_torch: Whether it draws from numpy's or Python's global generator.
         seed_segment: Seeds the generators that the step draws from.
         is_answered: Whether an earlier F of the rank may answer its reads of the device.
         meets_kernels: Whether it may call kernels without values.
-        shapes_suffice: Of each block before the stage, whether its output's shapes are known.
+        shapes_suffice: Of each call, whether the shapes of its output are known.
     """
 
     def __init__(
@@ -101,12 +117,21 @@ class KnownStep:
         self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]
         self.coming = record.carried_over(start) if start else []
         self.going = [] if is_last else record.carried_over(stop)
+        self.calls = record.calls.blocks
+        self.handed_on: dict[int, slice] = {}
+        self.num_handed_on = 0
+        for call in record.handed_over(start) if start else ():
+            end = self.num_handed_on + len(record.outputs[call].payload)
+            self.handed_on[call] = slice(self.num_handed_on, end)
+            self.num_handed_on = end
+        self.sent = frozenset(() if is_last else record.handed_over(stop))
+        self.exit = -1 if is_last else record.calls.last_before(stop)
         self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.draws_beside_torch = draws_beside_torch or record.draws_beside_torch
         self.seed_segment = segment_seeder(self.draws_beside_torch)
         self.is_answered = record.reads.are_repeated(num_local)
         self.meets_kernels = record.meets_kernels()
-        self.shapes_suffice = [record.shapes_suffice(block) for block in range(start)]
+        self.shapes_suffice = [record.shapes_suffice(block) for block in self.calls]
 
 
 @dataclass
@@ -213,8 +238,11 @@ class StagePass:
         self._receive = receive
         self._received = received
         self._left = False
+        self._num_calls = 0
         self._called = -1
         self._is_in_block = False
+        self._entered: dict[int, Sequence[Tensor]] = {}  # outputs for later calls
+        self._sent: list[Tensor] = []
         self.left: Left | None = None
         self._record = known.record
         self._generators = context.generators
@@ -273,42 +301,53 @@ class StagePass:
             return self._microbatch.run(self._context.call)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block of the stage; hand over the payload; return shapes for blocks before that."""
-        if index >= self._start:
-            output = self._run_own(index, args, kwargs)
+        """Run a block of the stage; hand over the payload; return shapes for other blocks."""
+        call, known = self._num_calls, self._known
+        self._num_calls = call + 1
+        if call >= len(known.calls) or known.calls[call] != index:
+            self._refuse_call(index)
+        if self._start <= index < self._stop:
+            output = self._run_own(call, index, args, kwargs)
         else:
-            known = self._outputs.get(index)
-            if known is not None and known[0].is_as_made(known[1]):
-                output = known[0]
+            made = self._outputs.get(call)
+            if made is not None and made[0].is_as_made(made[1]):
+                output = made[0]
             else:
-                output = self._pass_remote(index, args, kwargs)
+                output = self._pass_remote(call, index, args, kwargs)
+        if call == known.exit:
+            self._leave()
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
-        seed = mix_seed(self._microbatch.seed, index + 1)
+        seed = mix_seed(self._microbatch.seed, call + 1)
         self._seed_segment(seed)
         if self._generators.exist:
             self._generators.seed(seed)
         return output
 
-    def _pass_remote(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass_remote(
+        self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self._carried is None:
-            return self._remote_output(index, args, kwargs)
+            return self._remote_output(call, index, args, kwargs)
         with self._paused():
-            return self._carried.leave_block(index, self._remote_output(index, args, kwargs))
+            output = self._remote_output(call, index, args, kwargs)
+            return self._carried.leave_block(call, output)
 
-    def _remote_output(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        suffices = self._known.shapes_suffice[index]
-        output = self._record.outputs[index]
+    def _remote_output(
+        self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        suffices = self._known.shapes_suffice[call]
+        output = self._record.outputs[call]
         if not suffices:
-            output = self._computed_output(index, args, kwargs)
-        if index == self._start - 1:
-            return self._hand_over(output)
+            output = self._computed_output(output, index, args, kwargs)
+        if call in self._known.handed_on:
+            return self._hand_over(call, output)
         shapes = self._context.shapes_of(index, output, self._microbatch.device)
         if isinstance(shapes, ShapeOnly) and suffices:
-            self._outputs[index] = shapes, shapes.meta
+            self._outputs[call] = shapes, shapes.meta
         return shapes
 
-    def _run_own(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _are_values(args, kwargs) and has_shapes((args, kwargs)):
             args, kwargs = give_values((args, kwargs), map_in_place)
             for leaf in shape_only_leaves((args, kwargs)):
@@ -320,13 +359,19 @@ class StagePass:
         else:
             with NOTHING if index in self._record.opened else self._paused():
                 output = run(*args, **kwargs)
-            output = self._carried.leave_block(index, output)
+            output = self._carried.leave_block(call, output)
         self._is_in_block = False
-        if index == self._stop - 1 and not self._context.is_last:
-            self._left = True
-            beside = self._carried.to_hand_on() if self._carried else ()
-            raise StageExit([*output_tensors(output), *beside])
+        if call in self._known.sent:
+            self._sent += output_tensors(output)
+            if call != self._known.exit:  # what follows is of later stages
+                shapes = BlockOutput.of(output)
+                return self._context.shapes_of(index, shapes, self._microbatch.device)
         return output
+
+    def _leave(self) -> NoReturn:
+        self._left = True
+        sent, self._sent = self._sent, []
+        raise StageExit([*sent, *self._carried.to_hand_on()] if self._carried else sent)
 
     def _call_of(self, index: int) -> Callable[..., Any]:
         context, record = self._context, self._record
@@ -341,9 +386,8 @@ class StagePass:
         return run
 
     def _computed_output(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, output: BlockOutput, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BlockOutput:
-        output = self._record.outputs[index]
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
@@ -361,15 +405,20 @@ class StagePass:
     def _paused(self) -> AbstractContextManager[None]:
         return self._counter.paused() if self._counter else NOTHING
 
-    def _hand_over(self, output: BlockOutput) -> Any:
+    def _hand_over(self, call: int, output: BlockOutput) -> Any:
+        if call not in self._entered:
+            self._enter_stage()
+        return output.fill(self._entered.pop(call))
+
+    def _enter_stage(self) -> None:
         # Here, not before the step: its beginning runs while the tensors are on their way.
         tensors = self._receive()
         entered = tensors if self._received is None else _enter(tensors, self._received)
-        count = len(output.payload)
         if self._carried:
-            self._carried.deliver(entered[count:])
+            self._carried.deliver(entered[self._known.num_handed_on :])
         self._context.ownership.show(self._context.stage.index)
-        return output.fill(entered[:count])
+        for call, places in self._known.handed_on.items():
+            self._entered[call] = entered[places]
 
     def _check_result(self, result: Any) -> Any:
         if self._left:
@@ -386,12 +435,22 @@ class StagePass:
             raise ValueError(self._explain(ValueNeededError("the step's result", leaf.origins)))
         return result
 
+    def _refuse_call(self, index: int) -> NoReturn:
+        name, call = self._context.chain.block_name, self._num_calls - 1
+        expected = self._known.calls[call : call + 1]
+        instead = f"called {name(expected[0])}" if expected else "called no more blocks"
+        raise ValueError(
+            f"the step calls {name(index)}{in_brackets(calling_line())}, and {instead} when it ran "
+            f"without values; in a pipeline the blocks that a step calls cannot depend on values"
+            f"{self._record.derivation}"
+        )
+
     def _refuse_early_end(self, result: Any) -> None:
         if self._received is not None:
             loss_in(result)  # raises the same message on every stage
         raise ValueError(
             f"the step returned before it called "
-            f"{self._context.chain.block_name(self._context.stage.blocks.stop - 1)}, but called it "
+            f"{self._context.chain.block_name(self._known.calls[self._known.exit])}, but called it "
             f"for another batch of this shape; a pipeline needs each entry of "
             f"{self._context.chain.name} called once and in order, in every step"
         )

@@ -163,13 +163,13 @@ class WriteWatch:
             self._held[key] = None
         self._seen[key] = variable, fingerprint(value) if key in self._held else [(value, 0)]
 
-    def compare(self, point: StepPoint) -> None:
-        """Record changes in place since the last comparison; called at the end of ``point``."""
+    def compare(self, following: StepPoint) -> None:
+        """Record changes in place since the last comparison; called before ``following``."""
         with torch._C.DisableTorchFunction():  # private: this is no call of the step's
             for variable, before in [self._seen[key] for key in self._held]:
                 if not is_unchanged(before, fingerprint(variable.value)):
-                    self._note(variable, point)
-        self._point = StepPoint(point.segment + point.is_in_block, not point.is_in_block)
+                    self._note(variable, self._point)
+        self._point = following
 
     def finish(self) -> None:
         """Record attributes that were written without ``setattr``, such as by ``__dict__``."""

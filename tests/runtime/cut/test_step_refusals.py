@@ -82,10 +82,15 @@ def functional_gradient(m, x):
 
 ONCE = "a pipeline needs each entry of blocks called once and in order"
 REENTRANT = "which makes its graph in the backward: write checkpoint(..., use_reentrant=False)"
+THROUGH = f"{inspect.getsourcefile(through)}:{inspect.getsourcelines(through)[1] + 2}"
+COMPUTED = (
+    f"has computed ({THROUGH}: x = block(x)); in a pipeline a block can be called again with what "
+    f"blocks before it, or the same one just before, have computed"
+)
 OTHERS = '; it could be cut with blocks=["blocks.1", "blocks.2", "blocks.3"]'
 IN_ORDER = '; it could be cut with blocks=["blocks.0", "blocks.2", "blocks.1", "blocks.3"]'
 CALLS = {
-    block_twice: f"the step calls blocks.0 again {{line}}; {ONCE}{OTHERS}",
+    block_twice: f"the step calls blocks.0 again {{line}} with what blocks.1 {COMPUTED}{OTHERS}",
     out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {ONCE}{IN_ORDER}",
     two_in_a_checkpoint: (
         "the step checkpoints blocks.1 and blocks.2 together {line}; a stage can only compute its "

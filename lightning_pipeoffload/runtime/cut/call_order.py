@@ -1,0 +1,76 @@
+"""The order in which a step calls its blocks.
+
+A **call** is a time: it has random seeds, ports and an output of its own. A **position** is a place
+in the chain: it has a stage. Where each block is called once the two are the same number. Two views
+of three blocks, on two stages::
+
+    call        0   1   2   3   4   5
+    block       0   1   2   0   1   2       the positions of the calls
+    stage 0    runs            runs, exit   in one F, which sends both outputs at its end
+    stage 1             runs           runs
+
+The code between two calls has the positions of its operands, for the stage that has these runs it:
+the output of block k has position k + 1, or k where the next call is of the same block again. No
+position is below the least that is still to be called, so that a stage may leave the step behind
+the last call of a block before its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """The block of each call of a step.
+
+    Attributes:
+        blocks: The index of the block of each call.
+        num_blocks: The number of blocks of the chain.
+    """
+
+    blocks: tuple[int, ...]
+    num_blocks: int
+
+    @classmethod
+    def of_once(cls, num_blocks: int) -> CallOrder:
+        """Return the order in which each block is called once."""
+        return cls(tuple(range(num_blocks)), num_blocks)
+
+    @cached_property
+    def is_once(self) -> bool:
+        """Whether each block is called once, in the order of the chain."""
+        return self.blocks == tuple(range(self.num_blocks))
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether all blocks are called, for the first time in the order of the chain."""
+        return [*dict.fromkeys(self.blocks)] == [*range(self.num_blocks)]
+
+    @cached_property
+    def least(self) -> Sequence[int]:
+        """The least position that is still to be called, before each call and behind all."""
+        return [*accumulate((self.num_blocks, *reversed(self.blocks)), min)][::-1]
+
+    def calls_of(self, block: int) -> list[int]:
+        """Return the calls of a block."""
+        return [call for call, called in enumerate(self.blocks) if called == block]
+
+    def hands_on(self, call: int) -> bool:
+        """Return whether a call's output is for later positions: another block is called next."""
+        return self.blocks[call : call + 1] != self.blocks[call + 1 : call + 2]
+
+    def position_behind(self, call: int) -> int:
+        """Return the position of a call's output."""
+        return self.blocks[call] + self.hands_on(call)
+
+    def last_before(self, block: int) -> int:
+        """Return the last call of a block before ``block``, behind which its stage can leave."""
+        return max(call for call, called in enumerate(self.blocks) if called < block)
+
+    def is_reached(self, block: int, end: int) -> bool:
+        """Return whether a stage that ends before block ``end`` comes to a call of a block."""
+        return self.blocks.index(block) <= self.last_before(end)

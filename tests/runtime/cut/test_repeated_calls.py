@@ -1,0 +1,179 @@
+"""Steps that call blocks several times: two views, a reference beside a policy, a shared layer."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.schedule import build
+from tests.support.comparison import train_plain
+from tests.support.pairs import some
+from tests.support.small_modules import Outcome, assert_same, call_step, through
+
+
+class Twice(nn.Module):
+    """A step over an embedding, blocks, a projector, and a head that may be tied."""
+
+    def __init__(self, function, blocks=None, dropout=0.0):
+        super().__init__()
+        self.function = function
+        self.embed = nn.Linear(4, 4)
+        make = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(dropout)) for _ in range(6)]
+        self.blocks = nn.ModuleList(make if blocks is None else blocks)
+        self.projector = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(dropout))
+        self.head = nn.Linear(4, 4, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.double()
+
+    def step(self, x):
+        return self.function(self, x)
+
+    def training_step(self, x, index):
+        return self.step(x)
+
+    def encode(self, x):
+        return through(self.blocks, self.embed(x))
+
+
+def two_views(m, x):
+    a, b = m.projector(m.encode(x)), m.projector(m.encode(x.flip(-1)))
+    similar = functional.normalize(a) @ functional.normalize(b).T * m.scale.exp()
+    return functional.cross_entropy(similar, torch.arange(len(x))) + a.mean()
+
+
+def residual_and_skip(m, x):
+    def encode(x):
+        first = m.embed(x)
+        skip = m.blocks[1](m.blocks[0](first))
+        x = through(m.blocks[2:4], skip) + first
+        return through(m.blocks[4:], x + m.scale * skip) + skip
+
+    return (encode(x) - encode(2 * x).detach()).pow(2).mean() + encode(x - 1).mean()
+
+
+def tied(m, x):
+    def logits(x):
+        x = functional.linear(x, m.embed.weight)
+        return functional.linear(through(m.blocks, x), m.embed.weight)
+
+    chosen, rejected = logits(x), logits(-x)
+    return -functional.logsigmoid(chosen.sum(-1) - rejected.sum(-1)).mean()
+
+
+def preference(m, x):
+    """DPO with the policy itself as the reference."""
+    with torch.no_grad():
+        reference = m.head(m.encode(x)) - m.head(m.encode(-x))
+    policy = m.head(m.encode(x)) - m.head(m.encode(-x))
+    return -functional.logsigmoid(policy - 0.5 * reference).mean()
+
+
+def reference_behind(m, x):
+    policy = m.head(m.encode(x))
+    with torch.no_grad():
+        reference = m.head(m.encode(x + 1))
+    return (policy - reference).pow(2).mean()
+
+
+def block_by_block(m, x):
+    a, b = m.embed(x), m.embed(-x)
+    for block in m.blocks:
+        a, b = block(a), block(b)
+    return (a * b).mean()
+
+
+def shared_layers(m, x):
+    x = m.embed(x)
+    for block in m.blocks:
+        for _ in range(3):
+            x = x + block(x)
+    return m.head(x).pow(2).mean()
+
+
+def one_view_is_shorter(m, x):
+    a = m.encode(x)
+    b = through(m.blocks[:2], m.embed(-x))
+    c = through(m.blocks[:4:2], m.embed(2 * x))
+    return (m.head(a) - b * c.tanh()).pow(2).mean()
+
+
+STEPS = [
+    two_views, residual_and_skip, tied, preference, reference_behind, block_by_block,
+    shared_layers, one_view_is_shorter,
+]  # fmt: skip
+PLANS = [
+    ("zb_h1", 2),
+    ("zb_v", 2),
+    ("1f1b", 3),
+    ("gpipe", 6),
+    ("1f1b", 1),
+    ("zb_v", 3),
+    ("po_h", 3),
+]
+OPTIONS = itertools.cycle(itertools.product(["none", "full", "cheap"], [0.0, 0.3]))
+ROWS = [(*row, *next(OPTIONS)) for row in itertools.product(STEPS, PLANS)]
+
+
+@pytest.mark.parametrize(("step", "plan", "recompute", "dropout"), some(ROWS, 20))
+def test_a_step_that_calls_blocks_again_trains_as_on_one_device(step, plan, recompute, dropout):
+    torch.manual_seed(1)
+    module, batch = Twice(step, dropout=dropout), torch.randn(8, 4).double()
+    pipeline = InProcessPipeline(module, build(*plan, 4), call_step, recompute=recompute)
+    found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients())
+    if dropout:  # the masks are those of one rank
+        alone = InProcessPipeline(module, build("1f1b", 1, 4), call_step)
+        expected = Outcome(alone.run(batch, 2), alone.named_gradients())
+    else:
+        expected = train_plain(module, batch, 2)
+    assert_same(found, expected)
+
+
+def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
+    module, batch = Twice(two_views), torch.randn(8, 4).double()
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step)
+    pipeline.run(batch, 2)
+    first, last = (rank.stages[index] for index, rank in enumerate(pipeline.ranks))
+    (record,) = {id(r): r for r in pipeline.ranks[0].batch_records}.values()
+    assert record.calls.blocks == (*range(6), *range(6))
+    assert [spec.shape for spec in record.payload_over(3)] == [(2, 4), (2, 4)]
+    owned = [{*rank.ownership.local_tensors()} for rank in pipeline.ranks]
+    assert "embed.weight" in owned[0] - owned[1]
+    assert {"projector.0.weight", "projector.1.running_mean", "scale"} <= owned[1] - owned[0]
+    assert pipeline.ranks[0].costs.forward[0] == pytest.approx(3.5, rel=0.2)
+
+
+def fed_back(m, x):
+    return m.head(m.encode(m.encode(x))).mean()
+
+
+def another_order(m, x):
+    return (m.encode(x) * through(m.blocks[::-1], m.embed(x))).mean()
+
+
+def decided_by_values(m, x):
+    a = m.encode(x)
+    return (m.encode(-x) if a.sum() > 0 else a).mean()
+
+
+def written_in_place(m, x):
+    skip = m.embed(x)
+    skip += through(m.blocks, skip)
+    return (skip * m.encode(-x)).mean()
+
+
+REFUSED = {
+    fed_back: r"calls blocks\.0 again \(.*with what blocks\.5 has computed \(.*; in a pipeline",
+    another_order: r"calls blocks\.4 again \(.*with what blocks\.5 has computed",
+    decided_by_values: r"blocks\.0 \(.*, and called no more blocks when it ran without values",
+    written_in_place: r"writes in place \(.*skip \+= .* and calls blocks\.0 again",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED)
+def test_calls_that_need_what_comes_later_are_refused(step):
+    pipeline = InProcessPipeline(Twice(step), build("zb_h1", 2, 4), call_step)
+    with pytest.raises(ValueError, match=REFUSED[step]):
+        pipeline.run(torch.randn(8, 4).double(), 2)
