@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from lightning_pipeoffload.loop.exchange import Exchange
@@ -104,17 +104,18 @@ class Evaluation:
         Where it may turn out that the step can be cut, it runs by slices, for the same bits.
 
         Returns:
-            The outcome, and whether the step could be cut.
+            The outcome, and whether the step has called the blocks as its trace did.
         """
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
         call = StepCall(is_last=self._group.is_root, is_last_local=True)
-        cuts = [(cut.part, cut.seed) for cut in slices or ()] or [(inputs.batch, inputs.seed)]
+        cuts: list[tuple[Any, int, Sequence[int]]]
+        cuts = [(cut.part, cut.seed, cut.record.calls.blocks) for cut in slices or ()]
         values, could_be_cut = [], True
-        for part, seed in cuts:
+        for part, seed, calls in cuts or [(inputs.batch, inputs.seed, ())]:
             lending = self._split.pipeline.lending(self._group.send_to_all, seed)
             with lending.running():
                 values.append(inputs.step(part, call))
-            could_be_cut &= lending.could_be_cut
+            could_be_cut &= lending.calls == [*calls]
         self._exchange.end_batch()
         of_whole = [_size_of(inputs.batch)], [1.0]
         sizes, shares = self._split.shares(inputs, slices) if slices else of_whole

@@ -43,8 +43,9 @@ class Pass(Protocol):
 class StageExit(BaseException):
     """Leaves the user's step at a block."""
 
-    def __init__(self, payload: list[Tensor]) -> None:
-        self.payload = payload  # the tensors of its output, and those carried beside them
+    def __init__(self, payload: list[Tensor], output: Any = None) -> None:
+        self.payload = payload  # what is sent: outputs of blocks, and carried values
+        self.output = output  # of this block
 
 
 class BlockChain:

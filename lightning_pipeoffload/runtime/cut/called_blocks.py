@@ -28,7 +28,7 @@ Containers = Mapping[str, Names]  # the names of the entries, by that of the con
 
 @dataclass(frozen=True)
 class Call:
-    """The one call of a module in a step."""
+    """A call of a module in a step, or the first one with the work of all."""
 
     begin: int  # among the beginnings and ends of all calls
     end: int
@@ -104,7 +104,7 @@ class CalledChains:
 
     Args:
         module: The user's module.
-        calls: The modules that its step calls once, by name.
+        calls: The modules that its step calls, by name.
         work: The operations of its forward.
         is_whole: Whether each entry of a container has to be among the calls.
     """

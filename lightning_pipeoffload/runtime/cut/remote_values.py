@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     entries_of,
@@ -285,6 +284,9 @@ class Lending:
         fetch: Returns the value of a tensor; all ranks call it for the same tensors.
         seed: The seed of the step's random numbers; None: the generators are not seeded.
         part: The submodule that is called; None: the whole module.
+
+    Attributes:
+        calls: The block of each call.
     """
 
     def __init__(
@@ -299,7 +301,7 @@ class Lending:
         self._fetch = fetch
         self._seed = seed
         self._generators = Generators(module)
-        self._calls: list[int] = []
+        self.calls: list[int] = []
         self._glue: list[Slot] = []
         self._inside: dict[int, list[Slot]] = {index: [] for index in range(len(chain))}
         called = {id(child) for child in (part or module).modules()}
@@ -312,11 +314,6 @@ class Lending:
             elif id(slot.module) in called:
                 self._glue.append(slot)
 
-    @property
-    def could_be_cut(self) -> bool:
-        """Whether the step has called the blocks in an order in which it may be cut."""
-        return CallOrder((*self._calls,), len(self._chain)).can_be_cut
-
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the step inside."""
@@ -326,7 +323,7 @@ class Lending:
 
     def _seed_segment(self) -> None:
         if self._seed is not None:
-            seed = mix_seed(self._seed, len(self._calls))
+            seed = mix_seed(self._seed, len(self.calls))
             seed_all(seed)
             self._generators.seed(seed)
 
@@ -334,7 +331,7 @@ class Lending:
         """Run a block with its parameters and buffers."""
         with self._lent(self._inside[index]):
             output = self._chain.plain_call(index)(*args, **kwargs)
-        self._calls.append(index)
+        self.calls.append(index)
         self._seed_segment()
         return output
 

@@ -330,8 +330,8 @@ class StepTrace:
         if not self.observes:
             return
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
-        segment = self._note_uses(tensors, result)
-        self._values.observe(func, args, result, segment)
+        segment = self.segment_of(tensors)
+        self._values.observe(func, args, result, segment, self._note_uses(tensors, segment))
         self._stripped.note_weight_writes(func, args)
         if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
             self.record.class_weights = calling_line()
@@ -347,28 +347,27 @@ class StepTrace:
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         self._count(segment, flops, trains, weights, not (flops and self._is_frozen(tensors)))
 
-    def _note_uses(self, tensors: Sequence[Tensor], result: Any) -> int:
-        """Record the segment that uses weights, and what the operation writes; return it.
+    def _note_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
+        """Record the segment that uses weights, and writes of buffers.
 
-        Between repeated calls, what is computed from weights alone has the segment of its use.
+        Returns:
+            The weights, if repeated calls are around and nothing else is used: then the segment is
+            that of who uses the result.
         """
-        segment = self.segment_of(tensors)
-        used = [self._weights_of(tensor) for tensor in tensors]
-        names = frozenset[str]().union(*used)
-        if self._values.is_between_repeated and used and all(used):
-            for leaf in shape_only_leaves(result):
-                leaf.weights = names  # type: ignore[attr-defined]
-        else:
-            for name in names:
-                self.record.segments[name].add(segment)
         for name in self._dropped:
             self.record.segments[name].add(segment)
         self._dropped.clear()
-        return segment
-
-    def _weights_of(self, tensor: Tensor) -> frozenset[str]:
-        name = self._stripped.weight_name(tensor)
-        return getattr(tensor, "weights", frozenset()) if name is None else frozenset((name,))
+        direct = [self._stripped.weight_name(tensor) for tensor in tensors]
+        if self._values.is_between_repeated and tensors:
+            used = [
+                self._values.weights_of(tensor) if name is None else frozenset((name,))
+                for tensor, name in zip(tensors, direct, strict=True)
+            ]
+            if all(used):
+                return frozenset().union(*used)
+        for name in filter(None, direct):
+            self.record.segments[name].add(segment)
+        return frozenset()
 
     def _is_frozen(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a product of training has no gradient."""

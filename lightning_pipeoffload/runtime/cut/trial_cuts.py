@@ -45,9 +45,16 @@ class TrialCuts:
         self._call = call
 
     def best_first(self) -> list[list[str]]:
-        """Return the names of blocks that have most of the step's work."""
-        chains = CalledChains(self._module, *self._find_calls())
-        return [names for names in chains.best_first() if chains.holds_most(names)]
+        """Return the names of blocks that have most of the step's work.
+
+        Those that are called once come before those that are called several times.
+        """
+        notes = self._note_calls()
+        found: list[list[str]] = []
+        for calls in (notes.of_once(), notes.of_all()):
+            chains = CalledChains(self._module, calls, notes.work)
+            found += [names for names in chains.best_first() if chains.holds_most(names)]
+        return [names for index, names in enumerate(found) if names not in found[:index]]
 
     def propose(self, chain: BlockChain, num_stages: int) -> str:
         """Return the ``blocks=...`` argument with which a trial trace of the step succeeds.
@@ -60,7 +67,8 @@ class TrialCuts:
         """
         chain.release()
         try:
-            chains = CalledChains(self._module, *self._find_calls(), is_whole=False)
+            notes = self._note_calls()
+            chains = CalledChains(self._module, notes.of_once(), notes.work, is_whole=False)
             proposals = (n for n in chains.best_first() if len(n) >= max(num_stages, 2))
             for names in islice(proposals, _MOST_TRIALS):
                 if self._can_cut(names):
@@ -72,14 +80,8 @@ class TrialCuts:
     def order_of(self, chain: BlockChain) -> CallOrder:
         """Return the order in which the step calls the blocks of a chain."""
         notes = self._note_calls()
-        # A call in an autograd function is noted twice.
-        begun = {(c.begin, i) for i, name in enumerate(chain.names) for c in notes.of(name)}
+        begun = [(c.begin, i) for i, name in enumerate(chain.names) for c in notes.of(name)]
         return CallOrder(tuple(index for _, index in sorted(begun)), len(chain))
-
-    def _find_calls(self) -> tuple[dict[str, Call], int]:
-        """Return the calls of the modules that the step calls once, and all of its work."""
-        calls = self._note_calls()
-        return calls.of_once(), calls.work
 
     def _note_calls(self) -> _CallNotes:
         calls = _CallNotes(self._module)
@@ -126,6 +128,7 @@ class _CallNotes:
         """Note the calls of a trace within the context, and forget those of others."""
         self._trace = trace
         self._calls: dict[str, list[Call]] = {}
+        self._in_functions: set[str] = set()  # which cannot be cut
         self._begun: list[tuple[nn.Module, int, int, int]] = []
         self._count = 0
         before = torchs.register_module_forward_pre_hook(self._begin)
@@ -143,7 +146,20 @@ class _CallNotes:
 
     def of_once(self) -> dict[str, Call]:
         """Return the calls of modules that are called once."""
-        return {name: calls[0] for name, calls in self._calls.items() if len(calls) == 1}
+        return {name: call for name, call in self.of_all().items() if len(self.of(name)) == 1}
+
+    def of_all(self) -> dict[str, Call]:
+        """Return the first call of each module, with the work of all its calls."""
+        return {
+            name: Call(
+                calls[0].begin,
+                calls[0].end,
+                sum(call.work for call in calls),
+                any(call.reads_values for call in calls),
+            )
+            for name, calls in self._calls.items()
+            if name not in self._in_functions
+        }
 
     def _begin(self, part: nn.Module, args: tuple[Any, ...]) -> None:
         self._count += 1
@@ -159,10 +175,11 @@ class _CallNotes:
         self._count += 1
         now = self._seen()
         if part in self._names:
+            name = self._names[part]
             call = Call(begin, self._count, now[0] - work, now[1] > reads)
-            # Two of what cannot be cut.
-            found = [call, call] if self._trains and is_in_function() else [call]
-            self._calls.setdefault(self._names[part], []).extend(found)
+            self._calls.setdefault(name, []).append(call)
+            if self._trains and is_in_function():
+                self._in_functions.add(name)
 
     def _seen(self) -> tuple[int, int]:
         return self.work, self._trace.num_imagined

@@ -179,26 +179,41 @@ class ValueTrace(CallCounter):
         for leaf in leaves_of(result):
             place += isinstance(leaf, Tensor)
             # w.to(x.device) may return the weight itself.
-            is_new = isinstance(leaf, ShapeOnly) and id(leaf) not in given
-            if hasattr(leaf, "source") or (is_new and not hasattr(leaf, "weights")):
+            if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in given):
                 self._name(leaf, Port(self.segment, call, place), args)
         self._note_training((args, result))
         return result
 
+    def weights_of(self, tensor: Any) -> frozenset[str]:
+        """Return the weights of which alone a tensor was made since the last call of a block."""
+        weights: frozenset[str] = getattr(tensor, "weights", frozenset())
+        return weights if weights and tensor.source.num_calls == self.segment else frozenset()
+
     def observe(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, position: int
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        result: Any,
+        position: int,
+        weights: frozenset[str] = frozenset(),
     ) -> None:
-        """Record the tensors that an operation uses, makes and writes."""
+        """Record the tensors that an operation uses, makes and writes.
+
+        ``weights`` are those of which alone it computes, at the position of who uses the result.
+        """
         tensors = list(_with_source(args))
-        if not self._calls.is_once:
+        if not (weights or self._calls.is_once):
             self._reach.assign(tensors)
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         for tensor in tensors:
-            self.use(tensor, position)
+            if not weights:
+                self.use(tensor, position)
             if not is_view:
                 self._check_memory(tensor)
         for leaf in shape_only_leaves(result):
-            if not (hasattr(leaf, "source") or hasattr(leaf, "weights")):
+            if weights:
+                leaf.weights = weights  # type: ignore[attr-defined]
+            if not hasattr(leaf, "source"):
                 source = _Source(position, self.segment)
                 _set_source(
                     leaf, source, self._running, tensors[0].lineage if is_view and tensors else ()
@@ -206,6 +221,11 @@ class ValueTrace(CallCounter):
                 self._made.append(leaf)  # a custom function makes it require a gradient later
                 if self._running is not None:
                     self._inside.append(ref(leaf))
+        self._note_writes(func, args, position)
+
+    def _note_writes(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], position: int
+    ) -> None:
         for value in written_arguments(func, args):
             if isinstance(value, ShapeOnly) and hasattr(value, "source"):
                 self._written[memory_of(value)].append((value, position))
@@ -233,7 +253,8 @@ class ValueTrace(CallCounter):
                 return leaf
             if id(leaf) in self._aliased:  # in a list that is in the arguments twice
                 return leaf
-            self.use(leaf, index)
+            if leaf.source.position <= index:  # else it may be in a list, and unused
+                self.use(leaf, index)
             if not self._calls.is_once:
                 self._reach.assign((leaf,))
             inner = _Alias.apply(leaf, None, None)
@@ -258,6 +279,8 @@ class ValueTrace(CallCounter):
             if not isinstance(leaf, Tensor):
                 return leaf
             place += 1
+            if hasattr(leaf, "source"):
+                self.use(leaf, index)
             # A tensor with a value is in the graph if shapes were written into it.
             has_no_graph = not isinstance(leaf, ShapeOnly) and leaf.grad_fn is None
             outer: Any = (
@@ -318,6 +341,12 @@ class ValueTrace(CallCounter):
 
     def use(self, tensor: Any, position: int) -> None:
         """Record that the code of a position uses a value."""
+        if hasattr(tensor, "weights"):
+            is_new = bool(self.weights_of(tensor))
+            for name in tensor.weights:
+                self._record.segments[name].add(position if is_new else tensor.source.position)
+            if is_new:
+                return
         if tensor.call is not None and tensor.call < self.segment:
             self._record.opened.add(self._calls.blocks[tensor.call])
         if tensor.source.position < position:

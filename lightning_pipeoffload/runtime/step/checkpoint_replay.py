@@ -75,9 +75,7 @@ class _Rerun:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._watch.watching(), self._watch.writes.running_again(self._is_in_block):
             output = self._function(*args, **kwargs)
-        found = _digests(output) if self._digests else []
-        # Where a stage leaves the function early, carried values come after the output.
-        if found != self._digests[: len(found)]:
+        if self._digests and self._digests != _digests(output):
             raise ValueError(
                 f"{self._name} is checkpointed and does not compute again in the backward what it "
                 f"computed in the forward: it reads something that has changed since, an "
@@ -150,7 +148,7 @@ def _follow(
         yield
     except BaseException as error:
         if isinstance(error, StageExit) and rerun is not function:
-            rerun.expect(error.payload)
+            rerun.expect(error.output)
         plain.throw(error)
     if watch is not None:
         with watch.step.uncounted():

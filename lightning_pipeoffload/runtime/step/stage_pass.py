@@ -315,7 +315,7 @@ class StagePass:
             else:
                 output = self._pass_remote(call, index, args, kwargs)
         if call == known.exit:
-            self._leave()
+            self._leave(output)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
         seed = mix_seed(self._microbatch.seed, call + 1)
@@ -350,7 +350,8 @@ class StagePass:
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _are_values(args, kwargs) and has_shapes((args, kwargs)):
             args, kwargs = give_values((args, kwargs), map_in_place)
-            for leaf in shape_only_leaves((args, kwargs)):
+            # A list of both views' values may hold what a later stage computes: its block does not.
+            for leaf in shape_only_leaves((args, kwargs)) if self._record.calls.is_once else ():
                 raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
         run = self._call_of(index)
         self._called, self._is_in_block = index, True
@@ -368,10 +369,11 @@ class StagePass:
                 return self._context.shapes_of(index, shapes, self._microbatch.device)
         return output
 
-    def _leave(self) -> NoReturn:
+    def _leave(self, output: Any) -> NoReturn:
         self._left = True
         sent, self._sent = self._sent, []
-        raise StageExit([*sent, *self._carried.to_hand_on()] if self._carried else sent)
+        beside = self._carried.to_hand_on() if self._carried else ()
+        raise StageExit([*sent, *beside], output)
 
     def _call_of(self, index: int) -> Callable[..., Any]:
         context, record = self._context, self._record
