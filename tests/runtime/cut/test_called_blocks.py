@@ -253,9 +253,10 @@ def test_each_chain_is_tried_once_and_none_is_proposed_beside_another_refusal(mo
     module = Parts(one_twice_and_a_branch, layers=listed(4), others=listed(2))
     with pytest.raises(ValueError, match=r"before others\.1"):
         run_pipeline(module, build("1f1b", 2, 4), torch.randn(4, 4), 1)
-    # Once more each where a block is called again: for the order of the calls.
-    layers = names("layers", 4)
-    assert tried == [[], names("others", 2), layers, [], layers]
+    # Where a block is called again, once more behind a run for the order of the calls.
+    others, layers = names("others", 2), names("layers", 4)
+    joined = [*layers, *others]
+    assert tried == [[], others, joined, [], joined, layers, [], layers]
 
 
 KEPT: ContextVar[list | None] = ContextVar("kept", default=None)
