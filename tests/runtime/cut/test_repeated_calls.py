@@ -133,7 +133,7 @@ def test_a_step_that_calls_blocks_again_trains_as_on_one_device(step, plan, reco
 
 def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     module, batch = Twice(two_views), torch.randn(8, 4).double()
-    pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step)
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step, blocks="blocks")
     pipeline.run(batch, 2)
     first, last = (rank.stages[index] for index, rank in enumerate(pipeline.ranks))
     (record,) = {id(r): r for r in pipeline.ranks[0].batch_records}.values()
@@ -174,6 +174,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("step", REFUSED)
 def test_calls_that_need_what_comes_later_are_refused(step):
-    pipeline = InProcessPipeline(Twice(step), build("zb_h1", 2, 4), call_step)
+    pipeline = InProcessPipeline(Twice(step), build("zb_h1", 2, 4), call_step, blocks="blocks")
     with pytest.raises(ValueError, match=REFUSED[step]):
         pipeline.run(torch.randn(8, 4).double(), 2)
