@@ -41,8 +41,8 @@ def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
         )
     if not match[2] and amount < _LEAST:
         raise ValueError(
-            f"{name}={value!r} is {amount} bytes, less than any plan needs; did you mean "
-            f'"{match[1]}GiB"?'
+            f'{name}={value!r} is {amount} bytes; did you mean "{match[1]}GiB"? If not, write '
+            f'"{match[1]}B"'
         )
     return amount
 
