@@ -42,6 +42,7 @@ GIVEN = {
     "master_weights": [("null", None)],
     "compile": [("true", True), ("{mode: max-autotune-no-cudagraphs}", ...)],
     "gradient_accumulation_fusion": [("true", True)],
+    "head_weight_grad": [("B", "B")],
     "derive_lengths": [("false", False)],
     "solver_seconds": [("5", 5.0)],
     "plan_cache": [("folder", "folder")],
