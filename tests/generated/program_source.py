@@ -200,6 +200,17 @@ def _losses(chosen):
         "per_sample_dicts": [f'y = (y + torch.stack([each["add"] for each in {field}])) % 12'],
     }.get(chosen["extra"], [])
     lines += ["logits, pooled, extra = self(x, mask)"]
+    lines += {
+        "two": [
+            "_, other, more = self(x.flip(1), mask)",
+            "pooled, extra = pooled + 0.5 * other, extra + more",
+        ],
+        "reference": [
+            "with torch.no_grad():",
+            "    reference, _, _ = self(x.flip(1), mask)",
+            "extra = extra + (logits - reference).pow(2).mean((1, 2))",
+        ],
+    }.get(chosen["views"], [])
     lines += ['each = functional.cross_entropy(pooled, y, reduction="none") + 0.1 * extra']
     if chosen["loss"] == "tokens":
         lines += [
