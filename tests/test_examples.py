@@ -24,11 +24,10 @@ SMALL = {
     "finetune_hf": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "qlora": "--steps 2 --width 64 --context 8 --batch-size 8 --layers 4",
     "vision": "--images 128 --width 4",
+    "simclr": "--images 256 --width 8",
     "packed_rows": "--steps 2 --texts 40 --rows 4 --max-tokens 64 --width 16",
     "on_demand": "--steps 2 --texts 40 --width 16 --layers 2 --max-tokens 128",
 }
-# Strategy and models have tests of their own.
-SLOW = {"own_gpt", "finetune_hf", "hf_llama", "qlora", "vision", "packed_rows", "on_demand"}
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]
 CONSOLE_SCRIPT = """
 from lightning_pipeoffload.train import main
@@ -60,7 +59,7 @@ def checkpoint_in(folder):
     return torch.load(path, weights_only=False)
 
 
-@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in SMALL])
+@pytest.mark.parametrize("name", map(slow, SMALL))  # strategy and models have tests of their own
 def test_an_example_trains_over_two_ranks(ranks, name, tmp_path):
     ranks(2).run(run, name, tmp_path)
     assert checkpoint_in(tmp_path)["global_step"] == 2
