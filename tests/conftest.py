@@ -48,10 +48,15 @@ def _an_environment_of_its_own():
     import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+    from tests.support.rank_pool import end_groups
+
     before, rank = dict(os.environ), getattr(rank_zero_only, "rank", 0)
+    had_groups = torch.distributed.is_initialized()  # of a fixture of several tests
     os.environ["XDG_CACHE_HOME"] = new_caches()
     yield
     os.environ.clear()
     os.environ.update(before)
     rank_zero_only.rank = rank  # else what global rank 0 says is silent in later tests
+    if torch.distributed.is_initialized() and not had_groups:
+        end_groups()  # those of a fit in this process
     torch.use_deterministic_algorithms(False)  # as Trainer(deterministic=True) does for good

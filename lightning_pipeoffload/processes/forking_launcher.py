@@ -51,6 +51,7 @@ from lightning_pipeoffload.processes.returned_state import (
     shapes_in,
 )
 from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.runtime.mesh import ProcessGroups
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 
 _WEIGHTS_FILE = "pipeoffload_notebook.ckpt"
@@ -217,6 +218,7 @@ class ForkingLauncher(JointLauncher):
     def _run_rank(self, call: _Call, rank: int, report: IO[bytes], tensors: IO[bytes]) -> None:
         self._is_rank = True
         self.started.clear()  # what the interpreter has started is no child of this process
+        ProcessGroups.leave_to_parent()
         os.setpgid(0, 0)  # an interrupt comes from the interpreter, and once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _close_listening_sockets()

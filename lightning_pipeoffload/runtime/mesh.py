@@ -97,6 +97,16 @@ class ProcessGroups:
                 # Private: the public way to end a group waits for pending collectives.
                 distributed_c10d._abort_process_group(group)
 
+    @classmethod
+    def leave_to_parent(cls) -> None:
+        """Keep the groups that a forked process inherits as they are.
+
+        Their threads are not in this process, and one that is aborted or freed waits for them.
+        """
+        cls.end()
+        cls._pending += cls._ended
+        cls._ended.clear()
+
     @property
     def are_current(self) -> bool:
         """Whether the next trainer of this layout would share them."""

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.mesh import ProcessGroups, RankMesh
 from lightning_pipeoffload.schedule import build
 
 
@@ -58,3 +58,13 @@ def test_each_edge_has_options_of_its_own(monkeypatch):
     for edge in [(0, 1), (1, 0)]:
         mesh.edge_group(edge, object)
     assert len({id(options["pg_options"]) for options in given}) == len(given) == 4
+
+
+def test_a_forked_process_frees_no_group_of_its_parent(monkeypatch):
+    group = object()  # its threads are the parent's
+    monkeypatch.setattr(ProcessGroups, "_current", None)
+    monkeypatch.setattr(ProcessGroups, "_ended", [group])
+    monkeypatch.setattr(ProcessGroups, "_pending", [])
+    ProcessGroups.leave_to_parent()
+    ProcessGroups.abort_ended()
+    assert ProcessGroups._pending == [group]

@@ -92,7 +92,7 @@ def _serve(pipe, rank, size):
         except EOFError:  # whoever had the pool has gone
             return
         if call is None:
-            _end_groups()
+            end_groups()
             torch.use_deterministic_algorithms(False)  # a Trainer has set it for good
             continue
         port, function, args = call
@@ -106,7 +106,7 @@ def _serve(pipe, rank, size):
             pipe.send((traceback.format_exc(), None))
 
 
-def _end_groups():
+def end_groups():
     """Let go of the process groups of the call before.
 
     Each thread of gloo's wakes up a hundred times a second. Those of pools at rest, some hundreds,
