@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_pipeoffload.optimizers.master_weights import is_half
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep
 
 BUCKET_BYTES = 64 << 20
@@ -36,7 +37,11 @@ class MasterStep(StandInStep):
         self._write_back()
 
     def _stand_ins_of(self, bucket: list[Tensor]) -> dict[Tensor, Tensor]:
-        return {p: self._stand_in_for(p, p.detach(), self._gradient_of(p)) for p in bucket}
+        """Return the masters; a parameter without one is stepped itself."""
+        return {
+            p: self._stand_in_for(p, p.detach(), self._gradient_of(p)) if is_half(p) else p
+            for p in bucket
+        }
 
     @torch.no_grad()
     def _write_back(self) -> None:

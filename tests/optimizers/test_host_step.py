@@ -14,6 +14,7 @@ from torch.optim import sgd
 
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.optimizers import host_step, master_step
+from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_table import refuse_stand_ins
 from lightning_pipeoffload.runtime.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
@@ -296,6 +297,26 @@ def test_masters_on_the_device_are_stepped_where_capturable_steps():
     refuse_stand_ins(torch.optim.AdamW(weight, capturable=True), on_host=False)
     with pytest.raises(ValueError, match='master_weights="float32" steps .*, and LBFGS keeps more'):
         refuse_stand_ins(torch.optim.LBFGS(weight), on_host=False)
+
+
+class Replacing(torch.optim.SGD):
+    """Replaces values, as some optimizers do, instead of writing them in place."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - p.grad
+
+
+def test_parameters_with_and_without_masters_get_the_values_that_replace_theirs():
+    weights = [nn.Parameter(torch.ones(2, dtype=kind)) for kind in (torch.bfloat16, torch.float32)]
+    optimizer = Replacing(weights)
+    step = master_step.MasterStep(optimizer, by_bucket=False, masters=MasterWeights(on_host=False))
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    step.start()
+    optimizer.step()
+    step.finish()
+    assert [weight.tolist() for weight in weights] == [[0.0, 0.0]] * 2
 
 
 @pytest.mark.parametrize("on_host", [True, False])
