@@ -35,7 +35,11 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
 )
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, loading_state
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, staging_bytes
+from lightning_pipeoffload.runtime.memory.host_memory import (
+    HostMemory,
+    gradient_bytes,
+    staging_bytes,
+)
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.schedule.text import bytes_text
@@ -198,7 +202,7 @@ class OptimizedParameters:
         own = self._pipeline.tensors.canonical_parameters().values()
         members = [p for p in own if id(p) in states and not self.is_of_another(p)]
         kept = sum(states[id(p)] for p in members)
-        pairs = [2 * p.nbytes for p in members if p.requires_grad]
+        pairs = [p.nbytes + gradient_bytes(p) for p in members if p.requires_grad]
         staging = staging_bytes(pairs, all(map(may_step_by_bucket, optimizers)))
         sizes = {
             "state and masters" if self._masters is not None else "state": kept,

@@ -7,15 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import costs_of_stages
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.memory.host_memory import staging_bytes
+from lightning_pipeoffload.runtime.memory.host_memory import gradient_bytes, staging_bytes
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import share_out
@@ -290,16 +287,11 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
     owned: list[dict[int, tuple[int, int, int]]] = [{} for _ in pipeline.partition]
     for slot in find_slots(pipeline.module):
         tensor = slot.tensor
-        gradient = tensor.numel() * _gradient_size(tensor) if tensor.requires_grad else 0
+        gradient = gradient_bytes(tensor) if tensor.requires_grad else 0
         sizes = bytes_on_device(slot), gradient, states.get(id(tensor), 0)
         for stage in pipeline.ownership.owners[slot.name]:
             owned[stage][pipeline.tensors.identity[slot.name]] = sizes
     return owned
-
-
-def _gradient_size(tensor: Tensor) -> int:
-    dtype: torch.dtype | None = tensor.grad_dtype  # None: any
-    return (dtype or tensor.dtype).itemsize
 
 
 def _sent(pipeline: Pipeline, record: StepRecord) -> dict[Kind, list[int]]:

@@ -327,11 +327,11 @@ def test_masters_of_float32_are_refused(on_host):
         trainer.fit(Net(), fits.loader())
 
 
-def trained(limit, **options):
+def trained(limit, grad_dtype=None, **options):
     L.seed_everything(7, verbose=False)
     given = {"num_microbatches": 4, "schedule": "zb_h1", "optimizer_offload": True, **options}
     strategy = PipeOffloadStrategy(**given, host_memory_limit=limit)
-    module = Net(dropout=0.0)
+    module = Net(dropout=0.0, grad_dtype=grad_dtype)
     precision = "bf16-true" if "master_weights" in options else "32-true"
     options = {"max_steps": 2, "enable_checkpointing": False, "precision": precision}
     trainer = L.Trainer(**fits.SILENT, strategy=strategy, **options)
@@ -352,6 +352,15 @@ def test_the_host_s_memory_is_counted_before_training(options):
     assert memory["device"][0] == 2 * weights + memory["activations"][0] + memory["messages"][0]
     with pytest.raises(HostMemoryError, match=r"\(state.*, .* is 40.00 KiB = 0.04 MiB; allow"):
         trained("40KiB", **options)
+
+
+def test_staging_buffers_have_room_for_gradients_in_float32():
+    weights = sum(p.nbytes for p in Net(dtype=torch.bfloat16).parameters())
+    limit = "54KiB"
+    assert 8 * weights < 54 * 1024 < 9 * weights  # of which state and masters take six
+    trained(limit, **MASTERS)
+    with pytest.raises(HostMemoryError, match="staging buffers .* host_memory_limit is 54.00 KiB"):
+        trained(limit, torch.float32, **MASTERS)
 
 
 def test_masters_on_the_device_are_counted_with_the_state():

@@ -223,6 +223,12 @@ def staging_bytes(sizes: Sequence[int], by_bucket: bool) -> int:
     return 2 * round_pinned(max(STAGING_BYTES, *sizes))
 
 
+def gradient_bytes(parameter: Tensor) -> int:
+    """Return the bytes of a parameter's gradient, which may have a dtype of its own."""
+    dtype: torch.dtype | None = parameter.grad_dtype  # None: any
+    return parameter.numel() * (dtype or parameter.dtype).itemsize
+
+
 def round_pinned(num_bytes: int) -> int:
     """Return the bytes that torch allocates for ``num_bytes`` pinned bytes: a power of two."""
     return 1 << (num_bytes - 1).bit_length()
