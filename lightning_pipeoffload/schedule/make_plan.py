@@ -190,10 +190,8 @@ class _Trials:
         self._new: list[Candidate] = []  # of the job that runs
 
     def costs(self, option: Option) -> Costs:
-        key = (
-            *(self._placement(option), option.num_microbatches),
-            *(option.recompute, option.head_weight_grad),
-        )
+        computed = option.recompute, option.head_weight_grad
+        key = self._placement(option), option.num_microbatches, *computed
         if key not in self._known:
             self._known[key] = self._request.costs_of(option)
         return self._known[key]
