@@ -190,22 +190,14 @@ def test_a_gradient_that_another_replica_has_is_refused_by_name(ranks):
 def test_weights_are_those_of_one_device(ranks, tmp_path, replicas, options):
     """The tied weight is not the largest on one of its ranks, and has one owner all the same."""
     path = str(tmp_path / "trained.ckpt")
-    found = ranks(2 * replicas).run(train, replicas, path, options)
+    train = partial(replica_fits.train, sharding="optimizer", net=Net, module=options)
+    found = ranks(2 * replicas).run(train, replicas, 2, path)
     L.seed_everything(7, workers=True, verbose=False)
     batches, net = replica_fits.joined(found), Net(**options)
     keeps = options.get("zeroed") == "all"
     expected = train_plain(net, batches) if keeps else replica_fits.train_plain(net, batches)
     state = torch.load(path, weights_only=False)["state_dict"]
     torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
-
-
-def train(replicas, path, options):
-    plain, replica_fits.Net = replica_fits.Net, Net
-    try:
-        strategy = {"sharding": "optimizer", "module": options}
-        return replica_fits.train(replicas, 2, path, **strategy)
-    finally:
-        replica_fits.Net = plain
 
 
 def train_plain(module, batches):

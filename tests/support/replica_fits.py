@@ -70,7 +70,7 @@ class Decides(Callback):
 def train(num_replicas, num_ranks, path, **options):
     """Train for some batches of eight samples on each replica; saves what was trained to a file."""
     L.seed_everything(7, workers=True, verbose=False)
-    module = Net(**options.pop("module", {}))
+    module = options.pop("net", Net)(**options.pop("module", {}))
     callbacks, ckpt_path = options.pop("callbacks", []), options.pop("ckpt_path", None)
     trainer_options = {"max_steps": 5, "gradient_clip_val": 0.5, **options.pop("trainer", {})}
     strategy = PipeOffloadStrategy(
