@@ -265,6 +265,7 @@ class Pipeline:
         self._parameters = list(self.module.parameters())
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
+            mark_at_once(parameter, False)  # of another cut
         mark_slots(find_slots(self.module), self.chain)
 
     @property

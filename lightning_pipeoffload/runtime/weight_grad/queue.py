@@ -108,7 +108,7 @@ class WeightGradQueue:
     def is_at_once(self, weights: Iterable[Tensor]) -> bool:
         """Return whether the gradient of weights, or of views and casts of some, may not wait."""
         return self._has_at_once and any(
-            hasattr(parameter, _AT_ONCE)
+            getattr(parameter, _AT_ONCE, False)
             for weight in weights
             for parameter in parameters_of(weight)
         )
@@ -151,9 +151,9 @@ def active_queue() -> WeightGradQueue | None:
     return _QUEUES[-1] if _QUEUES else None
 
 
-def mark_at_once(parameter: Tensor) -> None:
-    """Let B add the gradient of ``parameter`` as W would, in queues that have such weights."""
-    setattr(parameter, _AT_ONCE, True)
+def mark_at_once(parameter: Tensor, is_at_once: bool = True) -> None:
+    """Set whether B adds the gradient of ``parameter`` as W would, in queues with such weights."""
+    setattr(parameter, _AT_ONCE, is_at_once)
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:

@@ -62,6 +62,15 @@ def test_costs_of_segments_with_the_head_in_b_are_those_of_its_stage():
     assert found.weight_residue == (5, 5, 0)
 
 
+def test_another_pipeline_of_the_module_has_no_marks_of_the_first():
+    module, queue = Model(0), WeightGradQueue(has_at_once=True)
+    for head, is_at_once in (("B", True), ("W", False)):
+        rank = Pipeline(module, 0, CutSettings((0,), head_weight_grad=head), CPU)
+        rank.cut_batch(tokens(), 2, users_step(module.training_step), "train", 0)
+        assert queue.is_at_once((module.head.weight,)) == is_at_once
+        rank.detach()
+
+
 def test_a_weight_that_is_not_marked_waits():
     weight = torch.ones(2, 2, requires_grad=True)
     assert not WeightGradQueue(has_at_once=True).is_at_once((weight, weight.t()))
