@@ -381,7 +381,7 @@ class ModelPlanner:
             f"num_microbatches={option.num_microbatches}": option.num_microbatches != self._count,
             f"offload={settings.offload}": settings.offload != asked.offload,
             f"strategy.recompute={option.recompute}": option.recompute != asked.recompute,
-            f"strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad
+            f"+strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad
             != before.head_weight_grad,
             f"+strategy.sharding={settings.sharding}": settings.sharding != asked.sharding,
             "+strategy.optimizer_offload=true": settings.optimizer_offload

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_pipeoffload.cli import model_planner
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
@@ -87,3 +88,16 @@ def test_more_ranks_are_named_only_where_nothing_fits():
     memory = f"device_memory={int(1.1 * needed(ModelPlanner(config), config))}"
     with pytest.raises(ScheduleError, match="; use num_ranks=[48] "):
         plan(composed("plan", *asked, "num_ranks=2", memory))
+
+
+def test_the_words_for_a_head_in_b_are_understood(monkeypatch):
+    def is_in_b(planner, found):
+        return found.settings.head_weight_grad == "B"
+
+    monkeypatch.setattr(model_planner, "_RECOMPUTES", ("none",))
+    monkeypatch.setattr(ModelPlanner, "_fits", is_in_b)
+    planner = ModelPlanner(composed("plan", *WIDE, "num_ranks=2"))
+    advice = planner.advice(planner.settings_named("zb_h1"), 2)
+    words = re.search("^use (.*): a step takes", advice)[1].split()
+    advised = ModelPlanner(composed("plan", *WIDE, "num_ranks=2", *words))
+    assert advised.settings.head_weight_grad == "B"
