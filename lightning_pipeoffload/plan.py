@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "plan"]
 
 _FORMATS = ("text", "json")
+_RATES = ("host_bandwidth", "link", "network")  # those of a data sheet that may be replaced
 _PICTURE = ("path", "steps", "microbatches", "time")
 
 
@@ -38,6 +39,12 @@ def plan(config: DictConfig) -> None:
     """
     if config.format not in _FORMATS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(_FORMATS)}")
+    for name in _RATES:
+        if config.device is None and config[name] is not None:
+            raise ScheduleError(
+                f"{name} ({config[name]}) takes the place of a device's rate; add device=h100 and "
+                f"model=NAME, or leave it out"
+            )
     if config.device is not None or config.get("model") is not None:
         _plan_model(config)
         return
@@ -59,9 +66,9 @@ def plan(config: DictConfig) -> None:
     elif config.compare:
         picture.draw(given.compare(is_json))
     else:
-        step, told = given.plan(is_json)
+        step, figures = given.plan(is_json)
         picture.draw([step])
-        print_plan(step, told, given.units, is_json)
+        print_plan(step, figures, given.units, is_json)
 
 
 def _plan_model(config: DictConfig) -> None:
@@ -106,9 +113,9 @@ def _plan_model(config: DictConfig) -> None:
         plan_for_device,
     )
 
-    step, told, answer = plan_for_device(config)
+    step, figures, answer = plan_for_device(config)
     picture.draw([step])
-    print_plan(step, told, MEASURED, config.format == "json", answer)
+    print_plan(step, figures, MEASURED, config.format == "json", answer)
 
 
 class _Picture:

@@ -185,6 +185,7 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("+options.costs=3", r"options\.costs is an argument of its own; set costs"),
         ("+model.width=32", r"model \(\{'width': 32\}\) names no class; add model=gpt_tiny or"),
         ("memory_limit=nan", r"memory_limit \(nan\) must be a number"),
+        ("link=50GB", r"link \(50GB\) takes the place of a device's rate; add device=h100 and mod"),
         (
             "strategy.memory_limit=4GiB",
             r"memory_limit \(4GiB\) is for runs; here set memory_limit, in",

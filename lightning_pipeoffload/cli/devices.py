@@ -69,6 +69,7 @@ def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
 
     Raises:
         ScheduleError: There is no such device, or the share is none.
+        ValueError: A rate is none.
     """
     device = DEVICES.get(str(name).lower())
     if device is None:
@@ -81,7 +82,9 @@ def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
         raise ScheduleError(f"efficiency ({efficiency}) must be a share above 0 and up to 1")
     fields = {"host_bandwidth": "host_rate", "link": "link_rate", "network": "network_rate"}
     given: dict[str, Any] = {
-        fields[n]: parse_bytes(rate, n) for n, rate in rates.items() if rate is not None
+        fields[n]: parse_bytes(rate, n, is_rate=True)
+        for n, rate in rates.items()
+        if rate is not None
     }
     device = device._replace(**given)
     return device._replace(

@@ -26,8 +26,10 @@ _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT"
 _LEAST = 1 << 10  # fewer bytes are a unit that was left out
 
 
-def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
+def parse_bytes(value: int | str, name: str = "memory_limit", is_rate: bool = False) -> int:
     """Read an amount of memory: bytes, or a number with a unit, "40GiB" or "500 MB".
+
+    With ``is_rate`` it is bytes per second, which messages then say.
 
     Raises:
         ValueError: It is neither, or its unit was left out; the message begins with ``name``.
@@ -36,21 +38,25 @@ def parse_bytes(value: int | str, name: str = "memory_limit") -> int:
     unit = _UNITS.get(match[2]) if match else None
     amount = int(float(match[1]) * unit) if match and unit else 0
     if not match or not amount:
-        raise ValueError(
-            f'{name}={value!r} is no amount of memory; use bytes, or a text such as "40GiB"'
+        right = (
+            "rate; use bytes per second, such as 50GB, which is 400 Gbit/s"
+            if is_rate
+            else 'amount of memory; use bytes, or a text such as "40GiB"'
         )
+        raise ValueError(f"{name}={value!r} is no {right}")
     if not match[2] and amount < _LEAST:
+        size, meant = ("bytes per second", "GB") if is_rate else ("bytes", "GiB")
         raise ValueError(
-            f'{name}={value!r} is {amount} bytes; did you mean "{match[1]}GiB"? If not, write '
+            f'{name}={value!r} is {amount} {size}; did you mean "{match[1]}{meant}"? If not, write '
             f'"{match[1]}B"'
         )
     return amount
 
 
 def bytes_writer(given: int | str | None) -> Callable[[float], str]:
-    """Return what writes bytes in the unit of ``given``, with what plans are written in beside it.
+    """Return a function that writes bytes in the unit of ``given``, and in MiB or GiB beside it.
 
-    So ``memory_limit="10GB"`` is answered by "10.00 GB = 9,536.75 MiB"; None: in MiB and GiB alone.
+    So a message on ``memory_limit="10GB"`` has "10.00 GB = 9,536.75 MiB". None: in MiB or GiB only.
     """
     unit = "".join(filter(str.isalpha, str(given))) if given is not None else "MiB"
 

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeoffload.cli.configuration import build as make
-from lightning_pipeoffload.cli.devices import DEVICES, kind_of_precision
+from lightning_pipeoffload.cli.devices import DEVICES, device_named, kind_of_precision
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
@@ -73,6 +73,19 @@ def test_messages_between_machines_go_over_the_network(capsys):
     assert far["period"] > near["period"] + 2 * sent / 1e6
 
 
+@pytest.mark.parametrize(
+    ("name", "rate", "message"),
+    [
+        ("link", "fast", "link='fast' is no rate; use bytes per second, such as 50GB, which is"),
+        ("network", "400Gbit/s", "network='400Gbit/s' is no rate; use bytes per second"),
+        ("link", 50, 'link=50 is 50 bytes per second; did you mean "50GB"?'),
+    ],
+)
+def test_a_rate_is_in_bytes_per_second(name, rate, message):
+    with pytest.raises(ValueError, match=message):
+        device_named("h100", 0.5, **{name: rate})
+
+
 def test_an_optimizer_on_the_host_steps_at_its_share_of_the_machines_memory(capsys):
     on_host = "+strategy.optimizer_offload=true", "host_bandwidth=50GB", "efficiency=0.5"
     config = plan_config(*on_host)
@@ -132,6 +145,7 @@ def test_what_is_copied_is_told(capsys, width, offload, offloaded):
         (["sweep=memory_limit"], r"sweep \(memory_limit\) has no part in a plan for a device"),
         (["schedule=optpipe"], r"schedule \(optpipe\) cannot be planned for a device"),
         (["num_ranks=1.5"], r"num_ranks \(1\.5\) must be a whole number"),
+        (["devices_per_machine=0"], r"devices_per_machine \(0\) must be a whole number from 1 on"),
         (["num_chunks=3", "schedule=zb_v"], r"zb_v does not accept num_chunks \(3\)"),
     ],
 )
