@@ -112,7 +112,7 @@ def _answer(
     rates += [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
     rates.append(f"MFU {share_text(speed['mfu'] or 0.0)} of the data sheet's rate")
     most = max(rank.device for rank in needs)
-    hosts = [rank.host for rank in needs]
+    hosts = [rank.host for rank in needs] * int(planner.settings.data_parallel_size)
     reserve = planner.device.memory - planner.memory
     beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
     per_machine = max(

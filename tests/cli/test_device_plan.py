@@ -13,6 +13,7 @@ from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule.text import bytes_text
 from tests.support.composed import composed
 
 SMALL = (
@@ -84,6 +85,14 @@ def test_messages_between_machines_go_over_the_network(capsys):
 def test_a_rate_is_in_bytes_per_second(name, rate, message):
     with pytest.raises(ValueError, match=message):
         device_named("h100", 0.5, **{name: rate})
+
+
+def test_a_machine_has_the_host_memory_of_its_replicas(capsys):
+    words = "schedule=1f1b", "+strategy.optimizer_offload=true", "+strategy.data_parallel_size=2"
+    of_ranks = planned(capsys, *words)["memory"]["host"]
+    plan(plan_config(*words, "format=text"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"that needs most, {bytes_text(2 * sum(of_ranks))} of a machine" in text
 
 
 def test_an_optimizer_on_the_host_steps_at_its_share_of_the_machines_memory(capsys):
