@@ -142,20 +142,21 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
     if not wanted:
         raise ScheduleError(f"{name} does not accept num_chunks ({config.num_chunks})")
     request = planner.request(wanted, config.num_ranks, planner.settings)
+    memory = planner.memory
+    assert memory is not None
     try:
         plan = make_plan(request)
-        needs, limit = planner.rank_needs(plan, config.num_ranks), planner.memory
-        assert limit is not None
-        if max(rank.device for rank in needs) > limit:  # the planner counts no messages
+        needs = planner.rank_needs(plan, config.num_ranks)
+        if max(rank.device for rank in needs) > memory:  # the planner counts no messages
             messages = max(rank.messages for rank in needs)
-            plan = make_plan(replace(request, memory_limit=limit - messages))
+            plan = make_plan(replace(request, memory_limit=memory - messages))
         return plan
     except MemoryLimitError as error:
-        _, memory, needed = error.args
+        _, limit, needed = error.args
         write = bytes_writer(config.device_memory)
         raise ScheduleError(
             f"{config.device} has {write(memory)}, and any such plan needs "
-            f"{write(needed)} or more of a device; "
+            f"{write(needed + memory - limit)} or more of a device; "
             f"{planner.advice(planner.settings_named(name), config.num_ranks)}"
         ) from None
 

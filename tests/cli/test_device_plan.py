@@ -1,6 +1,7 @@
 """``pipeoffload-plan device=h100 model=...`` plans by counted operations and data sheets."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -127,6 +128,16 @@ def test_weights_gradients_and_states_leave_less_for_activations(capsys):
     assert max(tight["peak_memory"]) < max(free["peak_memory"])
     with pytest.raises(ScheduleError, match=r"h100 has .* MiB, and any such plan needs .* MiB"):
         plan(plan_config(*AUTO, f"device_memory={int(weights * 0.9)}"))
+
+
+def test_a_refusal_counts_messages(capsys, monkeypatch):
+    monkeypatch.setattr(ModelPlanner, "advice", lambda *_: "")
+    needs = planned(capsys, "schedule=1f1b")["memory"]
+    memory = max(needs["device"]) - min(needs["messages"]) // 2
+    with pytest.raises(ScheduleError) as refusal:
+        plan(plan_config("schedule=1f1b", f"device_memory={memory}"))
+    has, needed = map(int, re.findall(r"(\d+) bytes", str(refusal.value)))
+    assert has == memory < needed
 
 
 @pytest.mark.parametrize(
