@@ -65,8 +65,9 @@ class PipeOffloadStrategy(CheckpointHooks):
             many as there are devices for, where ``pipeline_parallel_size`` is given, else one.
         rank_order: Which global ranks are neighbours, and so on one machine: those of a pipeline,
             "pipeline_inner", or the replicas of a stage, "data_inner".
-        sharding: What is divided among replicas: "none"; "optimizer": the optimizer's step and its
-            state, of which each replica has some of the parameters. Gradients stay whole on all.
+        sharding: What is divided among replicas: "none"; "optimizer": the optimizer's step, its
+            state, and gradients once they are averaged. Each replica has those of some of the
+            parameters.
         num_microbatches: Slices of one batch along dimension 0; "auto": the smallest divisor of the
             first batch that the schedule allows and that is at least twice the ranks, else the
             largest that it allows.
