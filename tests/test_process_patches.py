@@ -13,7 +13,7 @@ LISTED = {
         "torch.serialization.register_package": "stays: for storages that this file makes",
     },
     "loop/data.py": {
-        "warnings.filterwarnings": "stays: a resumed fit skips what it has read, as none else does",
+        "warnings.filterwarnings": "a fit: if resumed it skips what it has read, as none else does",
     },
     "loop/hooks/hook_forwards.py": {
         "register_module_forward_pre_hook": "a run, outside of steps: calls in hooks are answered",
@@ -139,3 +139,22 @@ def test_every_change_of_the_process_is_listed():
         if changes and not {name, name.partition("/")[0]} & _APART:
             found[name] = changes
     assert found == {name: {*changes} for name, changes in LISTED.items()}
+
+
+def sets(path):
+    """Attributes of imported modules and classes that a file sets."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    imported = imported_in(nodes)
+    parts = (part for node in nodes for part in stored(node) if isinstance(part, ast.Attribute))
+    kept = (
+        part for part in parts if not isinstance(part.value, ast.Call)
+    )  # of an object made here
+    return {ast.unparse(part) for part in kept if root_of(part.value) in imported}
+
+
+def test_contributing_names_every_file_that_sets_an_attribute_of_another_package():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    listed = text.partition("## What is replaced in the process")[2].partition("\n## ")[0]
+    setting = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if sets(path)}
+    assert not [path for path in setting if f"`{path}`" not in listed]
+    assert len(setting) > 8
