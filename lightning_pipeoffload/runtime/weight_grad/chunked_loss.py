@@ -71,12 +71,13 @@ def chunked_loss(
             that are shifted and padded with ``ignore_index``, which copies nothing.
         loss: A function or module of logits and labels that takes ``reduction`` as torch's losses
             do; it is called with "sum" for each chunk. If its own is "mean", the sum is divided by
-            the number of labels that are not ``ignore_index``, or by their ``weight``.
-        num_chunks: Chunks of the tokens.
+            the number of labels that are not ``ignore_index``, or by their ``weight``; if it is
+            "sum", divide the result yourself.
+        num_chunks: The number of chunks, of about as many tokens each.
 
     Raises:
-        ValueError: ``hidden`` and ``labels`` do not fit each other, or how ``loss`` adds up is not
-            known.
+        ValueError: ``hidden`` and ``labels`` do not fit each other, or ``loss`` is a mean of other
+            numbers than labels.
     """
     _check(head, hidden, labels, num_chunks)
     summed, find_divisor = _find_reduction(loss)
@@ -99,7 +100,9 @@ def _check(head: Any, hidden: Tensor, labels: Tensor, num_chunks: Any) -> None:
             f"it shares (head.weight = embedding.weight), or a module that calls yours"
         )
     if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ValueError(f"num_chunks ({num_chunks!r}) of {_NAME}() must be a positive int")
+        raise ValueError(
+            f"num_chunks ({num_chunks!r}) of {_NAME}() must be a positive int; use num_chunks=16"
+        )
     if hidden.dim() < 2 or labels.shape[: hidden.dim() - 1] != hidden.shape[:-1]:
         raise ValueError(
             f"{_NAME}() needs labels for each token of hidden, {[*hidden.shape[:-1]]} of "
