@@ -1,4 +1,4 @@
-"""The strategies' names in Lightning's registry, and the refusal of one that is not there."""
+"""The strategies' names in Lightning's registry, and the refusal of names like these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _PREFIX = "pipeoffload"
 
 
 class _Names(list[str]):
-    """Names of strategies; a similar one to ours is refused with ours, not with Lightning's."""
+    """The registered names; looking for an unknown one that begins like ours raises with ours.
+
+    Lightning would list its own names, without those of schedules.
+    """
 
     def __contains__(self, name: object) -> bool:
         is_there = super().__contains__(name)
@@ -22,8 +25,8 @@ class _Names(list[str]):
             ours = [each for each in self if each.startswith(_PREFIX)]
             similar = get_close_matches(name, ours, n=1, cutoff=0.0)[0]
             raise ValueError(
-                f'strategy="{name}" is no strategy; did you mean "{similar}"? Behind pipeoffload_ '
-                f"stands the name of a schedule: {', '.join(SCHEDULES)}"
+                f'strategy="{name}" is no strategy; did you mean "{similar}"? After pipeoffload_ '
+                f"comes the name of a schedule: {', '.join(SCHEDULES)}"
             )
         return is_there
 

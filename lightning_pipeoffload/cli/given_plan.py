@@ -62,7 +62,8 @@ _OF_THE_MACHINE = ("communication", "copy_lanes")
 _OF_A_WHOLE_STEP = ("reduce", "step")
 _SYNCS = ("barrier", "post_validation")
 
-# The strategy's arguments by which costs that are given are planned; those of conf/offload besides.
+# Arguments of the strategy that count where costs are given. Others may only have the values that
+# conf/offload sets.
 _COUNTING = ("schedule", "offload", "optimizer_sync")
 _UNSET = {"memory_limit": None, "recompute": "none"}
 _INSTEAD = {
@@ -76,7 +77,7 @@ _NUM_LIMITS, _LARGEST_LIMIT = 10, 2.0
 _ROUNDING = 1 + 1e-9
 
 _DEFAULT_COPIES = (
-    "Copies of a stage out and back are counted to take as long as its F, B and W, since "
+    "Copies of a stage out and back are counted as long as its F, B and W, since "
     "costs.offload and costs.reload are 0; set them, or offload=none."
 )
 

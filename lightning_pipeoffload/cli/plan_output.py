@@ -38,7 +38,7 @@ __all__ = [
     "step_figures",
 ]
 
-_EVEN = 1.01  # the most work of a rank over the mean that no line is written for
+_EVEN = 1.01  # a rank whose work is more than so many times the mean is named
 _SECONDS_BETWEEN_LINES = 10
 
 _COUNTS = ("wanted", "offloaded", "queued", "kept")  # of each rank, as OffloadReport names them
@@ -91,9 +91,9 @@ def print_choice(plan: Plan, units: Units, about_copies: str = "") -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on standard error what takes seconds; yield what shows how far it is.
+    """Show ``text`` on standard error meanwhile; yield a function that shows how far it is.
 
-    Where that is no terminal it is a line every ten seconds.
+    On a terminal it is one line that changes, elsewhere at most a line every ten seconds.
     """
     console, shown = Console(stderr=True), monotonic()
     with console.status(text) as status:

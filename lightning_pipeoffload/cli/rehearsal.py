@@ -1,9 +1,9 @@
 """One rank of a longer pipeline, which runs its own actions of a plan without the other ranks.
 
 Stages, offload and copies are real. A message of another rank arrives after the delay that the plan
-predicts, counted on the host from the message of this rank that it depends on, on a device from
-where its receive is posted, since a receive is a kernel there; so a delay of this rank's copies
-stays visible until the end of the step.
+predicts. On the CPU the delay counts from the message of this rank on which the other one depends.
+On a device, where a receive is a kernel, it counts from the receive. So where copies of this rank
+take longer than planned, all that follows is later, to the end of the step.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ CutBatch = Callable[[int], Sequence[Microbatch]]
 """Returns so many microbatches, as the pipeline has cut them."""
 
 Delays = dict[Action, tuple[Action | None, float]]
-"""For a RECV the message that this rank sends before it, and the seconds from there; with None from
-the start of the step."""
+"""For each RECV the SEND of this rank from which its delay counts, and the delay in seconds. None:
+from the start of the step."""
 
 
 class Rehearsal:
@@ -94,7 +94,7 @@ class Rehearsal:
 
 
 class AbsentNeighbours(Transport):
-    """A transport that receives made-up values when a plan with these costs says.
+    """A transport that receives made-up values, at the times that a plan with these costs predicts.
 
     Without costs they are there at once.
     """
@@ -206,9 +206,10 @@ def delays_of(plan: Schedule, rank: int, costs: Costs) -> Delays:
 
 
 def waits_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, float]:
-    """Return how many seconds each receive of ``rank`` is open by the plan; 0 or less: not at all.
+    """Return the seconds from each posted receive of ``rank`` to its message, as the plan predicts.
 
-    It is posted when the plan expects it, and when the message before it on its edge is taken.
+    A receive is posted when the plan expects it, but not before the message before it from the same
+    rank is taken. 0 or less: the message is there by then.
     """
     timed = {e.action: e for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
     ends = {action: event.end for action, event in timed.items()}

@@ -106,7 +106,7 @@ class TimelinePanel:
 
     @cached_property
     def tops(self) -> list[float]:
-        """The rows above each rank, with its lanes and its curve, and above the end."""
+        """The number of rows above each rank, by its lanes and its curve; last, of all rows."""
         heights = (1 + _LANE * len(lanes) + _CURVE + _GAP for lanes in self.lanes)
         return [*accumulate(heights, initial=0.0)]
 

@@ -69,11 +69,11 @@ class RankNeeds:
 
 
 class StandIns(NamedTuple):
-    """What an optimizer steps in place of its parameters.
+    """The tensors that an optimizer steps in place of its parameters.
 
     Attributes:
-        by_bucket: Whether it may step some parameters at a time.
-        has_masters: Whether it steps masters, which count among the states.
+        by_bucket: Whether it may step a part of the parameters at a time.
+        has_masters: Whether they are masters in float32, which count among the states.
         on_host: Whether it steps on the host, which has the states then.
     """
 
@@ -92,9 +92,9 @@ class MemoryNeeds:
         costs: The pipeline's estimate of the costs, with memory in bytes.
         sent: Bytes of each stage's output, and of the gradient of its input.
         flops_of_one: Operations per unit of the costs' times.
-        workspace: Bytes that each stage's F or B takes and frees, one at a time.
+        workspace: Bytes that an F or B of each stage takes and frees again; one runs at a time.
         num_sharing: The number of replicas that share out optimizer states.
-        stand_ins: What the optimizer steps in place of parameters; None: it steps these.
+        stand_ins: The tensors that the optimizer steps in place of parameters; None: it has none.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
@@ -136,9 +136,9 @@ class MemoryNeeds:
         return cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
-        """Return the needs of another cut of the same blocks.
+        """Return the needs of stages that have several blocks.
 
-        Here each block is a stage, and so is the code behind them.
+        In these needs each block is a stage, and so is the code behind the blocks.
         """
         costs = costs_of_stages(self.costs, stages)
         ends: dict[Kind, Callable[[Iterable[int]], int]] = {Kind.SEND_F: max, Kind.SEND_B: min}

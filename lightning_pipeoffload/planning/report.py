@@ -153,7 +153,7 @@ class Progress:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Progress:
-        """Return one that prints for the pipeline's trainer."""
+        """Return one that prints on the rank that reports, if the trainer has a progress bar."""
         trainer: Any = pipeline.module.trainer
         has_bar = getattr(trainer, "progress_bar_callback", None) is not None
         return cls(pipeline.group.reports and has_bar)

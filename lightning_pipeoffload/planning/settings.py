@@ -43,8 +43,8 @@ _CHOICES = {
         "data_inner": "they are replicas of one stage",
     },
     "head_weight_grad": {
-        "W": "as of all other weights",
-        "B": "nothing of the head waits for W",
+        "W": "with all other weight gradients",
+        "B": "with the gradient of the head's input, so that no logits wait in memory for W",
         "auto": 'W, or what schedule="auto" finds faster under a memory limit',
     },
     "sharding": {"none": "", "optimizer": "replicas share out its state and its step"},
@@ -229,7 +229,7 @@ class PipelineSettings:
 
     @property
     def heads_to_try(self) -> tuple[str, ...]:
-        """What ``head_weight_grad`` may be under a memory limit; the first without one."""
+        """The values of ``head_weight_grad`` to plan by under a memory limit; else the first."""
         return ("W", "B") if self.head_weight_grad == "auto" else (self.head_weight_grad,)
 
     @property

@@ -18,6 +18,7 @@ BAD_ARGUMENTS = {
     "blocks": (["a.*", 1], r"or a list of patterns of its blocks' names, not \['a.\*', 1\]"),
     "split": ("evenly", 'split must be "auto", "even" or a list of block counts, not \'evenly\''),
     "offload": (1.5, r"offload \(1.5\) must be none, half, full, auto, or a share"),
+    "head_weight_grad": ("BW", 'head_weight_grad must be "W" .* or "B" .* or "auto" .* not \'BW\''),
     "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
     "optimizer_offload": (1, "optimizer_offload must be True or False, not 1"),
     "master_weights": ("float64", "master_weights must be \"float32\" or None, not 'float64'"),
