@@ -304,8 +304,6 @@ def _balance(
 def _relieve_ranks(
     counts: list[int], weights: list[float], stage_ranks: Sequence[int], impossible: Set[int]
 ) -> list[int]:
-    if len(set(stage_ranks)) == len(stage_ranks):
-        return counts
     total = [0.0, *accumulate(weights)]
     least = _rank_loads(counts, total, stage_ranks)
     while True:
