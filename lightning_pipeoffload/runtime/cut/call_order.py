@@ -55,9 +55,16 @@ class CallOrder:
         """The least position that is still to be called, before each call and behind all."""
         return [*accumulate((self.num_blocks, *reversed(self.blocks)), min)][::-1]
 
-    def calls_of(self, block: int) -> list[int]:
+    @cached_property
+    def _calls_of(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {block: [] for block in range(self.num_blocks)}
+        for call, block in enumerate(self.blocks):
+            found[block].append(call)
+        return found
+
+    def calls_of(self, block: int) -> Sequence[int]:
         """Return the calls of a block."""
-        return [call for call, called in enumerate(self.blocks) if called == block]
+        return self._calls_of[block]
 
     def hands_on(self, call: int) -> bool:
         """Return whether a call's output is for later positions: another block is called next."""
