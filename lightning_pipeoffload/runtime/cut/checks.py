@@ -44,6 +44,11 @@ def loss_in(result: Any) -> Tensor:
 # While the step is traced
 
 
+def needs_all_blocks(chain: BlockChain) -> str:
+    """Return what a step has to do, for errors."""
+    return f"a pipeline needs all entries of {chain.name} called, for the first time in their order"
+
+
 class CallsError(ValueError):
     """The step does not call the blocks of the chain in an order in which it can be cut."""
 
@@ -77,8 +82,7 @@ class CallChecks:
         what = f"before {self._chain.block_name(expected)}" if is_before else "again"
         raise (CallsError if is_before else RepeatedCallError)(
             f"the step calls {self._chain.block_name(index)} {what}"
-            f"{in_brackets(calling_line())}; a pipeline needs each entry of {self._chain.name} "
-            f"called once and in order"
+            f"{in_brackets(calling_line())}; {needs_all_blocks(self._chain)}"
         )
 
     def _check_function(self, index: int) -> None:
@@ -106,8 +110,8 @@ class CallChecks:
         missing = self._calls.blocks[num_calls:]
         if missing:
             raise CallsError(
-                f"the step does not call {self._chain.block_name(missing[0])}; a pipeline needs "
-                f"each entry of {self._chain.name} called once and in order"
+                f"the step does not call {self._chain.block_name(missing[0])}; "
+                f"{needs_all_blocks(self._chain)}"
             )
 
     @property

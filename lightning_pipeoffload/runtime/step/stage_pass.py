@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
-from lightning_pipeoffload.runtime.cut.checks import loss_in
+from lightning_pipeoffload.runtime.cut.checks import loss_in, needs_all_blocks
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
@@ -453,8 +453,8 @@ class StagePass:
         raise ValueError(
             f"the step returned before it called "
             f"{self._context.chain.block_name(self._known.calls[self._known.exit])}, but called it "
-            f"for another batch of this shape; a pipeline needs each entry of "
-            f"{self._context.chain.name} called once and in order, in every step"
+            f"for another batch of this shape; {needs_all_blocks(self._context.chain)}, in every "
+            f"step"
         )
 
     def _explain(self, error: ValueNeededError) -> str:

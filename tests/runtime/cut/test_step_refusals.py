@@ -80,7 +80,7 @@ def functional_gradient(m, x):
     return loss_of(m, through(m.blocks, x))
 
 
-ONCE = "a pipeline needs each entry of blocks called once and in order"
+IN_TURN = "a pipeline needs all entries of blocks called, for the first time in their order"
 REENTRANT = "which makes its graph in the backward: write checkpoint(..., use_reentrant=False)"
 THROUGH = f"{inspect.getsourcefile(through)}:{inspect.getsourcelines(through)[1] + 2}"
 COMPUTED = (
@@ -91,7 +91,7 @@ OTHERS = '; it could be cut with blocks=["blocks.1", "blocks.2", "blocks.3"]'
 IN_ORDER = '; it could be cut with blocks=["blocks.0", "blocks.2", "blocks.1", "blocks.3"]'
 CALLS = {
     block_twice: f"the step calls blocks.0 again {{line}} with what blocks.1 {COMPUTED}{OTHERS}",
-    out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {ONCE}{IN_ORDER}",
+    out_of_order: f"the step calls blocks.2 before blocks.1 {{line}}; {IN_TURN}{IN_ORDER}",
     two_in_a_checkpoint: (
         "the step checkpoints blocks.1 and blocks.2 together {line}; a stage can only compute its "
         'own blocks again, so checkpoint each by itself, or leave it to recompute="full"'
@@ -343,7 +343,7 @@ def bare_except(m, x):
     [
         (
             one_missing,
-            f"the step does not call blocks.3; {ONCE}; it could be cut with "
+            f"the step does not call blocks.3; {IN_TURN}; it could be cut with "
             f'blocks=["blocks.0", "blocks.1", "blocks.2"]',
         ),
         (
