@@ -80,7 +80,7 @@ class TrialCuts:
     def order_of(self, chain: BlockChain) -> CallOrder:
         """Return the order in which the step calls the blocks of a chain."""
         notes = self._note_calls()
-        begun = [(c.begin, i) for i, name in enumerate(chain.names) for c in notes.of(name)]
+        begun = [(c.begin, i) for i, block in enumerate(chain.blocks) for c in notes.of(block)]
         return CallOrder(tuple(index for _, index in sorted(begun)), len(chain))
 
     def _note_calls(self) -> _CallNotes:
@@ -140,13 +140,13 @@ class _CallNotes:
         """All operations of the trace."""
         return self._trace.record.forward_flops[0]
 
-    def of(self, name: str) -> list[Call]:
-        """Return the calls of a module."""
-        return self._calls.get(name, [])
+    def of(self, part: nn.Module) -> list[Call]:
+        """Return the calls of a module, which may have several names."""
+        return self._calls.get(self._names[part], [])
 
     def of_once(self) -> dict[str, Call]:
         """Return the calls of modules that are called once."""
-        return {name: call for name, call in self.of_all().items() if len(self.of(name)) == 1}
+        return {name: call for name, call in self.of_all().items() if len(self._calls[name]) == 1}
 
     def of_all(self) -> dict[str, Call]:
         """Return the first call of each module, with the work of all its calls."""

@@ -145,6 +145,22 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     assert pipeline.ranks[0].costs.forward[0] == pytest.approx(3.5, rel=0.2)
 
 
+def test_blocks_that_have_other_names_too_may_be_called_again():
+    torch.manual_seed(1)
+    module, batch = Twice(two_views), torch.randn(8, 4).double()
+    blocks = module.blocks
+    del module.blocks
+    for index, block in enumerate(blocks):
+        module.add_module(f"layer{index}", block)
+    module.blocks = blocks
+    pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step, blocks="blocks")
+    found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients())
+    assert len(found.gradients) == len([*module.parameters()])
+    plain = train_plain(module, batch, 2)
+    gradients = {name: plain.gradients[name] for name in found.gradients}
+    assert_same(found, Outcome(plain.losses, gradients))
+
+
 def fed_back(m, x):
     return m.head(m.encode(m.encode(x))).mean()
 
