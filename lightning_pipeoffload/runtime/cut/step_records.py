@@ -91,6 +91,7 @@ class StepRecords:
         self._compared: set[Any] = set()
         self._written_long: set[Attribute] = set()
         self.generators = Generators(module)
+        self._orders: dict[Any, CallOrder] = {}  # of kinds of steps that call blocks again
         self._sized_in: dict[Any, tuple[int, CallOrder]] = {}
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
         self.known: OrderedDict[Any, StepRecord] = OrderedDict()
@@ -132,7 +133,7 @@ class StepRecords:
             return self.known[key, sizes]
         record = self._trace_classes(shapes, trial)
         if record is None:
-            record = self._trace(trial, is_first=shapes[:2] not in self._compared)
+            record = self._trace(shapes[:2], trial)
             if self._derives and record.sized_in is None:
                 wholes = self._whole.setdefault(_without_samples(shapes), {})
                 wholes[record.flags.answers] = record
@@ -227,14 +228,20 @@ class StepRecords:
         """Return whether the parameter with these names gets a gradient in every training step."""
         return not self.always_trained.isdisjoint(names)
 
-    def _trace(self, call: _Trial, is_first: bool) -> StepRecord:
+    def _trace(self, kind: Any, call: _Trial) -> StepRecord:
+        is_first = kind not in self._compared
+        if kind in self._orders:
+            with suppress(Exception):  # of a step that calls its blocks in another order now
+                return self._trace_in_order(call, is_first, self._orders[kind])
         try:
             return self._trace_in_order(call, is_first, CallOrder.of_once(len(self._chain)))
         except RepeatedCallError:
             calls = self._trial_cuts(call).order_of(self._chain)
             if calls.is_once or not calls.can_be_cut:
                 raise
-        return self._trace_in_order(call, is_first, calls)
+        record = self._trace_in_order(call, is_first, calls)
+        self._orders[kind] = calls
+        return record
 
     def _trace_in_order(self, call: _Trial, is_first: bool, calls: CallOrder) -> StepRecord:
         """Trace with made-up flags True in blocks and False behind them.

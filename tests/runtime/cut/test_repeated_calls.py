@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
 from tests.support.comparison import train_plain
@@ -159,6 +160,25 @@ def test_blocks_that_have_other_names_too_may_be_called_again():
     plain = train_plain(module, batch, 2)
     gradients = {name: plain.gradients[name] for name in found.gradients}
     assert_same(found, Outcome(plain.losses, gradients))
+
+
+def test_a_further_shape_is_traced_once(monkeypatch):
+    traced, trace = [], StepTrace.trace
+
+    def note(self, run):
+        traced.append(self.record.calls.blocks)
+        return trace(self, run)
+
+    monkeypatch.setattr(StepTrace, "trace", note)
+    steps = two_views, lambda m, x: two_views(m, x) if len(x) > 2 else m.encode(x).mean()
+    twice, once = (*range(6), *range(6)), (*range(6),)
+    expected = [twice], [twice, once]  # the second step calls them once in a smaller microbatch
+    for step, further in zip(steps, expected, strict=True):
+        pipeline = InProcessPipeline(Twice(step), build("1f1b", 1, 2), call_step, blocks="blocks")
+        pipeline.run(torch.randn(8, 4).double(), 4)
+        traced.clear()
+        pipeline.run(torch.randn(4, 4).double(), 2)
+        assert traced == further
 
 
 def fed_back(m, x):
