@@ -355,7 +355,9 @@ class ValueTrace(CallCounter):
             self._refuse_later(tensor)
 
     def _refuse_later(self, tensor: Any) -> NoReturn:
-        later = max(block for block in self._lines if block < tensor.source.position)
+        called = [block for block in self._lines if block <= tensor.source.position]
+        behind = [b for b in called if self._chain.output_origins(b) <= tensor.origins]
+        later = max(behind or called)
         raise CallsError(
             f"the step calls {self._chain.block_name(self._block)} again"
             f"{in_brackets(calling_line())} with what {self._chain.block_name(later)} has computed"

@@ -189,6 +189,12 @@ def another_order(m, x):
     return (m.encode(x) * through(m.blocks[::-1], m.embed(x))).mean()
 
 
+def back_and_forth(m, x):
+    x = m.blocks[1](m.blocks[0](m.embed(x)))
+    y = m.blocks[1](x)
+    return m.head(through([m.blocks[0], *m.blocks[2:]], x) + y).mean()
+
+
 def decided_by_values(m, x):
     a = m.encode(x)
     return (m.encode(-x) if a.sum() > 0 else a).mean()
@@ -203,6 +209,7 @@ def written_in_place(m, x):
 REFUSED = {
     fed_back: r"calls blocks\.0 again \(.*with what blocks\.5 has computed \(.*; in a pipeline",
     another_order: r"calls blocks\.4 again \(.*with what blocks\.5 has computed",
+    back_and_forth: r"calls blocks\.0 again \(.*with what blocks\.1 has computed",
     decided_by_values: r"blocks\.0 \(.*, and called no more blocks when it ran without values",
     written_in_place: r"writes in place \(.*skip \+= .* and calls blocks\.0 again",
 }
