@@ -10,6 +10,7 @@ weights of a skipped block, is that of the whole trace, with which all else has 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -146,9 +147,11 @@ class AlikeBlocks:
                     record.trained.add(name)
         for block in skipped & whole.recompute_obstacles.keys():
             record.recompute_obstacles[block] = whole.recompute_obstacles[block]
-        if record.structure != whole.structure or not _cross_alike(record, whole):
+        expected = copy(whole)
+        expected.result_counts = record.result_counts  # there may be other numbers of samples
+        if record.structure != expected.structure or not _cross_alike(record, whole):
             return None
-        completed = whole.with_sized(record.sized)
+        completed = expected.with_sized(record.sized)
         completed.is_derived, completed.is_short, completed.pairs = False, True, record.pairs
         return completed
 

@@ -169,6 +169,21 @@ def test_a_block_stands_for_its_class_at_further_shapes(name):
     assert any(record.is_short for record in found)
 
 
+def rows(module, batch):
+    x = module.embed(batch["x"])
+    for block in module.blocks:
+        x = block(x)
+    return x
+
+
+def test_results_with_a_row_for_each_sample_may_have_other_numbers_of_them():
+    parts = [{k: v[:size] for k, v in batch_of(5).items()} for size in (4, 2, 3)]
+    with torch.no_grad():
+        found = traced(module_of(rows), parts)
+    assert [record.result_counts for record in found] == [{4}, {2}, {3}]
+    assert [record.is_short for record in found] == [False, True, True]
+
+
 def special(module, batch):
     x = module.embed(batch["x"])
     for block in module.blocks:
