@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -17,6 +18,11 @@ CACHES = pytest.StashKey()
 def pytest_configure(config):
     """Keep the plans and choices of other sessions out of this one's, and the other way round."""
     config.stash[CACHES] = begin_session()
+
+
+def pytest_collection_finish():
+    """Leave what is imported out of Python's collections: one follows each fit in this process."""
+    gc.freeze()
 
 
 def pytest_unconfigure(config):
