@@ -12,6 +12,7 @@ a rank is lost. It forwards an interrupt; the ranks end by themselves when it is
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -216,9 +217,11 @@ class ForkingLauncher(JointLauncher):
         return _Rank(process, report, tensors)
 
     def _run_rank(self, call: _Call, rank: int, report: IO[bytes], tensors: IO[bytes]) -> None:
+        # What the interpreter has may need its threads to end, which are not forked.
+        gc.freeze()  # circles that are garbage stay too
+        ProcessGroups.leave_to_parent()
         self._is_rank = True
         self.started.clear()  # what the interpreter has started is no child of this process
-        ProcessGroups.leave_to_parent()
         os.setpgid(0, 0)  # an interrupt comes from the interpreter, and once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _close_listening_sockets()

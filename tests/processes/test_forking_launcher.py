@@ -1,5 +1,6 @@
 """Ranks that an interpreter forks: what comes back to it, and how they end."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -261,6 +262,29 @@ def test_a_rank_closes_ports_that_a_restarted_kernel_binds_again():
 
         with pytest.raises(RuntimeError, match="0 ports"):
             make_trainer().fit(Failing(find), make_loader())
+
+
+def test_a_rank_frees_nothing_that_is_garbage_in_the_interpreter():
+    freed = []
+
+    class Circle:  # such as an ended trainer, whose process groups have threads
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            freed.append(self)
+
+    def collect(rank):
+        gc.collect()
+        raise RuntimeError(f"freed: {len(freed)}")
+
+    gc.disable()
+    try:
+        Circle()
+        with pytest.raises(RuntimeError, match="freed: 0"):
+            make_trainer().fit(Failing(collect), make_loader())
+    finally:
+        gc.enable()
 
 
 SCRIPT = """\
