@@ -1,14 +1,20 @@
 """A checkpoint's file is written and read one tensor at a time."""
 
 import os
+import pickle
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO
-from lightning_pipeoffload.checkpoints.saved_values import LateTensor
+from lightning_pipeoffload.checkpoints.saved_values import (
+    LateTensor,
+    described_shapes,
+    shapes_of,
+)
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16)
@@ -32,6 +38,14 @@ def test_what_comes_late_is_loaded_as_any_other_tensor(dtype, shape, tmp_path):
     stored = MovingCheckpointIO().load_checkpoint(tmp_path / "file.ckpt")["state_dict"]["there"]
     assert isinstance(stored, StoredTensor)
     assert raw(stored.value()) == raw(value)
+
+
+def test_shapes_that_are_sent_are_those_of_all_entries():
+    inner = OrderedDict(a=torch.ones(2, 3).t(), b=[torch.ones(1), 2.0], c=None)
+    entries = {"weight": nn.Parameter(torch.ones(4)), "states": {0: {"extra": inner}}}
+    sent = pickle.loads(pickle.dumps(described_shapes(entries, 1)))
+    assert repr(sent) == repr(shapes_of(entries, 1))
+    assert sent["states"][0]["extra"]["a"].stride() == inner["a"].stride()
 
 
 @pytest.fixture
