@@ -45,6 +45,7 @@ class BatchCutter:
         self._training_sizes: set[int] = set()
         self._packed: dict[bool, bool] = {}  # of training, of evaluations
         self._structures: dict[str, BatchStructure] = {}
+        self._traced: set[str] = set()  # kinds of step
         self.first_batch: dict[str, Any] = {"lists": {}}
 
     @property
@@ -151,7 +152,8 @@ class BatchCutter:
         if parts is not None:
             parts.check_filled()
         given = cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
-        is_first = not self._pipeline.committed
+        is_first = inputs.kind not in self._traced
+        self._traced.add(inputs.kind)
         with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
             slices = self._pipeline.trace_parts(*given)
         blocks = self._pipeline.called_blocks

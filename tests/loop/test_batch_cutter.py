@@ -1,5 +1,7 @@
 """Batches of lists, and batches that ``make_microbatches`` cuts, beside one device."""
 
+from contextlib import nullcontext
+
 import lightning as L
 import pytest
 import torch
@@ -7,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pipeoffload.planning.report import Progress
 from tests.support import fits
 from tests.support.pairs import slow
 
@@ -144,6 +147,15 @@ def test_called_blocks_are_saved_with_a_fit_whose_batches_the_user_cuts(tmp_path
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     found = torch.load(tmp_path / "a.ckpt")["pipeoffload_first_batch"]["blocks"]
     assert found == [f"{level}.{number}" for level in ("first", "second") for number in range(3)]
+
+
+def test_only_the_first_batch_of_a_kind_of_step_starts_a_timer(monkeypatch):
+    timed = []
+    monkeypatch.setattr(Progress, "during", lambda _, text: timed.append(text) or nullcontext())
+    loader = DataLoader(range(NUM), 8, collate_fn=Detector.collate)
+    trainer = fits.trainer(1)
+    trainer.validate(Detector(), loader, verbose=False)
+    assert timed == ["tracing"]
 
 
 @pytest.mark.parametrize(
