@@ -38,7 +38,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from math import ceil
@@ -91,10 +91,7 @@ class FailureBoard:
         world_size: The world size of the run.
         launched: The other processes of this machine.
         timeout: The longest time without an answer of global rank 0, which hosts the store.
-
     """
-
-    _added_polls: Sequence[Callable[[Store], str | None]] = ()
 
     def __init__(
         self,
@@ -105,6 +102,7 @@ class FailureBoard:
     ) -> None:
         self._store: Store | None = None
         self._describe_rank: Callable[[int], str] = lambda global_rank: ""
+        self._added_polls: tuple[Callable[[Store], str | None], ...] = ()
         self._global_rank = global_rank
         self._name = f"global rank {global_rank}"
         self._world_size = world_size
@@ -122,14 +120,15 @@ class FailureBoard:
 
     # Called by the main thread
 
-    def connect(self, store: Store, describe_rank: Callable[[int], str] = lambda rank: "") -> None:
+    def connect(self, store: Store, describe_rank: Callable[[int], str] | None = None) -> None:
         """Use ``store`` from now on, a connection that no other code uses.
 
         Args:
             store: The store.
-            describe_rank: Returns the replica and stages of a global rank, or "".
+            describe_rank: Returns the replica and stages of a global rank, or ""; None: always "".
         """
-        self._describe_rank, self._store = describe_rank, store
+        self._describe_rank = describe_rank or self._describe_rank
+        self._store = store
         if self._global_rank != 0:
             threading.Thread(target=self._guard, name="failure-guard", daemon=True).start()
 

@@ -80,11 +80,8 @@ class Processes:
                 self.group.global_ranks,
                 min(self._timeout or _PATIENCE, _PATIENCE),
             )
-        store = connect_store(run, "board", self._timeout)
-        if self.group is None:
-            self.board.connect(store)
-        else:
-            self.board.connect(store, self.group.describe_rank)
+        describe_rank = None if self.group is None else self.group.describe_rank
+        self.board.connect(connect_store(run, "board", self._timeout), describe_rank)
 
     def pop_board(self) -> FailureBoard | None:
         """Return the board to the rank that has failed, which reports it; the run has none then."""
