@@ -261,7 +261,13 @@ def _copy(value: Any, known: dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         trains = value.requires_grad and value.is_leaf
         is_weight = isinstance(value, nn.Parameter)
-        return value if is_weight else value.detach().clone().requires_grad_(trains)
+        if is_weight:
+            return value
+        with torch._C.DisableTorchFunction():  # private: this is no call of the step's
+            copied = value.detach().clone().requires_grad_(trains)
+        if type(value) is Tensor:  # attributes of a tensor too, such as whether it is the model's
+            copied.__dict__.update(value.__dict__)
+        return copied
     if isinstance(value, np.ndarray):
         return value.copy() if value.nbytes <= _LARGEST else value
     if depth == 0 or callable(value):

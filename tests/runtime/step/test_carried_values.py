@@ -400,6 +400,17 @@ def test_constants_may_be_kept_from_call_to_call():
     train_beside(module_of(with_a_table), "zb_v", 2, [torch.randn(8, 4).double()] * 2)
 
 
+def behind_a_norm_that_counts(m, x):
+    first = x = m.embed(m.norm(x))
+    return loss_of(m, through(m.blocks, x) + first)
+
+
+def test_a_buffer_that_another_stage_of_the_rank_writes():
+    module = module_of(behind_a_norm_that_counts)
+    module.norm = nn.BatchNorm1d(4).double()
+    train_beside(module, "zb_v", 2, [torch.randn(8, 4).double()] * 2)
+
+
 # In an evaluation
 
 
