@@ -249,6 +249,7 @@ class StepTrace:
             stack.enter_context(without_collection())
             stack.enter_context(forked_randomness())
             stack.enter_context(_same_grad_mode())
+            stack.enter_context(_without_cached_casts())
             stack.enter_context(self._kernels.in_use(self._note_kernel))
             stack.enter_context(Generators(module).kept())
             written = stack.enter_context(unchanged(module))
@@ -543,6 +544,17 @@ def _same_grad_mode() -> Iterator[None]:
     is_enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
         yield
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Cast a weight at each use, as each stage does: a cast is no value that crosses a cut."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:

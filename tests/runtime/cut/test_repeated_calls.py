@@ -162,6 +162,23 @@ def test_blocks_that_have_other_names_too_may_be_called_again():
     assert_same(found, Outcome(plain.losses, gradients))
 
 
+def own_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):  # which casts each weight once
+        a, b = m.head(m.encode(x)), m.head(m.encode(-x))
+    return (a.float() * b.float()).mean()
+
+
+def test_a_step_with_an_autocast_of_its_own_may_call_blocks_again():
+    torch.manual_seed(1)
+    module, batch = Twice(own_autocast).float(), torch.randn(8, 4)
+    found = []
+    for plan in (("1f1b", 1), ("zb_h1", 2)):
+        pipeline = InProcessPipeline(module, build(*plan, 4), call_step, blocks="blocks")
+        found.append(Outcome(pipeline.run(batch, 2), pipeline.named_gradients()))
+    assert_same(found[1], found[0], 0)
+    assert_same(found[1], train_plain(module, batch, 2), 2**-8)  # both views' sum is in bfloat16
+
+
 def test_a_further_shape_is_traced_once(monkeypatch):
     traced, trace = [], StepTrace.trace
 
