@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.checks import RepeatedCallError
+from lightning_pipeoffload.runtime.cut.checks import CallsError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
@@ -231,7 +231,7 @@ class StepRecords:
     def _trace(self, kind: Any, call: _Trial) -> StepRecord:
         is_first = kind not in self._compared
         if kind in self._orders:
-            with suppress(Exception):  # of a step that calls its blocks in another order now
+            with suppress(CallsError):  # the step calls its blocks in another order now
                 return self._trace_in_order(call, is_first, self._orders[kind])
         try:
             return self._trace_in_order(call, is_first, CallOrder.of_once(len(self._chain)))
