@@ -32,6 +32,7 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     ScheduleError,
+    Slices,
     as_it_runs,
     check_name,
     estimated_copy_ratio,
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 _COSTS = tuple(field.name for field in fields(Costs))
+_SLICES = tuple(field.name for field in fields(Slices))
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
 _OF_THE_MACHINE = ("communication", "copy_lanes")
 _OF_A_WHOLE_STEP = ("reduce", "step")
@@ -473,7 +475,10 @@ def _costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
 
 def _costs(config: DictConfig) -> Costs:
     """Return the costs, those of copies by the paper's formula where a layer is described."""
-    costs = Costs(**mapping(config, "costs", _COSTS))
+    given = {**mapping(config, "costs", _COSTS)}
+    if given.get("slices") is not None:
+        given["slices"] = Slices(**mapping(config.costs, "slices", _SLICES))
+    costs = Costs(**given)
     if config.costs_file is not None:
         costs = _read_costs(str(config.costs_file))
     layer = mapping(config, "layer", _LAYER)
@@ -505,7 +510,7 @@ def write_costs(path: str, costs: Costs, num_ranks: int, num_stages: int) -> Non
     Raises:
         ScheduleError: It cannot be written.
     """
-    omitted = (*_OF_THE_MACHINE, *_OF_A_WHOLE_STEP)
+    omitted = (*_OF_THE_MACHINE, *_OF_A_WHOLE_STEP, "slices")
     names = [field.name for field in fields(Costs) if field.name not in omitted]
     mean = {name: sum(costs.per_stage(name, num_stages)) / num_ranks for name in names}
     latency = max(costs.per_stage("communication", num_stages))

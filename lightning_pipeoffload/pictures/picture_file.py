@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +44,10 @@ def to_measured_trace(measured: MeasuredStep, planned: Timeline, costs: Costs) -
     def above(rank: int) -> int:
         return 2 * rank
 
-    entries = _entries(measured.timeline, measured.curves, "rank {} measured", above)
-    entries += [_complete(event, 0, above(event.rank)) for event in measured.beginnings]
+    count = planned.num_sequence_slices
+    timeline = replace(measured.timeline, num_sequence_slices=count)
+    entries = _entries(timeline, measured.curves, "rank {} measured", above)
+    entries += [_complete(event, 0, above(event.rank), count) for event in measured.beginnings]
     entries += [_waiting(wait, above(wait.rank)) for wait in measured.waits]
     curves = memory_curves(planned, costs)
     entries += _entries(planned, curves, "rank {} planned", lambda rank: 2 * rank + 1)
@@ -62,9 +64,10 @@ def _entries(
     lanes = dict.fromkeys((COMPUTE_LANE, *(event.lane for event in timeline.events)))
     threads = {lane: number for number, lane in enumerate(lanes)}
     ranks = [(rank, process_of(rank)) for rank in range(timeline.num_ranks)]
+    events, count = timeline.events, timeline.num_sequence_slices
     return [
         *(entry for rank, pid in ranks for entry in _names(name.format(rank), pid, threads)),
-        *(_complete(e, threads[e.lane], process_of(e.rank)) for e in timeline.events),
+        *(_complete(e, threads[e.lane], process_of(e.rank), count) for e in events),
         *(entry for rank, pid in ranks for entry in _counters(curves[rank], pid)),
     ]
 
@@ -85,9 +88,11 @@ def _name(what: str, name: str, **where: int) -> dict[str, Any]:
     return {"name": what, "ph": "M", **where, "args": {"name": name}}
 
 
-def _complete(event: Event, thread: int, pid: int) -> dict[str, Any]:
+def _complete(event: Event, thread: int, pid: int, num_slices: int) -> dict[str, Any]:
     action = event.action
-    args = {"stage": action.stage, "microbatch": action.microbatch}
+    args = {"stage": action.stage, "microbatch": action.microbatch // num_slices}
+    if num_slices > 1:
+        args["slice"] = action.microbatch % num_slices
     return _span(str(action), action.kind.value, event.start, event.end, args) | {
         "pid": pid,
         "tid": thread,
@@ -202,10 +207,14 @@ def parse_window(
 def _around(timelines: Sequence[Timeline], microbatches: str) -> Window:
     numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", microbatches.strip())
     first, last = (int(n or numbers[1]) for n in numbers.groups()) if numbers else (1, 0)
-    all_events = [event for timeline in timelines for event in timeline.events]
-    events = [event for event in all_events if first <= event.action.microbatch <= last]
+    numbered = [
+        (event.action.microbatch // timeline.num_sequence_slices, event)
+        for timeline in timelines
+        for event in timeline.events
+    ]
+    events = [event for number, event in numbered if first <= number <= last]
     if not events:
-        most = max(event.action.microbatch for event in all_events)
+        most = max(number for number, _ in numbered)
         raise ScheduleError(
             f"picture.microbatches ({microbatches}) must be some of the plan's, as in 0-{most}"
         )

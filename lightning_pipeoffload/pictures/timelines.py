@@ -176,8 +176,9 @@ def draw_measured(
 
     ``titles`` are the lines above the two; ``planned`` is simulated for costs in seconds and bytes.
     """
+    timeline = replace(measured.timeline, num_sequence_slices=planned.num_sequence_slices)
     above = TimelinePanel(
-        _in_milliseconds(measured.timeline),
+        _in_milliseconds(timeline),
         _in_mebibytes(measured.curves),
         titles[0],
         [_later(event) for event in measured.beginnings],
@@ -241,7 +242,7 @@ class _Panel:
                 self._label(event)
 
     def _label(self, event: Event) -> None:
-        text = str(event.action.microbatch)
+        text = self._panel.timeline.number_of(event.action)
         size = min(_DIGIT, (event.end - event.start) * self._scale / (0.9 * len(text)))
         if size >= _LEAST_DIGIT:
             number, count = self._chunks[event.action.stage]
@@ -298,7 +299,9 @@ def _legend_entries(panels: Sequence[TimelinePanel]) -> list[tuple[list[str], st
     ]
     if any(panel.waits for panel in panels):
         entries.append(([_WAIT], "waits for another rank"))
-    entries.append(([_IDLE], "idle; digits are microbatches"))
+    has_slices = any(panel.timeline.num_sequence_slices > 1 for panel in panels)
+    digits = "microbatch.slice" if has_slices else "microbatches"
+    entries.append(([_IDLE], f"idle; digits are {digits}"))
     if count > 1:
         entries.append(([], f"dark to light: chunks 0 to {count - 1} of a rank"))
     return entries

@@ -45,6 +45,7 @@ from .simulation.memory import (
     peak_message_memory,
 )
 from .simulation.simulate import period_bubble, simulate, simulate_steps, steady_period
+from .slices import Slices, cut_positions
 from .text import draw
 from .timeline import Event, Timeline
 from .validate import validate
@@ -68,6 +69,7 @@ __all__ = [
     "Recipe",
     "Schedule",
     "ScheduleError",
+    "Slices",
     "Tail",
     "Timeline",
     "accept",
@@ -77,6 +79,7 @@ __all__ = [
     "build",
     "check_name",
     "copy_ratios",
+    "cut_positions",
     "draw",
     "estimated_copy_ratio",
     "expected_during",

@@ -142,7 +142,8 @@ def options(
         for way in recompute
         for head in heads
         for count in counts
-        for name in FAMILIES
+        for name, recipe in FAMILIES.items()
+        if not recipe.can_slice
         for chunks in _chunk_counts(name, most_chunks, num_chunks)
     ]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 
 from .actions import Kind, ScheduleError
+from .slices import PerStage, Slices, of_every_stage
 
 __all__ = [
     "Costs",
@@ -23,8 +24,6 @@ __all__ = [
     "layer_flops",
     "with_copy_ratio",
 ]
-
-PerStage = float | Sequence[float]
 
 _LEAST, _MOST = 1e-100, 1e100
 
@@ -55,6 +54,8 @@ class Costs:
             W's in a plan with STEP; otherwise they follow the rank's last action.
         copy_lanes: The number of copies that a device makes at a time: 1 if both directions share a
             lane, 2 if each has its own.
+        slices: How they divide among slices of the sequence, where a schedule has such; None: all
+            slices are equal.
     """
 
     forward: PerStage
@@ -69,12 +70,15 @@ class Costs:
     reduce: PerStage = 0.0
     step: PerStage = 0.0
     copy_lanes: int = 1
+    slices: Slices | None = None
 
     def __post_init__(self) -> None:
         if self.weight_residue is None:
             object.__setattr__(self, "weight_residue", self.activation)
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "slices":
+                continue
             if isinstance(value, Sequence):
                 object.__setattr__(self, field.name, tuple(value))
             _check_cost(field.name, value)
@@ -95,15 +99,21 @@ class Costs:
         Raises:
             ScheduleError: The cost is a sequence of another length.
         """
-        value = getattr(self, name)
-        if not isinstance(value, tuple):
-            return (float(value),) * num_stages
-        if len(value) != num_stages:
-            raise ScheduleError(
-                f"costs.{name} has {len(value)} values, and the schedule {num_stages} stages; "
-                f"give one number, or {num_stages}"
-            )
-        return value
+        return of_every_stage(name, getattr(self, name), num_stages)
+
+    def per_unit(self, name: str, num_stages: int, num_slices: int) -> Sequence[float]:
+        """Return a cost for every slice of every stage: all slices of a stage, then of the next.
+
+        Raises:
+            ScheduleError: As by :meth:`per_stage`, or there are sizes of another number of slices.
+        """
+        return self.divided(name, self.per_stage(name, num_stages), num_slices)
+
+    def divided(self, name: str, whole: Sequence[float], num_slices: int) -> Sequence[float]:
+        """Return the same of costs of whole microbatches, ``whole``, one for each stage."""
+        if num_slices == 1:
+            return whole
+        return (self.slices or Slices()).divide(name, whole, num_slices)
 
     def compute(self, num_stages: int) -> dict[Kind, tuple[float, ...]]:
         """Return the seconds of F, B and W of every stage."""

@@ -13,6 +13,7 @@ from typing import Any
 from .actions import MemoryLimitError, ScheduleError
 from .builders.classic import gpipe, interleaved_1f1b, late_weight_gradients, one_f_one_b
 from .builders.grouped import grouped, offloaded, repeated
+from .builders.sliced import seq_1f1b, seq_zb
 from .builders.v_shape import one_f_one_b_v, v, v_half, v_min
 from .builders.zb import zb, zb_in_activations
 from .builders.zb_v import zb_v
@@ -22,7 +23,15 @@ from .search.problem import ROUNDING
 from .simulation.memory import peak_memory
 from .validate import validate
 
-__all__ = ["FAMILIES", "Recipe", "accept", "build_by", "check_limit", "check_sizes"]
+__all__ = [
+    "FAMILIES",
+    "Recipe",
+    "accept",
+    "build_by",
+    "check_limit",
+    "check_sizes",
+    "check_slices",
+]
 
 
 log = logging.getLogger(__name__)
@@ -66,6 +75,11 @@ class Recipe:
         """Whether the builder adapts the order to the memory limit."""
         return "memory_limit" in self.options
 
+    @property
+    def can_slice(self) -> bool:
+        """Whether the builder runs slices of sequences, in a number that is given."""
+        return "num_sequence_slices" in self.options
+
 
 def build_by(
     recipe: Recipe,
@@ -93,6 +107,10 @@ def build_by(
     num_ranks, num_microbatches, num_chunks = sizes
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     num_chunks = _checked_chunks(name, recipe, num_chunks)
+    num_slices = options.pop("num_sequence_slices", 1)
+    check_slices(name, recipe, num_slices)
+    if num_slices > 1:
+        options["num_sequence_slices"] = num_slices
     for option in options:
         if option not in recipe.options:
             takes = ", ".join(recipe.options) or "no options"
@@ -178,6 +196,21 @@ def _checked_chunks(name: str, recipe: Recipe, num_chunks: int | None) -> int:
     )
 
 
+def check_slices(name: str, recipe: Recipe, num_sequence_slices: Any) -> None:
+    """Check a number of slices of sequences for a schedule.
+
+    Raises:
+        ScheduleError: It is no positive integer, or the schedule runs whole sequences only.
+    """
+    check_sizes(num_sequence_slices=num_sequence_slices)
+    if num_sequence_slices > 1 and not recipe.can_slice:
+        can = ", ".join(other for other, each in FAMILIES.items() if each.can_slice)
+        raise ScheduleError(
+            f"num_sequence_slices ({num_sequence_slices}) must be 1 for {name}, which runs whole "
+            f"sequences; use that, or schedule={can}"
+        )
+
+
 def check_limit(memory_limit: Any) -> None:
     """Check the type of a memory limit.
 
@@ -222,4 +255,6 @@ FAMILIES = {
     "uniform": Recipe(repeated, 2, None, given={"group": "one"}),
     "po_h": Recipe(offloaded, 2, None, given={"amount": "half"}, order="uniform"),
     "po_f": Recipe(offloaded, 2, None, given={"amount": "full"}, order="uniform"),
+    "seq_1f1b": Recipe(seq_1f1b),
+    "seq_zb": Recipe(seq_zb),
 }

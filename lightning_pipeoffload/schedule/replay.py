@@ -17,7 +17,7 @@ from .actions import RECVS, Action, Kind, ScheduleError
 from .messages import recv_before, send_of
 from .schedule import Schedule
 
-__all__ = ["Replay", "grid_around", "replay", "replay_numbers"]
+__all__ = ["Replay", "grid_around", "operations_of", "replay", "replay_numbers"]
 
 
 @dataclass
@@ -125,33 +125,50 @@ def replay_numbers(
 _KINDS = tuple(Kind)
 
 
+def operations_of(schedule: Schedule) -> list[tuple[Kind, int, int]]:
+    """Return the operations of a schedule's replay: by kind, then by stage, then by slice."""
+    stages, slices = range(schedule.num_stages), range(schedule.num_sequence_slices)
+    return [(kind, stage, part) for kind in _KINDS for stage in stages for part in slices]
+
+
 def replay(schedule: Schedule) -> Replay:
-    """Sort a schedule's actions topologically; operations are ordered by kind, then by stage.
+    """Sort a schedule's actions topologically; for its operations see :func:`operations_of`.
 
     Raises:
         ScheduleError: There is no such order, because ranks wait for each other.
     """
-    num_stages, count = schedule.num_stages, schedule.num_microbatches
-    operations = [(kind, stage) for kind in _KINDS for stage in range(num_stages)]
+    count, num_slices = schedule.num_microbatches, schedule.num_sequence_slices
+    operations = operations_of(schedule)
     number = {operation: n * count for n, operation in enumerate(operations)}
-    first = {kind: number[kind, 0] for kind in _KINDS}
+    first = {kind: number[kind, 0, 0] for kind in _KINDS}
     waits, results = [0] * len(operations), [0] * len(operations)
-    for n, (kind, stage) in enumerate(operations):
+    for n, (kind, stage, part) in enumerate(operations):
         if kind in schedule.kinds:
-            awaited = _awaited_by(schedule, Action(kind, stage, 0))
-            if awaited and awaited[:2] in number:
-                waits[n] = number[awaited[:2]] - n * count
+            awaited = _awaited_by(schedule, Action(kind, stage, part))
+            if awaited and awaited in number:
+                waits[n] = number[awaited] - n * count
             if kind is Kind.BW:  # an action that waits for B waits for BW where B and W are one
                 results[n] = first[Kind.B] - first[Kind.BW]
-    ranks = [[first[kind] + s * count + m for kind, s, m in rank] for rank in schedule]
+    if num_slices == 1:
+        ranks = [[first[kind] + s * count + m for kind, s, m in rank] for rank in schedule]
+    else:
+        ranks = [
+            [number[kind, s, unit % num_slices] + unit // num_slices for kind, s, unit in rank]
+            for rank in schedule
+        ]
     found = replay_numbers(ranks, waits, results, count)
     if found.blocked:
         blocked = {
-            Action(*operations[number // count], number % count): ranks
+            _action_of(operations[number // count], number % count, num_slices): ranks
             for number, ranks in found.blocked.items()
         }
         raise _deadlock(schedule, blocked, found.places)
     return found
+
+
+def _action_of(operation: tuple[Kind, int, int], microbatch: int, num_slices: int) -> Action:
+    kind, stage, part = operation
+    return Action(kind, stage, microbatch * num_slices + part)
 
 
 def _awaited_by(schedule: Schedule, action: Action) -> Action | None:

@@ -35,30 +35,47 @@ class Schedule:
 
     Sizes and placement are derived from the actions, so that they cannot disagree.
 
+    Where a microbatch's sequences run slice by slice, an action's ``microbatch`` is a unit: slice k
+    of microbatch m is unit ``m * num_sequence_slices + k``.
+
     Attributes:
         actions: The actions of each rank, in the order in which it runs them.
         name: The name of the schedule in reports and errors.
+        num_sequence_slices: Slices of each microbatch along the sequence; 1: it runs as a whole.
     """
 
     actions: tuple[tuple[Action, ...], ...]
     name: str = field(default="custom", compare=False)
+    num_sequence_slices: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "actions", tuple(tuple(rank) for rank in self.actions))
+        if self.num_sequence_slices < 1:
+            raise ScheduleError(
+                f"num_sequence_slices ({self.num_sequence_slices}) must be a whole number from 1 "
+                f"on; 1 runs each sequence as a whole"
+            )
 
     @classmethod
-    def of(cls, actions: Iterable[Iterable[Action]], name: str = "custom") -> Schedule:
+    def of(
+        cls, actions: Iterable[Iterable[Action]], name: str = "custom", num_sequence_slices: int = 1
+    ) -> Schedule:
         """Make a schedule from any nesting of iterables, one for each rank."""
-        return cls(tuple(tuple(rank) for rank in actions), name)
+        return cls(tuple(tuple(rank) for rank in actions), name, num_sequence_slices)
 
     @classmethod
-    def parse(cls, text: str, name: str = "custom") -> Schedule:
+    def parse(cls, text: str, name: str = "custom", num_sequence_slices: int = 1) -> Schedule:
         """Read a schedule or a lowered plan as it prints, one line per rank; it is not validated.
 
         Raises:
             ScheduleError: A word is no action.
         """
-        return cls.of((map(Action.parse, rank.split()) for rank in text.splitlines()), name)
+        ranks = (map(Action.parse, rank.split()) for rank in text.splitlines())
+        return cls.of(ranks, name, num_sequence_slices)
+
+    def with_actions(self, actions: Iterable[Iterable[Action]]) -> Schedule:
+        """Return other actions under the same name, with as many slices of a sequence."""
+        return Schedule.of(actions, self.name, self.num_sequence_slices)
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
@@ -95,9 +112,15 @@ class Schedule:
         compute action before it, as in ``2F0 2OFFLOAD0``: torch reads a cell's first action only.
 
         Raises:
-            ScheduleError: The plan has transfers, which ``lower`` adds again, or a copy before all
-                compute actions.
+            ScheduleError: The plan has transfers, which ``lower`` adds again, a copy before all
+                compute actions, or slices of sequences, which torch does not have.
         """
+        if self.num_sequence_slices > 1:
+            raise ScheduleError(
+                f"schedule {self.name} has {self.num_sequence_slices} slices of each sequence, "
+                f"which torch's format cannot say; write str(schedule), which "
+                f"Schedule.parse(text, num_sequence_slices={self.num_sequence_slices}) reads"
+            )
         rows = [list(_cells(rank)) for rank in self]
         with open(path, "w", newline="") as file:
             csv.writer(file).writerows(rows)
@@ -112,9 +135,11 @@ class Schedule:
         return self.actions[rank]
 
     def __repr__(self) -> str:
+        count = self.num_sequence_slices
+        slices = f", num_sequence_slices={count}" if count > 1 else ""
         return (
             f"Schedule({self.name!r}, num_ranks={self.num_ranks}, num_stages={self.num_stages}, "
-            f"num_microbatches={self.num_microbatches})"
+            f"num_microbatches={self.num_microbatches}{slices})"
         )
 
     def __str__(self) -> str:
@@ -133,7 +158,13 @@ class Schedule:
     @cached_property
     def num_microbatches(self) -> int:
         """Number of microbatches of one step."""
-        return 1 + max((action.microbatch for rank in self for action in rank), default=-1)
+        highest = max((action.microbatch for rank in self for action in rank), default=-1)
+        return 1 + highest // self.num_sequence_slices
+
+    @property
+    def num_units(self) -> int:
+        """Number of slices of all microbatches of one step, which actions count by."""
+        return self.num_microbatches * self.num_sequence_slices
 
     @property
     def num_chunks(self) -> int:
@@ -266,6 +297,8 @@ def sums_alike(one: Schedule, other: Schedule, tied: Iterable[Collection[int]] =
         other: Another schedule of the same stages on the same ranks.
         tied: Stages that share a weight.
     """
+    if one.num_sequence_slices != other.num_sequence_slices:
+        return False
     if [_orders(rank) for rank in one] != [_orders(rank) for rank in other]:
         return False
     together = [set(stages) for stages in tied]

@@ -46,11 +46,13 @@ class Timeline:
         events: Every action that takes time or moves memory, in order on each rank and lane.
         peak_memory: The largest memory of each rank, in the unit of the costs.
         peak_host_memory: The same on the host; empty if it is not known.
+        num_sequence_slices: As of the schedule: the slices of a microbatch that actions count by.
     """
 
     events: tuple[Event, ...]
     peak_memory: tuple[float, ...]
     peak_host_memory: tuple[float, ...] = ()
+    num_sequence_slices: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -91,6 +93,12 @@ class Timeline:
         """
         span, busy = max(zip(self.span, self.busy, strict=True))
         return 1 - busy / span if span else 0.0
+
+    def number_of(self, action: Action) -> str:
+        """Return an action's microbatch, and behind a point its slice where it has several."""
+        count = self.num_sequence_slices
+        microbatch, part = divmod(action.microbatch, count)
+        return f"{microbatch}.{part}" if count > 1 else str(microbatch)
 
     def _events_on(self, lanes: Collection[str]) -> list[list[Event]]:
         by_rank: list[list[Event]] = [[] for _ in range(self.num_ranks)]

@@ -8,7 +8,7 @@ all other deadlocks.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -45,7 +45,8 @@ def validate(schedule: Schedule) -> None:
     every stage runs only F. An offloaded part is freed and reloaded, in this order, before the
     action that needs it. Every stage has one REDUCE or one STEP after its last gradients, or none
     has. Every message that is sent is received, in the same order on every directed edge. There is
-    no deadlock.
+    no deadlock. Of sequences in slices every stage runs a microbatch's F's in the order of the
+    slices, and its B's in reverse: a slice attends to earlier ones, whose gradients it adds to.
 
     Raises:
         ScheduleError: A rule is broken; the message names rank, action and rule, and marks the
@@ -53,6 +54,8 @@ def validate(schedule: Schedule) -> None:
     """
     _check_placement(schedule)
     _check_compute(schedule)
+    if schedule.num_sequence_slices > 1:
+        _check_slices(schedule)
     if any(KINDS[kind].follows for kind in schedule.kinds - _COMPUTED):
         _check_lives(schedule)
     if schedule.final_kind is not None:
@@ -97,23 +100,44 @@ def _check_placement(schedule: Schedule) -> None:
 
 def _check_compute(schedule: Schedule) -> None:
     allowed = _FORWARD_ALONE if schedule.is_forward_only else _FORWARD_AND_BACKWARD
+    unit = "microbatch" if schedule.num_sequence_slices == 1 else "unit"
     computed: defaultdict[tuple[int, int], list[_Place]] = defaultdict(list)
     for place in _places(schedule):
         if place.action.kind in _COMPUTED:
             computed[place.action.stage, place.action.microbatch].append(place)
     for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in range(schedule.num_units):
             places = computed[stage, microbatch]
             kinds = tuple(place.action.kind for place in places)
             if kinds in allowed:
                 continue
             rule = (
-                f"stage {stage} has {_names(kinds)} for microbatch {microbatch}, in this order; "
+                f"stage {stage} has {_names(kinds)} for {unit} {microbatch}, in this order; "
                 f"it must be {' or '.join(map(_names, allowed))}, each once"
             )
             if not places:
                 raise ScheduleError(f"rank {schedule.rank_of(stage)}: {rule}")
             raise _broken(schedule, places[_first_fault(kinds, allowed)], rule)
+
+
+def _check_slices(schedule: Schedule) -> None:
+    count = schedule.num_sequence_slices
+    num_run: Counter[tuple[int, bool, int]] = Counter()  # by stage, direction and microbatch
+    for place in _places(schedule):
+        kind, stage, unit = place.action
+        if kind not in (Kind.F, Kind.B, Kind.BW):
+            continue
+        is_forward, first = kind is Kind.F, unit // count * count
+        before = num_run[stage, is_forward, first]
+        num_run[stage, is_forward, first] += 1
+        following = first + (before if is_forward else count - 1 - before)
+        if unit != following:
+            names = ("forwards", "in order") if is_forward else ("backwards", "in reverse")
+            rule = (
+                f"a microbatch's {names[0]} run {names[1]} of its {count} slices; "
+                f"{place.action._replace(microbatch=following)} comes first"
+            )
+            raise _broken(schedule, place, rule)
 
 
 def _first_fault(kinds: tuple[Kind, ...], allowed: tuple[tuple[Kind, ...], ...]) -> int:

@@ -10,8 +10,9 @@ from math import inf
 import pytest
 
 from lightning_pipeoffload.plan import main, plan
-from lightning_pipeoffload.schedule import SCHEDULES, ScheduleError
+from lightning_pipeoffload.schedule import ScheduleError
 from tests.support.composed import composed
+from tests.support.plans import WHOLE
 
 SMALL = ("schedule=auto", "num_ranks=2", "num_microbatches=4")
 COPIES = ("costs.offload=0.5", "costs.reload=0.5")
@@ -38,7 +39,7 @@ def test_the_fastest_under_a_limit_is_no_slower_than_what_auto_takes(found, caps
 
 def test_every_family_is_there_and_more_memory_makes_none_slower(found):
     assert found["sweep"] == "memory_limit"
-    assert {row["schedule"] for row in found["families"]} == {*SCHEDULES} - {"optpipe"}
+    assert {row["schedule"] for row in found["families"]} == {*WHOLE}
     assert len(found["limits"]) >= 4
     for row in found["families"]:
         times = [time or inf for time in row["period"]]
@@ -52,7 +53,7 @@ def test_the_table_has_a_row_for_each_family_and_what_fits_nowhere(capsys):
     printed = capsys.readouterr().out
     rows = {words[0]: words[1:] for words in map(str.split, printed.splitlines()[1:]) if words}
     assert rows["limit"] == ["1", "2"]
-    assert {*SCHEDULES, "fastest", "bubble"} - {"optpipe"} <= rows.keys()
+    assert {*WHOLE, "fastest", "bubble"} <= rows.keys()
     assert rows["po_f"] == ["-", "-"]
     assert rows["1f1b"] == ["-", "14"]  # as it runs: with B's message before W
     assert "po_h, po_f: no plan can be made: it copies, and offload is none\n" in printed

@@ -5,7 +5,6 @@ from math import inf
 import pytest
 
 from lightning_pipeoffload.schedule import (
-    SCHEDULES,
     Costs,
     MemoryLimitError,
     ScheduleError,
@@ -21,6 +20,7 @@ from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from tests.support.pairs import first, slow
+from tests.support.plans import WHOLE
 
 SIZES = (2, 6)
 
@@ -73,8 +73,7 @@ def test_no_hand_finds_a_plan_that_is_a_percent_faster(share, links):
 
 def test_every_family_is_among_the_candidates_and_says_why_it_was_not_taken():
     choice = planned(SIZES[0], options([SIZES[1]]), costs_by_chunk(), 17)
-    families = {*SCHEDULES} - {"optpipe"}
-    assert {c.option.schedule for c in choice.candidates} == families
+    assert {c.option.schedule for c in choice.candidates} == {*WHOLE}
     assert [c for c in choice.candidates if not c.reason] == [choice.best]
     assert choice.best == best_of(choice.candidates)
 

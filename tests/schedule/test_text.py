@@ -63,7 +63,7 @@ def test_a_drawing_fits_its_width():
 
 DRAWN = {
     name: re.findall(
-        rf'draw\(build\("{name}", (\d), (\d)\)\)``::\n\n((?: *rank .*\n?)+)',
+        rf'draw\(build\("{name}", (\d), (\d)(?:, (\w+)=(\d))?\)\)``::\n\n((?: *rank .*\n?)+)',
         inspect.getdoc(recipe.builder),
     )
     for name, recipe in SCHEDULES.items()
@@ -72,8 +72,9 @@ DRAWN = {
 
 @pytest.mark.parametrize("name", [name for name, drawings in DRAWN.items() if drawings])
 def test_a_builder_is_drawn_in_its_docstring_as_it_is_built(name):
-    [(num_ranks, num_microbatches, rows)] = DRAWN[name]
-    drawn = draw(build(name, int(num_ranks), int(num_microbatches)), width=92)
+    [(num_ranks, num_microbatches, option, value, rows)] = DRAWN[name]
+    options = {option: int(value)} if option else {}
+    drawn = draw(build(name, int(num_ranks), int(num_microbatches), **options), width=92)
     assert lines(inspect.cleandoc(rows)) == lines(drawn)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning_pipeoffload.schedule import (
     Costs,
     MemoryLimitError,
+    Slices,
     build,
     lower,
     offload_activations,
@@ -24,6 +25,7 @@ COLUMNS = ("schedule", "p", "m", "costs", "limit", "offload", "period", "makespa
 SIZES = [(2, 4), (4, 8), (8, 16), (8, 32)]
 # Of the largest rank's peak without a limit, by the amount that is offloaded.
 LIMITS = [("", "none"), ("3/4", "none"), ("", "half"), ("1/2", "auto")]
+NUM_SLICES = 4  # of schedules that have slices of sequences
 
 # The solver's plans depend on the machine's speed, so optpipe has no row.
 Setting = tuple[str, int, int, str, str, str]
@@ -75,17 +77,26 @@ def costs_of(kind, num_stages):
         weight_input=0.3,
         offload=0.7,
         reload=0.8,
+        slices=Slices(
+            (4, 3, 2, 1),
+            quadratic_forward=0.3,
+            quadratic_backward_input=spread(0.4, 0.1, 2),
+            end_forward=[0] * (num_stages - 1) + [0.2],
+            end_activation=[0] * (num_stages - 1) + [0.3],
+            key_values=0.1,
+        ),
     )
 
 
 def plan_of(name, size, costs, limit, offload):
     """Build, and offload, under a share of what the schedule needs without a limit."""
-    schedule = build(name, *size, costs=costs)
+    options = {"num_sequence_slices": NUM_SLICES} if FAMILIES[name].can_slice else {}
+    schedule = build(name, *size, costs=costs, **options)
     if limit:
         part, whole = map(int, limit.split("/"))
         most = max(peak_memory(schedule, costs)) * part / whole
         if offload == "none":
-            return build(name, *size, costs=costs, memory_limit=most)
+            return build(name, *size, costs=costs, memory_limit=most, **options)
         return offload_activations(schedule, costs, offload, most)[0]
     return schedule if offload == "none" else offload_activations(schedule, costs, offload)[0]
 

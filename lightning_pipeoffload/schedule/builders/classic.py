@@ -12,11 +12,13 @@ from ..actions import Action, Kind, ScheduleError
 from ..schedule import Schedule, loop_placement, stages_on
 
 __all__ = [
+    "delayed_weights",
     "gpipe",
     "interleaved_1f1b",
     "late_weight_gradients",
     "one_f_one_b",
     "one_forward_one_backward",
+    "one_stage_per_rank",
 ]
 
 
@@ -52,7 +54,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
         rank 1 ...F0 F1 F2 .........BW0   BW1   BW2   ......
         rank 2 ......F0 F1 F2 BW0   BW1   BW2   ............
     """
-    return _one_stage_per_rank(num_microbatches, warm_ups=[num_microbatches] * num_ranks)
+    return one_stage_per_rank(num_microbatches, warm_ups=[num_microbatches] * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -67,7 +69,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
         rank 1 ...F0 F1 ......BW0   F2 BW1   ...BW2   ......
         rank 2 ......F0 BW0   F1 BW1   F2 BW2   ............
     """
-    return _one_stage_per_rank(num_microbatches, warm_ups=range(num_ranks - 1, -1, -1))
+    return one_stage_per_rank(num_microbatches, warm_ups=range(num_ranks - 1, -1, -1))
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -102,7 +104,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> 
     return Schedule.of(order(rank) for rank in range(num_ranks))
 
 
-def _one_stage_per_rank(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
+def one_stage_per_rank(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
+    """Return each rank's forwards and BW's, after a warm-up of so many forwards."""
+
     def order(stage: int, num_warm_up: int) -> list[Action]:
         forwards = [Action(Kind.F, stage, m) for m in range(num_microbatches)]
         backwards = [[Action(Kind.BW, stage, m)] for m in range(num_microbatches)]
@@ -154,17 +158,32 @@ def late_weight_gradients(
         depth: 1 for ZB-H1, 2 for ZB-H2.
         sooner: By how many B each W runs sooner than that, which takes less memory and more time.
     """
+    stages = range(num_ranks)
+    warm_ups = [depth * (num_ranks - 1 - stage) for stage in stages]
+    return delayed_weights(num_microbatches, warm_ups, [depth * s - sooner for s in stages])
 
-    def order(stage: int) -> list[Action]:
+
+def delayed_weights(
+    num_microbatches: int, warm_ups: Sequence[int], delays: Sequence[int]
+) -> Schedule:
+    """Return each rank's forwards, B's and W's, a stage per rank.
+
+    Args:
+        num_microbatches: Microbatches of one step.
+        warm_ups: The forwards of each rank before its first B.
+        delays: By how many B's each rank's W's come later than their own; 0 at least.
+    """
+
+    def order(stage: int, num_warm_up: int, delay: int) -> list[Action]:
         forwards = [Action(Kind.F, stage, m) for m in range(num_microbatches)]
         weights = [Action(Kind.W, stage, m) for m in range(num_microbatches)]
         # The k-th W follows the (k + delay)-th B.
-        delay = min(max(0, depth * stage - sooner), num_microbatches)
+        delay = min(max(0, delay), num_microbatches)
         backwards = [[Action(Kind.B, stage, m)] for m in range(num_microbatches)]
         for backward, weight in zip(backwards[delay:], weights, strict=False):
             backward.append(weight)
-        num_warm_up = depth * (num_ranks - 1 - stage)
         late = weights[num_microbatches - delay :]
         return one_forward_one_backward(forwards, backwards, num_warm_up) + late
 
-    return Schedule.of(order(stage) for stage in range(num_ranks))
+    stages = zip(warm_ups, delays, strict=True)
+    return Schedule.of(order(stage, *numbers) for stage, numbers in enumerate(stages))

@@ -49,7 +49,7 @@ def add_final_actions(plan: Schedule, kind: Kind = Kind.REDUCE) -> Schedule:
             f"schedule {plan.name} has no backward, so there are no gradients for {kind.value}; "
             f"add it to a plan that trains"
         )
-    return Schedule.of((_with_final(rank, kind) for rank in plan), plan.name)
+    return plan.with_actions(_with_final(rank, kind) for rank in plan)
 
 
 def with_final_actions(plan: Schedule, costs: Costs, steps_early: bool) -> Schedule:
@@ -86,7 +86,7 @@ def postpone_weights(schedule: Schedule, count: int) -> Schedule:
         schedule: A schedule of compute actions; each BW counts as no W.
         count: W's of each stage to postpone; 0 groups the last ones only.
     """
-    return Schedule.of((_postponed(rank, count) for rank in schedule), schedule.name)
+    return schedule.with_actions(_postponed(rank, count) for rank in schedule)
 
 
 def _postponed(actions: Iterable[Action], count: int) -> list[Action]:

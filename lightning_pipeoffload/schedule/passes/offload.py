@@ -33,7 +33,7 @@ from ..actions import (
 from ..costs import Costs
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
-from ..simulation.memory import memory_changes, part_sizes, peak_memory
+from ..simulation.memory import UnitSizes, memory_changes, part_sizes, peak_memory
 from ..simulation.simulate import simulate
 from .rank_offload import RankOffload, RankPlan, postponed
 from .transfer import split_every_backward
@@ -141,7 +141,9 @@ def offload_activations(
     planned = planner.within(limit) if is_auto else planner.with_amount(amount)
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
-        needed = _least_memory(costs, schedule.num_stages) if is_auto else needed
+        sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
+        # No copy moves keys and values of slices, so the limit may be out of reach for their sake.
+        needed = _least_memory(sizes) if is_auto and not sizes.key_values else needed
         advice = "" if is_auto else ", or offload=auto"
         sentence = (
             f"{{limit}} is less than the {{needed}} that {schedule.name} needs with "
@@ -180,9 +182,10 @@ class _Planner:
         self._has_room = has_room
         self._makespan = simulate(schedule, costs).makespan
         costs = _told_apart(costs, schedule.num_stages)
+        sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
         # With the latest times of the warm-up, its activations are on the device for less time.
         self._ranks = [
-            RankOffload(events, costs, schedule.num_stages)
+            RankOffload(events, costs, sizes)
             for events in postponed(schedule, simulate(schedule, costs), costs)
         ]
 
@@ -249,7 +252,7 @@ class _Planner:
         return self._plan([r.most(n) for r, n in zip(self._ranks, counts, strict=True)])
 
     def _plan(self, plans: list[RankPlan]) -> Offloaded:
-        schedule = Schedule.of((plan.actions for plan in plans), self._schedule.name)
+        schedule = self._schedule.with_actions(plan.actions for plan in plans)
         report = OffloadReport(
             wanted=tuple(plan.wanted for plan in plans),
             offloaded=tuple(plan.offloaded for plan in plans),
@@ -312,30 +315,33 @@ def _paged(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule | 
 
     As a machine pages memory: where there is no room, the part that is needed last goes to the
     host; it comes back before the action that needs it, earlier if there is room. Ranks may wait
-    for these copies. None: one stage and microbatch needs more than the limit.
+    for these copies. None: one stage and microbatch needs more than the limit, or what no copy
+    moves does.
     """
-    sizes = part_sizes(costs, schedule.num_stages)
+    sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
     limit = memory_limit * (1 + ROUNDING)
-    if _least_memory(costs, schedule.num_stages) > limit:
+    if _least_memory(sizes) > limit:
         return None
     apart = split_every_backward(schedule)
     ranks = (_early(list(_Paging(rank, sizes, limit).run()), sizes, limit) for rank in apart)
-    return Schedule.of(ranks, schedule.name)
+    paged = schedule.with_actions(ranks)
+    is_kept = not sizes.key_values or max(peak_memory(paged, costs)) <= limit
+    return paged if is_kept else None
 
 
-def _least_memory(costs: Costs, num_stages: int) -> float:
+def _least_memory(sizes: UnitSizes) -> float:
     """Return the memory of a rank that has one stage and microbatch on its device at a time."""
-    sizes = part_sizes(costs, num_stages)
-    return max(max(of_stage[ACTIVATION], of_stage[WAITING]) for of_stage in sizes)
+    return max(max(of_unit[ACTIVATION], of_unit[WAITING]) for of_unit in sizes.of)
 
 
 class _Paging:
     """One rank's actions, and what is on its device before and after each."""
 
-    def __init__(self, order: tuple[Action, ...], sizes: list[list[float]], limit: float) -> None:
+    def __init__(self, order: tuple[Action, ...], sizes: UnitSizes, limit: float) -> None:
         self._order, self._sizes, self._limit = order, sizes, limit
         self._index = {action: index for index, action in enumerate(order)}
         self._device: dict[_Place, int] = {}
+        self._resident = 0.0  # what no copy moves: keys and values of slices
         self._copied: defaultdict[_Place, set[Kind]] = defaultdict(set)
         self._frees: defaultdict[int, list[Action]] = defaultdict(list)
 
@@ -359,36 +365,41 @@ class _Paging:
 
     def _make_room(self, index: int, action: Action) -> None:
         """Make room for an action and its inputs."""
-        place, size, row = action[1:], self._sizes[action.stage], KINDS[action.kind]
+        place, row, beside = action[1:], KINDS[action.kind], self._sizes.beside(action)
+        size = self._sizes.at(*place)
         # B keeps what W alone needs on the device.
         before = ACTIVATION if action.kind is Kind.B else row.needs
         after = (before & ~row.drops) | row.puts
         self._device[place] = int(before)
-        most = max(size[before], size[after])
-        while most + self._in_use(place) > self._limit:
-            self._evict(place, index)
+        most = max(size[before], size[after]) + self._resident + max(0.0, beside)
+        while most + self._in_use(place) > self._limit and self._evict(place, index):
+            pass
         self._device[place] = int(after)
+        self._resident += beside
 
     def _in_use(self, but: _Place) -> float:
-        return sum(self._sizes[p[0]][parts] for p, parts in self._device.items() if p != but)
+        return sum(self._sizes.at(*p)[parts] for p, parts in self._device.items() if p != but)
 
-    def _evict(self, but: _Place, now: int) -> None:
-        """Copy the part that is needed last to the host."""
+    def _evict(self, but: _Place, now: int) -> bool:
+        """Copy the part that is needed last to the host; return whether there is any."""
         held = (place for place, parts in self._device.items() if place != but and parts)
-        place = max(held, key=self._next_use)
+        place = max(held, key=self._next_use, default=None)
+        if place is None:
+            return False
         is_before_b = now <= self._index[Action(Kind.B, *place)]
         waits_for_w = self._device[place] & WAITING and not is_before_b
         kinds = (Kind.OFFLOAD_W, Kind.FREE_W) if waits_for_w else (Kind.OFFLOAD, Kind.FREE)
         self._copied[place].add(kinds[0])
         self._frees[now].append(Action(kinds[1], *place))
         self._device[place] = 0
+        return True
 
     def _next_use(self, place: _Place) -> int:
         kind = Kind.W if self._device[place] & Part.GRADIENT else Kind.B
         return self._index[Action(kind, *place)]
 
 
-def _early(actions: list[Action], sizes: list[list[float]], limit: float) -> list[Action]:
+def _early(actions: list[Action], sizes: UnitSizes, limit: float) -> list[Action]:
     """Start copies back a few actions earlier, where there is room."""
     changes = list(memory_changes(actions, sizes, MEMORY_EFFECTS))
     # What there is before each action, and after the last.

@@ -31,7 +31,7 @@ from ..actions import (
 )
 from ..costs import Costs
 from ..schedule import Schedule
-from ..simulation.memory import memory_changes, part_sizes
+from ..simulation.memory import UnitSizes, memory_changes
 from ..timeline import TOLERANCE, Event, Interval, Timeline, disjoint, earliest
 
 __all__ = ["RankOffload", "RankPlan", "postponed"]
@@ -69,19 +69,28 @@ class _Kept:
     routes: tuple[_Route, ...]
 
 
-def _kept_values(events: list[Event], costs: Costs, num_stages: int) -> Iterator[_Kept]:
+def _kept_values(events: list[Event], costs: Costs, sizes: UnitSizes) -> Iterator[_Kept]:
     """Yield the activations of a rank, in the order of their B or BW."""
-    sizes = part_sizes(costs, num_stages)
+    num_stages = len(sizes.of) // sizes.num_slices
     there = costs.per_stage("offload", num_stages)
     back = costs.per_stage("reload", num_stages)
+    whole = costs.per_stage("activation", num_stages)
     when = {event.action: event for event in events}
     for action, event in when.items():
         if action.kind in (Kind.B, Kind.BW):
             stage = action.stage
             saved = when[action._replace(kind=Kind.F)].end
             last = when.get(action._replace(kind=Kind.W), event).start
-            routes = _routes(event, saved, last, sizes[stage], there[stage], back[stage])
+            of_unit = sizes.at(stage, action.microbatch)
+            # Seconds are those of a whole activation, of which a slice is a share.
+            share = 1.0 if sizes.num_slices == 1 else _share(of_unit[ACTIVATION], whole[stage])
+            seconds = there[stage] * share, back[stage] * share
+            routes = _routes(event, saved, last, of_unit, *seconds)
             yield _Kept(stage, last - saved, tuple(route for route in routes if _fits(route)))
+
+
+def _share(size: float, whole: float) -> float:
+    return size / whole if whole else 1.0
 
 
 def _routes(
@@ -100,7 +109,7 @@ def _routes(
     activation = sizes[ACTIVATION]
 
     def leg(kind: Kind, parts: Part, ready: float, due: float) -> _Leg:
-        share = sizes[parts] / activation if activation else 1.0
+        share = _share(sizes[parts], activation)
         seconds = back if kind in RELOADS else there
         return _Leg(backward.action._replace(kind=kind), seconds * share, ready, due)
 
@@ -180,16 +189,16 @@ class RankOffload:
     Args:
         events: The rank's compute actions in time.
         costs: The costs of the stages.
-        num_stages: The number of stages of all ranks.
+        sizes: The memory of their units.
     """
 
-    def __init__(self, events: list[Event], costs: Costs, num_stages: int) -> None:
+    def __init__(self, events: list[Event], costs: Costs, sizes: UnitSizes) -> None:
         self._events = events
         self._num_lanes = costs.copy_lanes
         self._starts = [event.start for event in events]
         self._ends = [event.end for event in events]
-        self._sizes = part_sizes(costs, num_stages)
-        self._kept = list(_kept_values(events, costs, num_stages))
+        self._sizes = sizes
+        self._kept = list(_kept_values(events, costs, sizes))
 
     @property
     def num_activations(self) -> int:

@@ -60,7 +60,7 @@ def _split(schedule: Schedule, is_wanted: Callable[[Action], bool]) -> Schedule:
         return (action,)
 
     ranks = ([part for action in rank for part in parts(action)] for rank in schedule)
-    return Schedule.of(ranks, schedule.name)
+    return schedule.with_actions(ranks)
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
@@ -78,12 +78,20 @@ def add_transfers(schedule: Schedule) -> Schedule:
     validate(schedule)
     inbox = _messages_by_receiver(schedule)
     ranks = (_with_transfers(schedule, rank, inbox[rank]) for rank in range(schedule.num_ranks))
-    return Schedule.of(ranks, schedule.name)
+    return schedule.with_actions(ranks)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Drop everything but forwards, for evaluation; ``lower`` adds their transfers."""
-    return _keep(schedule, lambda action: action.kind is Kind.F)
+    """Drop everything but forwards, for evaluation; ``lower`` adds their transfers.
+
+    Evaluations run whole sequences: of a microbatch in slices each stage has one F.
+    """
+    count = schedule.num_sequence_slices
+    forwards = _keep(schedule, lambda a: a.kind is Kind.F and (a.microbatch + 1) % count == 0)
+    if count == 1:
+        return forwards
+    ranks = ([a._replace(microbatch=a.microbatch // count) for a in rank] for rank in forwards)
+    return Schedule.of(ranks, schedule.name)
 
 
 def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
@@ -96,7 +104,8 @@ def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
     """
     if count < 1:
         raise ScheduleError(f"count ({count}) of microbatches to keep must be at least 1")
-    kept = _keep(schedule, lambda a: a.microbatch < count and a.kind not in FINAL)
+    num_units = count * schedule.num_sequence_slices
+    kept = _keep(schedule, lambda a: a.microbatch < num_units and a.kind not in FINAL)
     return add_final_actions(kept, schedule.final_kind) if schedule.final_kind else kept
 
 
@@ -105,20 +114,19 @@ def one_at_a_time(schedule: Schedule) -> Schedule:
 
     No order needs less memory, and none is slower: for steps that measure memory.
     """
-    ranks = (
-        sorted((a for a in rank if a.kind in COMPUTE), key=_by_microbatch) for rank in schedule
-    )
-    return Schedule.of(ranks, schedule.name)
+    count = schedule.num_sequence_slices
 
+    def by_microbatch(action: Action) -> tuple[int, bool, int, int, bool]:
+        kind, stage, unit = action
+        is_backward, sign = kind is not Kind.F, 1 if kind is Kind.F else -1
+        return unit // count, is_backward, sign * unit, sign * stage, kind is Kind.W
 
-def _by_microbatch(action: Action) -> tuple[int, bool, int, bool]:
-    kind, stage, microbatch = action
-    is_backward = kind is not Kind.F
-    return microbatch, is_backward, -stage if is_backward else stage, kind is Kind.W
+    ranks = (sorted((a for a in rank if a.kind in COMPUTE), key=by_microbatch) for rank in schedule)
+    return schedule.with_actions(ranks)
 
 
 def _keep(schedule: Schedule, wanted: Callable[[Action], bool]) -> Schedule:
-    return Schedule.of((filter(wanted, rank) for rank in schedule), schedule.name)
+    return schedule.with_actions(filter(wanted, rank) for rank in schedule)
 
 
 Inbox = dict[int, deque[Action]]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from ..actions import (
     COMPUTE_LANE,
@@ -22,10 +23,12 @@ from ..actions import (
 from ..costs import Costs
 from ..messages import OpenReceives, PendingSends, most_pending, recv_before, recv_of, send_of
 from ..schedule import Schedule
+from ..slices import Slices, of_every_stage
 from ..timeline import Event, Timeline
 
 __all__ = [
     "Curve",
+    "UnitSizes",
     "host_memory_curves",
     "memory_changes",
     "memory_curves",
@@ -37,7 +40,33 @@ __all__ = [
 
 
 PartSizes = list[float]
-"""Memory of every set of parts of a stage, by the set's number."""
+"""Memory of every set of parts of a unit, by the set's number."""
+
+
+class UnitSizes(NamedTuple):
+    """Memory of a stage's microbatches, or of their slices.
+
+    Attributes:
+        of: The parts of each unit; slice k of stage s is at ``s * num_slices + k``.
+        num_slices: Slices of each microbatch.
+        key_values: What F and B of each unit add beside the parts, by their kinds: keys and values
+            stay on the device, and from a microbatch's first B on their gradients are there too.
+            Empty: nothing.
+    """
+
+    of: list[PartSizes]
+    num_slices: int = 1
+    key_values: Mapping[Kind, Sequence[float]] = {}
+
+    def at(self, stage: int, microbatch: int) -> PartSizes:
+        """Return the memory of the parts of a stage and microbatch, or of a unit of it."""
+        return self.of[stage * self.num_slices + microbatch % self.num_slices]
+
+    def beside(self, action: Action) -> float:
+        """Return what an action adds beside the parts."""
+        changes = self.key_values.get(action.kind)
+        unit = action.stage * self.num_slices + action.microbatch % self.num_slices
+        return changes[unit] if changes else 0.0
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
@@ -46,7 +75,7 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     An action's change counts at its start if it is positive, else at its end. So only the order of
     a rank's actions matters, not when they run.
     """
-    sizes = part_sizes(costs, schedule.num_stages)
+    sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
     return tuple(_peak(memory_changes(rank, sizes, MEMORY_EFFECTS)) for rank in schedule)
 
 
@@ -54,27 +83,54 @@ def peak_host_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Return the largest memory of each rank on the host."""
     if not schedule.has_copies:
         return (0.0,) * schedule.num_ranks
-    sizes = part_sizes(costs, schedule.num_stages)
+    sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
     return tuple(_peak(memory_changes(rank, sizes, HOST_EFFECTS)) for rank in schedule)
 
 
-def part_sizes(costs: Costs, num_stages: int) -> list[PartSizes]:
-    """Return the memory of every set of parts, for every stage.
+def part_sizes(costs: Costs, num_stages: int, num_slices: int = 1) -> UnitSizes:
+    """Return the memory of every set of parts, for every stage and slice of a microbatch.
 
     Raises:
         ScheduleError: ``weight_input`` exceeds the activation or residue that it is part of.
     """
     names = ("activation", "weight_input", "weight_residue")
-    stages = zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)
-    return [_sizes_of_stage(*stage) for stage in stages]
+    stages = [*zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)]
+    for stage in stages:
+        _check_weight_input(*stage)
+    if num_slices == 1:
+        return UnitSizes([_sizes_of_unit(*stage) for stage in stages])
+    slices = costs.slices or Slices()
+    shares = of_every_stage("slices.key_values", slices.key_values, num_stages)
+    whole = [share * stage[0] for share, stage in zip(shares, stages, strict=True)]
+    held = Slices(slices.sizes).divide("key_values", whole, num_slices)
+    activation, *others = (costs.per_unit(name, num_stages, num_slices) for name in names)
+    movable = [max(0.0, a - of_unit) for a, of_unit in zip(activation, held, strict=True)]
+    units = zip(movable, *others, strict=True)
+    beside = _key_value_changes(held, num_slices) if any(held) else {}
+    return UnitSizes([_sizes_of_unit(*unit) for unit in units], num_slices, beside)
 
 
-def _sizes_of_stage(activation: float, weight_input: float, residue: float) -> PartSizes:
+def _key_value_changes(held: Sequence[float], num_slices: int) -> dict[Kind, list[float]]:
+    """Return what F and B add by the keys and values of their unit, and by their gradients.
+
+    The first B of a microbatch, the last slice's, makes gradients of all earlier slices' keys and
+    values; each is used up by its own slice's B.
+    """
+    backward = [-2 * of_unit for of_unit in held]
+    for last in range(num_slices - 1, len(held), num_slices):
+        backward[last] = sum(held[last + 1 - num_slices : last]) - held[last]
+    return {Kind.F: [*held], Kind.B: backward, Kind.BW: backward}
+
+
+def _check_weight_input(activation: float, weight_input: float, residue: float) -> None:
     if weight_input > min(activation, residue):
         raise ScheduleError(
             f"costs.weight_input ({weight_input:g}) is part of activation ({activation:g}) and of "
             f"weight_residue ({residue:g}); use at most {min(activation, residue):g}"
         )
+
+
+def _sizes_of_unit(activation: float, weight_input: float, residue: float) -> PartSizes:
     sizes = {
         Part.FOR_B: activation - weight_input,
         Part.FOR_W: weight_input,
@@ -86,7 +142,7 @@ def _sizes_of_stage(activation: float, weight_input: float, residue: float) -> P
 
 def memory_changes(
     actions: Iterable[Action],
-    sizes: list[PartSizes],
+    sizes: UnitSizes,
     effects: Mapping[Kind, MemoryEffect],
 ) -> Iterator[float]:
     """Yield the change of a rank's memory by each of its actions.
@@ -98,6 +154,8 @@ def memory_changes(
     """
     masks = {kind: (int(puts), ~int(drops)) for kind, (puts, drops) in effects.items()}
     there: dict[tuple[int, int], int] = {}
+    of, count = sizes.of, sizes.num_slices
+    beside = sizes.key_values if effects is MEMORY_EFFECTS else {}
     for kind, stage, microbatch in actions:
         effect = masks.get(kind)
         if effect is None:
@@ -106,7 +164,9 @@ def memory_changes(
         puts, keeps = effect
         before = there.get((stage, microbatch), 0)
         after = there[stage, microbatch] = (before & keeps) | puts
-        yield sizes[stage][after] - sizes[stage][before]
+        unit = stage * count + microbatch % count
+        change = of[unit][after] - of[unit][before]
+        yield change + beside[kind][unit] if kind in beside else change
 
 
 def _peak(changes: Iterator[float]) -> float:
@@ -136,7 +196,7 @@ def host_memory_curves(timeline: Timeline, costs: Costs) -> list[Curve]:
 
 def _curves(timeline: Timeline, costs: Costs, effects: Mapping[Kind, MemoryEffect]) -> list[Curve]:
     num_stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
-    sizes = part_sizes(costs, num_stages)
+    sizes = part_sizes(costs, num_stages, timeline.num_sequence_slices)
     ranks: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         if event.lane in (COMPUTE_LANE, OFFLOAD_LANE):
@@ -145,7 +205,7 @@ def _curves(timeline: Timeline, costs: Costs, effects: Mapping[Kind, MemoryEffec
 
 
 def _changes_of_rank(
-    events: list[Event], sizes: list[list[float]], effects: Mapping[Kind, MemoryEffect]
+    events: list[Event], sizes: UnitSizes, effects: Mapping[Kind, MemoryEffect]
 ) -> Curve:
     changes = memory_changes((event.action for event in events), sizes, effects)
     found = [

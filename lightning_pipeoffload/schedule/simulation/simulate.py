@@ -28,7 +28,7 @@ from ..actions import (
 )
 from ..costs import Costs
 from ..passes.last_weights import tails
-from ..replay import replay
+from ..replay import operations_of, replay
 from ..schedule import Schedule
 from ..timeline import TOLERANCE, Event, Interval, Timeline
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
@@ -57,7 +57,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _timeline(events: Iterable[Event], schedule: Schedule, costs: Costs) -> Timeline:
-    return Timeline(tuple(events), peak_memory(schedule, costs), peak_host_memory(schedule, costs))
+    peaks = peak_memory(schedule, costs), peak_host_memory(schedule, costs)
+    return Timeline(tuple(events), *peaks, schedule.num_sequence_slices)
 
 
 class _Beside(NamedTuple):
@@ -103,10 +104,14 @@ class Simulation:
     ) -> None:
         self._schedule, self._costs, self._final = schedule, costs, schedule.final_kind
         self._replay = order = replay(schedule)
-        num_stages = schedule.num_stages
-        operations = [(kind, stage) for kind in Kind for stage in range(num_stages)]
-        taken, delays = _seconds_of(costs, num_stages), _delays(schedule, costs)
-        seconds = [taken[kind][stage] if kind in COMPUTE else 0.0 for kind, stage in operations]
+        count = schedule.num_sequence_slices
+        operations = operations_of(schedule)
+        taken = _seconds_of(costs, schedule.num_stages, count)
+        delays = _delays(schedule, costs)
+        seconds = [
+            taken[kind][stage * count + part] if kind in COMPUTE else 0.0
+            for kind, stage, part in operations
+        ]
         waits = [delays.get(operation, 0.0) for operation in operations]
         self._seconds = [seconds[n] for n in order.operations]
         self._delays = [waits[n] for n in order.operations]
@@ -114,7 +119,8 @@ class Simulation:
         self.actions = [next(of_rank[rank]) for rank in order.ranks]
         self._beside: list[_Beside | None] | None = None
         if schedule.kinds & set(_BACKGROUND):
-            self._beside = self._lanes(taken, copies or copy_seconds(schedule, costs))
+            whole = _seconds_of(costs, schedule.num_stages)
+            self._beside = self._lanes(whole, copies or copy_seconds(schedule, costs))
 
     def _lanes(
         self,
@@ -201,23 +207,29 @@ def _in_shares(begins: float, ends: float, seconds: float, free: float) -> Inter
     return start, max(start + seconds, ends + seconds / _NUM_SHARES)
 
 
-def _seconds_of(costs: Costs, num_stages: int) -> dict[Kind, list[float]]:
-    """Return the seconds of each kind at every stage; of a copy those of a whole activation."""
+def _seconds_of(costs: Costs, num_stages: int, num_slices: int = 1) -> dict[Kind, list[float]]:
+    """Return the seconds of each kind at every stage, or at every stage's slices in turn.
+
+    Those of a copy are of a whole activation.
+    """
     found = {}
     for kind, row in KINDS.items():
-        columns = [costs.per_stage(name, num_stages) for name in row.seconds]
+        columns = [costs.per_unit(name, num_stages, num_slices) for name in row.seconds]
         found[kind] = [sum(stage) for stage in zip(*columns, strict=True)]
     return found
 
 
-def _delays(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int], float]:
+def _delays(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int, int], float]:
     """Return the seconds of the message that each operation waits for, where it crosses ranks."""
-    delays = {}
-    for stage, seconds in enumerate(costs.hops(schedule.placement)[:-1]):
-        if schedule.has_transfers:
-            delays[Kind.RECV_F, stage + 1] = delays[Kind.RECV_B, stage] = seconds
-        else:
-            delays[Kind.F, stage + 1] = delays[Kind.B, stage] = delays[Kind.BW, stage] = seconds
+    delays: dict[tuple[Kind, int, int], float] = {}
+    forward, backward = (Kind.F,), (Kind.B, Kind.BW)
+    num_slices = schedule.num_sequence_slices
+    if schedule.has_transfers:
+        forward, backward = (Kind.RECV_F,), (Kind.RECV_B,)
+    for stage, hop in enumerate(costs.hops(schedule.placement)[:-1]):
+        for part, seconds in enumerate(costs.divided("communication", [hop], num_slices)):
+            delays.update({(kind, stage + 1, part): seconds for kind in forward})
+            delays.update({(kind, stage, part): seconds for kind in backward})
     return delays
 
 
@@ -235,7 +247,8 @@ def copy_seconds(
     names = ("activation", "weight_input")
     activation, weight_input = (costs.per_stage(name, schedule.num_stages) for name in names)
     whole = _seconds_of(costs, schedule.num_stages)
-    sizes = part_sizes(costs, schedule.num_stages)
+    count = schedule.num_sequence_slices
+    sizes = part_sizes(costs, schedule.num_stages, count)
     for rank in schedule:
         device = memory_changes(rank, sizes, MEMORY_EFFECTS)
         host = memory_changes(rank, sizes, HOST_EFFECTS)
@@ -243,7 +256,7 @@ def copy_seconds(
             kind, stage, _ = action
             if KINDS[kind].lane in COPY_LANES:
                 # What is moved appears on the other side: one of the two changes is 0.
-                share = max(moved) / activation[stage] if activation[stage] else 1.0
+                share = max(moved) / activation[stage] if activation[stage] else 1.0 / count
                 durations[action] = whole[kind][stage] * share
                 if kind is Kind.RELOAD and weight_input[stage]:
                     for_w[action] = durations[action] * weight_input[stage] / activation[stage]
@@ -304,7 +317,7 @@ def simulate_steps(schedule: Schedule, costs: Costs, num_steps: int, has_barrier
     """
 
     def later(action: Action, step: int) -> Action:
-        return action._replace(microbatch=action.microbatch + step * schedule.num_microbatches)
+        return action._replace(microbatch=action.microbatch + step * schedule.num_units)
 
     steps = islice(_steps(schedule, costs, has_barrier), num_steps)
     numbered = (

@@ -155,7 +155,7 @@ class WholeCosts:
         num_stages = len(placement)
         seconds = costs.compute(num_stages)
         tick = _tick([second for of_kind in seconds.values() for second in of_kind])
-        sizes = part_sizes(costs, num_stages)
+        sizes = part_sizes(costs, num_stages).of
         whole_sizes, limit = _grains(sizes, memory_limit)
 
         def copies(name: str) -> tuple[tuple[int, ...], ...]:

@@ -108,7 +108,8 @@ class PlanSolver:
 
 
 def _request(problem: PlanProblem, start: Schedule, seconds: float, folder: str | None) -> str:
-    costs = {field.name: getattr(problem.costs, field.name) for field in fields(Costs)}
+    names = [field.name for field in fields(Costs) if field.name != "slices"]  # it has none
+    costs = {name: getattr(problem.costs, name) for name in names}
     asked = {
         "num_microbatches": problem.num_microbatches,
         "placement": problem.placement,
