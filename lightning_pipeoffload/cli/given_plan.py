@@ -475,10 +475,10 @@ def _costs_of_stage(costs: Costs, num_chunks: int) -> Costs:
 
 def _costs(config: DictConfig) -> Costs:
     """Return the costs, those of copies by the paper's formula where a layer is described."""
-    given = {**mapping(config, "costs", _COSTS)}
-    if given.get("slices") is not None:
-        given["slices"] = Slices(**mapping(config.costs, "slices", _SLICES))
-    costs = Costs(**given)
+    numbers = {**mapping(config, "costs", _COSTS)}
+    if numbers.get("slices") is not None:
+        numbers["slices"] = Slices(**mapping(config.costs, "slices", _SLICES))
+    costs = Costs(**numbers)
     if config.costs_file is not None:
         costs = _read_costs(str(config.costs_file))
     layer = mapping(config, "layer", _LAYER)

@@ -149,7 +149,7 @@ def cut_positions(
             f"num_sequence_slices ({num_slices}) leaves less than {LEAST_TOKENS} of {num_tokens} "
             f"tokens for a slice; use at most {max(1, num_tokens // LEAST_TOKENS)}"
         )
-    ends = []
+    ends: list[int] = []
     for number in range(1, num_slices + 1):
         share = _position(number / num_slices, linear, quadratic)
         least = (ends[-1] if ends else 0) + LEAST_TOKENS

@@ -222,10 +222,10 @@ def _seconds_of(costs: Costs, num_stages: int, num_slices: int = 1) -> dict[Kind
 def _delays(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int, int], float]:
     """Return the seconds of the message that each operation waits for, where it crosses ranks."""
     delays: dict[tuple[Kind, int, int], float] = {}
-    forward, backward = (Kind.F,), (Kind.B, Kind.BW)
     num_slices = schedule.num_sequence_slices
+    forward, backward = [Kind.F], [Kind.B, Kind.BW]
     if schedule.has_transfers:
-        forward, backward = (Kind.RECV_F,), (Kind.RECV_B,)
+        forward, backward = [Kind.RECV_F], [Kind.RECV_B]
     for stage, hop in enumerate(costs.hops(schedule.placement)[:-1]):
         for part, seconds in enumerate(costs.divided("communication", [hop], num_slices)):
             delays.update({(kind, stage + 1, part): seconds for kind in forward})
