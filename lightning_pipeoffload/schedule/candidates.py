@@ -30,13 +30,17 @@ def period_to_compare(period: float, copies: bool) -> float:
 
 @dataclass(frozen=True)
 class Option:
-    """A family of schedules in one size, with what is computed again, and the head."""
+    """A family of schedules in one size, with what is computed again, and the head.
+
+    Slices of sequences are never chosen, for results depend on their number: all options have it.
+    """
 
     schedule: str
     num_chunks: int
     num_microbatches: int
     recompute: str = "none"
     head_weight_grad: str = "W"
+    num_sequence_slices: int = 1
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
         """Return the rank of every stage."""
@@ -126,6 +130,7 @@ def options(
     num_chunks: int | None = None,
     recompute: Iterable[str] = ("none",),
     head_weight_grad: Iterable[str] = ("W",),
+    num_sequence_slices: int = 1,
 ) -> list[Option]:
     """List the options.
 
@@ -135,15 +140,16 @@ def options(
         num_chunks: The only number of stages per rank to try; None: any.
         recompute: The values of ``recompute`` to try.
         head_weight_grad: The actions to try that compute the head's weight gradient.
+        num_sequence_slices: Slices of each sequence; above 1 only families that have slices.
     """
     counts, heads = list(num_microbatches), list(head_weight_grad)
     return [
-        Option(name, chunks, count, way, head)
+        Option(name, chunks, count, way, head, num_sequence_slices)
         for way in recompute
         for head in heads
         for count in counts
         for name, recipe in FAMILIES.items()
-        if not recipe.can_slice
+        if recipe.can_slice == (num_sequence_slices > 1)
         for chunks in _chunk_counts(name, most_chunks, num_chunks)
     ]
 

@@ -191,7 +191,8 @@ class _Trials:
 
     def costs(self, option: Option) -> Costs:
         computed = option.recompute, option.head_weight_grad
-        key = self._placement(option), option.num_microbatches, *computed
+        counts = option.num_microbatches, option.num_sequence_slices
+        key = self._placement(option), *counts, *computed
         if key not in self._known:
             self._known[key] = self._request.costs_of(option)
         return self._known[key]
@@ -204,7 +205,8 @@ class _Trials:
         request, name = self._request, option.schedule
         sizes = request.num_ranks, option.num_microbatches, option.num_chunks
         costs, recipe = self.costs(option), request.recipes[name]
-        return build_by(recipe, name, sizes, costs, limit, **request.builder_options)
+        given = {"num_sequence_slices": option.num_sequence_slices, **request.builder_options}
+        return build_by(recipe, name, sizes, costs, limit, **given)
 
     def _run(self, jobs: Sequence[tuple[Option, Callable[[Option], None]]]) -> None:
         """Do what may add candidates, and add those of all processes."""
@@ -452,7 +454,8 @@ class _Trials:
             return 0.0
         placement = self._placement(option)
         seconds, hops = costs.compute(len(placement)), costs.hops(placement)
-        if self._request.has_barrier(option):
+        # With slices a rank begins sooner: its work alone is the bound then.
+        if self._request.has_barrier(option) and option.num_sequence_slices == 1:
             return earliest_end(seconds, hops, placement, option.num_microbatches)
         return most_work(seconds, placement, option.num_microbatches)
 

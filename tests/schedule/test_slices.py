@@ -1,5 +1,6 @@
 """Sequences in slices: units, where they are cut, what each costs and holds, and in what order."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -23,7 +24,9 @@ from lightning_pipeoffload.schedule import (
     sums_alike,
     validate,
 )
+from lightning_pipeoffload.schedule.candidates import options
 from lightning_pipeoffload.schedule.families import FAMILIES
+from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 from lightning_pipeoffload.schedule.simulation.memory import memory_curves
 from tests.support.plans import plan
 
@@ -144,6 +147,7 @@ def test_what_cannot_be_is_refused(refused, message):
 
 
 OF_THREE = Costs(1, 1, 1, slices=Slices((1, 1, 1)))
+UNEVEN_4 = Costs(1, 1, 1, slices=Slices((4, 3, 2, 2), 0.4, 0.5, key_values=0.1))
 
 
 def test_equal_cuts_where_all_costs_are_linear_and_shorter_later_slices_for_attention():
@@ -214,3 +218,25 @@ def test_steps_number_their_units_on():
     timeline = simulate_steps(schedule, Costs.unit(), num_steps=2, has_barrier=False)
     assert timeline.num_sequence_slices == 4
     assert {e.action.microbatch for e in timeline.events} == {*range(2 * 12)}
+
+
+def test_auto_chooses_among_families_with_slices_where_their_number_is_given_and_only_then():
+    assert {o.schedule for o in options([2])}.isdisjoint(SLICED)
+    wanted = options([2], num_sequence_slices=4)
+    assert {option.schedule for option in wanted} == {*SLICED}
+    for has_barrier in (lambda option: True, lambda option: False):
+        request = PlanRequest(4, wanted, lambda option: UNEVEN_4, has_barrier=has_barrier)
+        plan = make_plan(request)
+        assert plan.schedule.num_sequence_slices == 4
+        assert plan.best.period == min(c.period for c in plan.candidates if c.fits)
+        whole = make_plan(PlanRequest(4, options([2]), lambda option: Costs(1, 1, 1)))
+        assert plan.best.period < 0.7 * whole.best.period
+
+
+def test_a_plan_with_slices_keeps_them_under_copies_and_postponed_weights():
+    wanted = options([3], num_sequence_slices=4)
+    costs = replace(UNEVEN_4, offload=0.3, reload=0.3, step=1.0)
+    for more in ({"memory_limit": 0.9}, {"steps_early": lambda option: True}, {"offload": "half"}):
+        plan = make_plan(PlanRequest(4, wanted, lambda option: costs, **more))
+        assert (plan.schedule.num_sequence_slices, plan.schedule.num_microbatches) == (4, 3)
+        validate(lower(plan.schedule))
