@@ -197,7 +197,7 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
         source = min(rank for rank, names in of_ranks if name not in names)
         tensor = make_real(absent[name], made) if name in absent else present[name]
         with blaming_peers("lost a rank while bringing the module together"):
-            value = group.bring_to_all(tensor, source)
+            value = group.copy_to_hosts(tensor, source)
         tensor.detach().copy_(value)
         if name in absent:
             take_state(absent[name], value)

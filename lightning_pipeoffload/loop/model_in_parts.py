@@ -102,7 +102,7 @@ class ModelInParts:
             return None
         group = self._group
         return PartedModule(
-            self._module, blueprint, group.stage_ranks, group.rank, group.send_to_all
+            self._module, blueprint, group.stage_ranks, group.rank, group.copy_to_devices
         )
 
     def follow_copies(self) -> None:

@@ -26,7 +26,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     _check_alike([each for each, *_ in asked], tensor)
     owner = next(rank for _, has, rank in asked if has)
     with blaming_peers("lost a rank while gathering a tensor"):
-        return group.bring_to_all(tensor, owner, ranks).to(tensor.device)
+        return group.copy_to_hosts(tensor, owner, ranks).to(tensor.device)
 
 
 def _tensors_of(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:

@@ -23,7 +23,11 @@ from lightning_pipeoffload.runtime.mesh import ProcessGroups, RankMesh
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.transport import ProcessGroupTransport, as_bytes, blaming_peers
+from lightning_pipeoffload.runtime.transport import (
+    ProcessGroupTransport,
+    blaming_peers,
+    broadcast_bytes,
+)
 from lightning_pipeoffload.schedule import Schedule
 
 
@@ -156,23 +160,18 @@ class PipelineGroup(RankMesh, HostGroup):
         by_global_rank = dict(zip(sorted(self.global_ranks), super().gather(obj), strict=True))
         return [by_global_rank[rank] for rank in self.global_ranks]
 
-    def bring_to_all(self, tensor: Tensor, source: int, ranks: HostGroup | None = None) -> Tensor:
+    def copy_to_hosts(
+        self, tensor: Tensor, source: int, ranks: HostGroup | None = None
+    ) -> Tensor:
         """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 
         The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight
         has its ``quant_state``. ``ranks`` are those of the pipeline by default.
         """
-        return with_state(tensor, partial(self._bring_to_all, source, ranks or self))
+        group = (ranks or self).host_group
+        return with_state(tensor, lambda part: broadcast_bytes(part, source, group, "cpu"))
 
-    def _bring_to_all(self, source: int, ranks: HostGroup, tensor: Tensor) -> Tensor:
-        found = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if self.global_rank == source:
-            found.copy_(tensor.detach())
-        # As bytes: gloo does not know every dtype.
-        dist.broadcast(as_bytes(found), source, group=ranks.host_group)
-        return found
-
-    def send_to_all(self, tensor: Tensor, rank: int | None) -> Tensor:
+    def copy_to_devices(self, tensor: Tensor, rank: int | None) -> Tensor:
         """Return, on this rank's device, a copy of the tensor of ``rank``; None: of the root.
 
         The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight
@@ -181,16 +180,14 @@ class PipelineGroup(RankMesh, HostGroup):
         if self.num_ranks == 1:
             return tensor.to(self.device)
         source = self.root if rank is None else self.global_ranks[rank]
-        return with_state(tensor, partial(self._send_to_all, source))
 
-    def _send_to_all(self, source: int, tensor: Tensor) -> Tensor:
-        is_source = source == self.global_rank
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        if is_source:
-            found.copy_(tensor.detach())
-        with blaming_peers("lost a rank while broadcasting weights"):
-            dist.broadcast(as_bytes(found), source, group=self._ranks_group)
-        return tensor if is_source and tensor.device == self.device else found
+        def copy(part: Tensor) -> Tensor:
+            with blaming_peers("lost a rank while broadcasting weights"):
+                copied = broadcast_bytes(part, source, self._ranks_group, self.device)
+            is_there = source == self.global_rank and part.device == self.device
+            return part if is_there else copied
+
+        return with_state(tensor, copy)
 
     # Parameters that several ranks have
 
@@ -202,12 +199,12 @@ class PipelineGroup(RankMesh, HostGroup):
         self._shared = []
         for name, parameter, ranks in tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
-            _broadcast(parameter, source, self._sharing[ranks])
+            _copy_from(source, parameter, self._sharing[ranks])
             names = frozenset(tensors.aliases(name))
             trains = partial(records.always_train, names)
             self._shared.append(_Shared(parameter, ranks, self.rank == ranks[0], trains))
         for buffer in tensors.common_buffers():
-            _broadcast(buffer, self.root, self._ranks_group)
+            _copy_from(self.root, buffer, self._ranks_group)
 
     def sum_shared_gradients(self) -> None:
         """All-reduce the gradient of each shared parameter over the ranks that have it.
@@ -301,8 +298,5 @@ class PipelineGroup(RankMesh, HostGroup):
 
 
 @torch.no_grad()
-def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
-    """Copy another rank's value into a tensor of any dtype and layout."""
-    data = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(as_bytes(data), source, group=group)
-    tensor.detach().copy_(data)
+def _copy_from(source: int, tensor: Tensor, group: Any) -> None:
+    tensor.detach().copy_(broadcast_bytes(tensor, source, group))

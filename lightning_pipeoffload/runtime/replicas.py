@@ -242,24 +242,25 @@ class Replicas:
         return isinstance(tensor, ShapeOnly) or self._is_in_trace
 
     @torch.no_grad()
-    def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors from replica 0 to all replicas."""
-        numbered = dict(enumerate(tensor.detach() for tensor in tensors))
-        for numbers in in_buckets(numbered) if self.num > 1 else ():
-            bundle = Bundle([numbered[number] for number in numbers])
-            self.start_copy(bundle.flat, 0)()
-            bundle.unpack()
+    def copy_first(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Copy tensors of any dtypes from replica 0 to all, small ones in one message.
 
-    @torch.no_grad()
-    def copy_first_together(self, tensors: Iterable[Tensor]) -> None:
-        """Copy small tensors of any dtypes from replica 0 to all replicas, in one message."""
-        aligned = sorted(tensors, key=lambda tensor: -tensor.itemsize)
-        data = torch.cat([as_bytes(tensor.contiguous()) for tensor in aligned])
-        with blaming_peers("lost a replica while buffers were sent"):
-            dist.broadcast(data, self.counterparts[0], group=self.group)
-        for tensor, part in zip(aligned, data.split([t.nbytes for t in aligned]), strict=True):
+        ``what`` names them in an error.
+        """
+        if self.num == 1:
+            return
+        values = [tensor.detach() for tensor in tensors]
+        dense = [value.contiguous() for value in values]
+        parts = dict(enumerate(map(as_bytes, dense)))
+        for numbers in in_buckets(parts):
+            bundle = Bundle([parts[number] for number in numbers])
+            with blaming_peers(f"lost a replica while {what} were sent"):
+                dist.broadcast(bundle.flat, self.counterparts[0], group=self.group)
             if self.own:
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+                bundle.unpack()
+        for value, received in zip(values, dense, strict=True):
+            if self.own and received is not value:
+                value.copy_(received)
 
 
 class _GatheredTensor(torch.autograd.Function):
@@ -367,4 +368,4 @@ class SavedBuffers:
     def copy_first(self) -> None:
         """Copy the buffers from replica 0; all replicas call it after a step."""
         if self._slots:
-            self._replicas.copy_first_together([slot.tensor for slot in self._slots])
+            self._replicas.copy_first([slot.tensor for slot in self._slots], "buffers")

@@ -76,7 +76,7 @@ class HookForwards:
             return
         self._come_together(name)
         self._had_gradients = torch.is_grad_enabled()
-        lending: Lending = self._pipeline.lending(self._group.send_to_all, None, module)
+        lending: Lending = self._pipeline.lending(self._group.copy_to_devices, None, module)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(lending.running())
