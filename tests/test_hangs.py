@@ -17,7 +17,7 @@ from examples.benchmarks.hangs import (
     variants,
 )
 from examples.benchmarks.message_buffers import held, planned
-from lightning_pipeoffload.runtime import executor
+from lightning_pipeoffload.runtime import mailbox
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.schedule.messages import OpenReceives
 from tests.support.pairs import slow
@@ -70,7 +70,7 @@ HANGS_AT_ONE_QUEUE = {"zb_v", "interleaved_1f1b"}
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v", "interleaved_1f1b"])
 def test_several_open_receives_of_an_edge_hang_where_streams_share_a_queue(monkeypatch, name):
-    monkeypatch.setattr(executor, "OpenReceives", AllThatMayCome)
+    monkeypatch.setattr(mailbox, "OpenReceives", AllThatMayCome)
     (found,) = outcomes(Variant(name, 2), [nowhere], [1])
     assert bool(found) == (name in HANGS_AT_ONE_QUEUE)
 
@@ -78,7 +78,7 @@ def test_several_open_receives_of_an_edge_hang_where_streams_share_a_queue(monke
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
 def test_several_open_receives_hang_where_kernels_are_loaded(monkeypatch, name):
     assert [*outcomes(Variant(name, 4), [first_of_each_stage], [32])] == [""]
-    monkeypatch.setattr(executor, "OpenReceives", AllThatMayCome)
+    monkeypatch.setattr(mailbox, "OpenReceives", AllThatMayCome)
     (found,) = outcomes(Variant(name, 4), [first_of_each_stage], [32])
     assert found.startswith("hangs at")
 

@@ -37,6 +37,7 @@ LAYERS = (
     "runtime/step",
     "runtime/mesh",
     "runtime/transport",
+    "runtime/mailbox",
     "runtime/host_group",
     "runtime/sums_to_owners",
     "runtime/replicas",

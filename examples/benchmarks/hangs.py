@@ -29,15 +29,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime import executor
+from lightning_pipeoffload.runtime import mailbox
 from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
+from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
+from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.mesh import RankMesh
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.stage import SavedMemory
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import (
     SMALLEST_BUFFER,
@@ -277,7 +277,7 @@ class ModelStage:
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.memory = SavedMemory()
         self._kept: dict[int, Any] = {}
-        self._stores: dict[int, ActivationStore | None] = {}
+        self.in_flight: dict[int, Any] = {}
 
     def owned_tensors(self) -> list[Tensor]:
         """Return no parameters."""
@@ -305,14 +305,14 @@ class ModelStage:
             saved = store.pack(torch.empty(2)), store.pack_weight_input(torch.empty(2))
             self._kept[microbatch.index] = saved
         if keep:
-            self._stores[microbatch.index] = store
+            self.in_flight[microbatch.index] = SimpleNamespace(store=store)
             self.memory.measure_forward(store)
         return [torch.empty(1)]
 
     def backward(self, microbatch: Any, gradients: list[Tensor], fused: bool) -> list[Tensor]:
         """Enqueue a B or BW."""
         self._host.compute("B", self._index, microbatch.index)
-        store = self._stores.pop(microbatch.index)
+        store = self.in_flight[microbatch.index].store
         if store:
             for_w = self._kept.pop(microbatch.index)[1]
             if not fused:
@@ -327,10 +327,14 @@ class ModelStage:
         self._host.compute("W", self._index, microbatch.index)
         self._kept.pop(microbatch.index, None)
 
-    def last_weights(self, microbatches: Sequence[Any], told: Any) -> None:
+    def last_weights(self, microbatches: Sequence[Any], final: Any) -> None:
         """Enqueue the last W's."""
         for microbatch in microbatches:
             self.weight(microbatch)
+
+    def free(self, microbatch: Any) -> None:
+        """Drop its state."""
+        del self.in_flight[microbatch.index]
 
 
 class ModelReduction:
@@ -588,7 +592,7 @@ def num_hanging(variant: Variant, num_draws: int, posted_early: bool = False) ->
         posted_early: Whether receives are posted as soon as their messages may come.
     """
     expected = (lambda *_: None) if posted_early else expected_during
-    with mock.patch.object(executor, "expected_during", expected):
+    with mock.patch.object(mailbox, "expected_during", expected):
         hosts = variant.enqueue()
     plan, rng = variant.plans()[PLAN], random.Random(variant.num_ranks)
     draws = (two_neighbours(plan, rng) for _ in range(num_draws))

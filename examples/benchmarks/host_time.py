@@ -94,7 +94,7 @@ class ActionCosts(Callback):
         executor = trainer.strategy.split.executor  # type: ignore[attr-defined]
         for kind, handler in executor._handlers.items():
             executor._handlers[kind] = self.measured(kind.name, handler)
-        executor._take = self._receiving(executor._take)
+        executor.mailbox.take = self._receiving(executor.mailbox.take)
 
     def measured(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return an action that is measured."""
@@ -113,11 +113,11 @@ class ActionCosts(Callback):
         return measured
 
     def _receiving(self, take: Callable[..., Any]) -> Callable[..., Any]:
-        def receiving(receive: Any) -> Any:
+        def receiving(*args: Any) -> Any:
             began = time.thread_time()
-            tensors = take(receive)
+            tensors = take(*args)
             self._received = time.thread_time() - began
-            if receive is not None:
+            if tensors:
                 self.seconds[RECEIVING].append(self._received)
             return tensors
 

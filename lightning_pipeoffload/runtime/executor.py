@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.mailbox import Mailbox
+from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.replicas import PendingParameters
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
@@ -27,38 +29,15 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
-from lightning_pipeoffload.schedule import (
-    Action,
-    Costs,
-    Kind,
-    Schedule,
-    expected_during,
-    lower,
-    tails,
-)
+from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES, FINAL, RECVS, SENDS
-from lightning_pipeoffload.schedule.messages import (
-    OpenReceives,
-    PendingSends,
-    actions_ahead,
-    most_pending,
-    recv_of,
-    send_after,
-)
+from lightning_pipeoffload.schedule.messages import actions_ahead
 
 _BACKWARD = {Kind.B, Kind.BW}
-_EXCHANGING = {Kind.F, *_BACKWARD}
+_LAST = {Kind.W, Kind.BW}
 
 Settle = Callable[[], bool]
 """Waits until the weights for the step are final; returns whether they have changed meanwhile."""
-
-
-class _Ends(NamedTuple):
-    """The messages at both ends of an F, B or BW; None: there is no such stage."""
-
-    needed: Action | None
-    given: Action | None
-    box: dict[Action, list[Tensor]]  # for what is given: to be sent, or of a stage of this rank
 
 
 class Executor:
@@ -71,6 +50,9 @@ class Executor:
         timer: Measures the actions.
         memory: Stores activations.
         pending: Parameters that the first F of a step waits for.
+
+    Attributes:
+        mailbox: The rank's messages.
     """
 
     def __init__(
@@ -84,7 +66,7 @@ class Executor:
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self.transport = transport
+        self.mailbox = Mailbox(transport, self._specs_of)
         self.timer = timer
         self.memory = memory
         self.current: Action | None = None
@@ -97,18 +79,14 @@ class Executor:
             Kind.W: self._weight,
             **dict.fromkeys(FINAL, self._declare_final),
             **dict.fromkeys(COPIES, self._move),
-            **dict.fromkeys(SENDS, self._send),
-            **dict.fromkeys(RECVS, self._receive),
+            **dict.fromkeys(SENDS, self.mailbox.send),
+            **dict.fromkeys(RECVS, self.mailbox.reach),
         }
-        self._inbox: dict[Action, list[Tensor]] = {}
-        self._outbox: dict[Action, list[Tensor]] = {}
         self._results: dict[int, Any] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._regrouped: set[Action] = set()
         self._plan = Schedule.of(())
         self._rest: Iterator[Action] = iter(())
-        self._schedule: Schedule | None = None
-        self._most_pending: dict[int, int] = {}
         self._costs = self._used_costs = Costs.unit()
 
     @property
@@ -122,13 +100,18 @@ class Executor:
         return self._plan
 
     @property
+    def transport(self) -> Transport:
+        """Sends and receives the messages."""
+        return self.mailbox.transport
+
+    @property
     def last_microbatch(self) -> Microbatch:
         """A microbatch of the last step."""
         return next(iter(self._microbatches.values()))
 
     def place(self, rank: int, transport: Transport) -> None:
         """Run another rank's actions from the next plan on."""
-        self.rank, self.transport = rank, transport
+        self.rank, self.mailbox.transport = rank, transport
 
     def time_by(self, timer: ActionTimer) -> None:
         """Measure the next steps by another timer, which has none of those before."""
@@ -197,7 +180,8 @@ class Executor:
         self._reduction = reduction
         self._keep = not plan.is_forward_only
         self._microbatches = {microbatch.index: microbatch for microbatch in microbatches}
-        self._start_messages()
+        self._results.clear()
+        self.mailbox.start_step()
         if self._keep:
             self.timer.start_step()
             self.memory.start_step(plan[self.rank], self.stages)
@@ -209,16 +193,12 @@ class Executor:
             schedule: The schedule of a training step, or its lowered plan.
             costs: Of its stages; times in any unit.
         """
-        if schedule is not self._schedule:  # by identity, as in start()
-            self._schedule = schedule
-            self._most_pending.clear()
-            plan = schedule if schedule.has_transfers else lower(schedule)
-            self._most_pending.update(most_pending(plan, self.rank))
+        self.mailbox.limit_pending(schedule, self.rank)
         self._costs = costs
 
     def expect(self, actions: Sequence[Action]) -> None:
         """Expect the messages of the next actions; each edge delivers them in this order."""
-        self._receives.expect(actions)
+        self.mailbox.expect(actions)
 
     def execute(self, action: Action) -> None:
         """Run the next action of a step that has started."""
@@ -230,40 +210,14 @@ class Executor:
         self.current = None
         if self._keep:
             self.timer.end_step()
-        self._sends.end_step()
-        self.transport.finish_step()
+        self.mailbox.end_step()
 
     def _use(self, plan: Schedule) -> None:
         self._plan, self._used_costs = plan, self._costs
         found = (tail.weights for tail in tails(plan[self.rank]))
         self._tails = {weights[0]: weights for weights in found if weights}
         self._ahead: list[Action] | None = None
-        self._ends = {a: self._ends_of(a) for a in plan[self.rank] if a.kind in _EXCHANGING}
-        sends = (action for action in plan[self.rank] if action.kind in SENDS)
-        self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
-        expected = expected_during(plan, self.rank, self._costs)
-        self._receives = OpenReceives(plan, self.rank, self._post, expected)
-        release = self.transport.release
-        self._sends = PendingSends(plan, self.rank, release, self._most_pending)
-
-    def _ends_of(self, action: Action) -> _Ends:
-        first, last, receives, sends = 0, self._plan.num_stages - 1, Kind.RECV_F, Kind.SEND_F
-        if action.kind is not Kind.F:
-            first, last, receives, sends = last, first, Kind.RECV_B, Kind.SEND_B
-        needed = None if action.stage == first else action._replace(kind=receives)
-        if action.stage == last:
-            return _Ends(needed, None, {})
-        send = action._replace(kind=sends)
-        if send_after(self._plan, action) is not None:
-            return _Ends(needed, send, self._outbox)
-        return _Ends(needed, recv_of(send), self._inbox)
-
-    def _start_messages(self) -> None:
-        self._receives.start_step()
-        self._sends.start_step()
-        self._results.clear()
-        self._inbox.clear()
-        self._outbox.clear()
+        self.mailbox.use(plan, self.rank, self._costs)
 
     def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
         """Run actions that need no final weights, again if weights change; return the others."""
@@ -288,13 +242,11 @@ class Executor:
 
     def _take_back(self) -> None:
         """Undo the forwards of this step on all ranks, after receiving what they have sent."""
-        for receive in self._receives.rest():
-            self.transport.wait(receive)
-        self._sends.take_back()
-        self._start_messages()
+        self.mailbox.take_back()
+        self._results.clear()
+        self.memory.take_back()
         for stage in self.stages.values():
             stage.take_back()
-        self.memory.take_back()
         self.timer.start_step()
         forget_casts()
 
@@ -302,8 +254,7 @@ class Executor:
         """Drop an unfinished step, after an error."""
         self.current = None
         self._regrouped.clear()
-        self._inbox.clear()
-        self._outbox.clear()
+        self.mailbox.abandon()
         self.memory.abandon()
         for stage in self.stages.values():
             stage.abandon()
@@ -321,22 +272,21 @@ class Executor:
             self.timer.record(*actions)
             for action in actions:
                 self.memory.record(action)
+                if action.kind in _LAST:
+                    self.stages[action.stage].free(self._microbatches[action.microbatch])
 
     def _forward(self, action: Action) -> None:
-        self._receives.begin(action)
+        self.mailbox.begin(action)
         self.timer.start()  # nothing that an F needs is offloaded
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
-        ends = self._ends[action]
         # The stage takes the message as late as possible, after the beginning of the step.
-        receive: Callable[[], list[Tensor]] = partial(self._take, ends.needed)
+        receive: Callable[[], list[Tensor]] = partial(self.mailbox.take, action, self.timer)
         if self._pending:
             receive = self._with_weights(receive)
         output = stage.forward(microbatch, receive, self._keep, store)
-        if ends.given is None:
+        if not self.mailbox.give(action, output):
             self._results[action.microbatch] = output
-        else:
-            ends.box[ends.given] = output
         self._finish(action)
 
     def _with_weights(self, receive: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
@@ -349,19 +299,17 @@ class Executor:
         return lambda: received
 
     def _backward(self, action: Action) -> None:
-        self._receives.begin(action)
+        self.mailbox.begin(action)
         self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
-        ends = self._ends[action]
-        gradients = self._take(ends.needed)
+        gradients = self.mailbox.take(action, self.timer)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
-        if ends.given is not None:
-            ends.box[ends.given] = gradients
+        self.mailbox.give(action, gradients)
         self._finish(action)
 
     def _weight(self, action: Action) -> None:
         """Run a W; the first W of a REDUCE's or STEP's tail runs all of it, by parameter."""
-        self._receives.begin(action)
+        self.mailbox.begin(action)
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
@@ -390,34 +338,7 @@ class Executor:
         self.memory.move(action)
         self.memory.record(action)
 
-    # Messages
-
-    def _send(self, action: Action) -> None:
-        peer = self._peers[action]
-        self._sends.add(peer)
-        self.transport.send(action, peer, self._outbox.pop(action))
-        self._receives.count_send()
-
-    def _receive(self, action: Action) -> None:
-        """Post the receive if it is not posted yet; the F or B that uses the message waits."""
-        self._receives.reach(action)
-
-    def _post(self, receive: Action, peer: int) -> None:
+    def _specs_of(self, receive: Action) -> list[TensorSpec]:
         microbatch, stage = self._microbatches[receive.microbatch], self.stages[receive.stage]
-        if receive.kind is Kind.RECV_F:
-            specs = stage.payload_in(microbatch)
-        else:
-            specs = stage.gradient_specs(microbatch)
-        self.transport.post(receive, peer, specs)
-
-    def _take(self, receive: Action | None) -> list[Tensor]:
-        """Wait for a message, and for those before it on its edge; return its tensors."""
-        if receive is None:
-            return []
-        if receive not in self._inbox:
-            self.timer.pause()
-            for taken in self._receives.until(receive):
-                self._inbox[taken] = self.transport.wait(taken)
-                self._sends.prove(taken)
-            self.timer.resume()
-        return self._inbox.pop(receive)
+        is_forward = receive.kind is Kind.RECV_F
+        return stage.payload_in(microbatch) if is_forward else stage.gradient_specs(microbatch)

@@ -160,9 +160,7 @@ class PipelineGroup(RankMesh, HostGroup):
         by_global_rank = dict(zip(sorted(self.global_ranks), super().gather(obj), strict=True))
         return [by_global_rank[rank] for rank in self.global_ranks]
 
-    def copy_to_hosts(
-        self, tensor: Tensor, source: int, ranks: HostGroup | None = None
-    ) -> Tensor:
+    def copy_to_hosts(self, tensor: Tensor, source: int, ranks: HostGroup | None = None) -> Tensor:
         """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 
         The other ranks pass a tensor of the same shape and dtype. The copy of a packed 4-bit weight

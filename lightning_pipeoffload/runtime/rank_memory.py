@@ -137,7 +137,7 @@ class Ledger:
 
 
 class ActivationMemory:
-    """The stores of one rank's saved tensors, by stage and microbatch.
+    """The saved tensors of one rank: makes and moves the stores of microbatches in flight.
 
     Attributes:
         measures_all: Whether every microbatch is measured, not only the first of each stage.
@@ -151,7 +151,6 @@ class ActivationMemory:
         self.ledger = Ledger(self._measured_after)
         self._stages: Mapping[int, StageRunner] = {}
         self._offloaded: set[_Key] = set()
-        self._stores: dict[_Key, ActivationStore] = {}
         self._owned: set[int] = set()
         self._host_bytes: defaultdict[int, HostBytes] = defaultdict(dict)
         self._reserved: tuple[Sequence[Action], dict[int, HostBytes]] = (), {}
@@ -187,8 +186,6 @@ class ActivationMemory:
         self.ledger.start_step(sizes)  # counts the last step, with its stages
         self._there.clear()
         self._stages = stages
-        self._stores.clear()
-        self._measured: set[_Key] = set()
         self._owned.clear()  # parameters may have moved
         self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _OFFLOADS}
         self._reserve(actions)
@@ -202,16 +199,14 @@ class ActivationMemory:
 
     def abandon(self) -> None:
         """Discard everything after an error, once the device has waited for unfinished copies."""
-        for store in self._stores.values():
+        for store in self._stores():
             with suppress(CopyError):  # it is known, for the step has failed
                 store.drop()
-        self._stores.clear()
 
     def take_back(self) -> None:
         """Discard everything that this step has saved, because the step restarts."""
-        for store in self._stores.values():
+        for store in self._stores():
             store.drop()
-        self._stores.clear()
         self.ledger.start_step()
         self._there.clear()
 
@@ -229,20 +224,25 @@ class ActivationMemory:
         resident = self._owned.union(map(address_of, leaves))
         name = f"stage {action.stage}, microbatch {action.microbatch}"
         host_bytes = self._host_bytes[action.stage]
-        self._stores[key] = ActivationStore(name, resident, self.settings, host_bytes)
-        if is_measured:
-            self._measured.add(key)
-        return self._stores[key]
+        return ActivationStore(name, resident, self.settings, host_bytes, is_measured)
+
+    def _stores(self) -> Iterator[ActivationStore]:
+        for stage in self._stages.values():
+            yield from (flight.store for flight in stage.in_flight.values() if flight.store)
+
+    def _store_of(self, action: Action) -> ActivationStore | None:
+        return self._stages[action.stage].in_flight[action.microbatch].store
 
     def arrive(self, action: Action) -> None:
         """Make a B, BW or W wait until the offloaded tensors that it needs are back."""
-        store = self._stores.get((action.stage, action.microbatch))
+        store = self._store_of(action)
         if store is not None:
             store.arrive(KINDS[action.kind].needs)
 
     def move(self, action: Action) -> None:
         """Run an OFFLOAD, FREE or RELOAD."""
-        store = self._stores[action.stage, action.microbatch]
+        store = self._store_of(action)
+        assert store is not None
         if action.kind in _OFFLOADS:
             store.offload()
         elif action.kind in RELOADS:
@@ -252,9 +252,8 @@ class ActivationMemory:
 
     def record(self, action: Action) -> None:
         """Record the saved bytes after an action in the ledger."""
-        key = action.stage, action.microbatch
-        store = self._stores.get(key)
-        if store is not None and key in self._measured:
+        store = self._store_of(action)
+        if store is not None and store.is_measured:
             store.measure_host_bytes()
         self.ledger.record(action, None if store is None else store.held)
 

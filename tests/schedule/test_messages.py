@@ -146,7 +146,7 @@ def test_messages_are_counted_as_a_transport_holds_them(schedule, num_ranks):
     pipeline = InProcessPipeline(module, plan, lambda model, x: model(x).square().mean())
     counts = [Counting(executor.transport) for executor in pipeline.executors]
     for executor, counting in zip(pipeline.executors, counts, strict=True):
-        executor.transport = counting
+        executor.mailbox.transport = counting
     for _ in range(2):
         pipeline.run(torch.randn(8, 4), 2)
     assert [c.most for c in counts] == [*peak_message_memory(lower(plan), lambda send: 1)]

@@ -25,6 +25,7 @@ from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
+from lightning_pipeoffload.runtime.randomness import segment_seeder
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
@@ -199,6 +200,7 @@ class StepRecord:
         self.input_flops = [0] * num_segments
         self._carried: dict[int, list[Crossing]] = {}
         self._payloads: dict[int, list[TensorSpec]] = {}
+        self._of_stages: dict[tuple[int, int, bool], StageRecord] = {}
 
     @property
     def holds_for_shapes(self) -> bool:
@@ -218,7 +220,7 @@ class StepRecord:
         for name, value in zip(_SIZED, values, strict=True):
             setattr(derived, name, value)
         derived.flags = self.flags.with_sized(calls, constants)
-        derived._carried, derived._payloads = {}, {}
+        derived._carried, derived._payloads, derived._of_stages = {}, {}, {}
         derived.is_derived, derived.is_known, derived.has_run = True, False, False
         return derived
 
@@ -276,6 +278,14 @@ class StepRecord:
             self._payloads[block] = [*outputs, *carried]
         return self._payloads[block]
 
+    def of_stage(self, blocks: range, is_last: bool) -> StageRecord:
+        """Return what the record says about the stage of some blocks; see :class:`StageRecord`."""
+        key = blocks.start, blocks.stop, is_last
+        found = self._of_stages.get(key)
+        if found is None:
+            found = self._of_stages[key] = StageRecord(self, blocks, is_last)
+        return found
+
 
 _DERIVED = (
     "; these shapes were derived from batches of other lengths: if the step treats this length "
@@ -291,6 +301,56 @@ _APART = {
     "pairs",  # of samples, which are as many at any length
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }
+
+
+class StageRecord:
+    """What the record of a step says about one stage, looked up once.
+
+    Args:
+        step: The record.
+        blocks: The blocks of the stage.
+        is_last: Whether the step ends there.
+
+    Attributes:
+        specs_in: The tensors that the previous stage sends.
+        specs_out: The tensors that go to the next stage.
+        gradient_specs: Those of them whose gradients come back.
+        coming: The carried values that are received.
+        going: The carried values that are sent.
+        calls: The block of each call.
+        handed_on: For each call whose output the previous stage sends, the places of its tensors.
+        num_handed_on: The number of these tensors; carried values follow.
+        sent: The calls whose outputs go to the next stage.
+        exit: The call behind which the stage leaves the step; -1: it runs to the end.
+        outputs: The outputs of calls before the stage that each F may use again, with what each
+            was made of. To make one takes as long as all else that an F does for such a block, of
+            which the last stages of a deep model have many.
+        seed_segment: Seeds the generators that the step draws from.
+        meets_kernels: Whether it may call kernels without values.
+        shapes_suffice: Of each call, whether the shapes of its output are known.
+    """
+
+    def __init__(self, step: StepRecord, blocks: range, is_last: bool) -> None:
+        start, stop = blocks.start, blocks.stop
+        self.step = step
+        self.specs_in = step.payload_over(start) if start else []
+        self.specs_out = [] if is_last else step.payload_over(stop)
+        self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]
+        self.coming = step.carried_over(start) if start else []
+        self.going = [] if is_last else step.carried_over(stop)
+        self.calls = step.calls.blocks
+        self.handed_on: dict[int, slice] = {}
+        self.num_handed_on = 0
+        for call in step.handed_over(start) if start else ():
+            end = self.num_handed_on + len(step.outputs[call].payload)
+            self.handed_on[call] = slice(self.num_handed_on, end)
+            self.num_handed_on = end
+        self.sent = frozenset(() if is_last else step.handed_over(stop))
+        self.exit = -1 if is_last else step.calls.last_before(stop)
+        self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
+        self.seed_segment = segment_seeder(step.draws_beside_torch)
+        self.meets_kernels = step.meets_kernels()
+        self.shapes_suffice = [step.shapes_suffice(block) for block in self.calls]
 
 
 @dataclass(frozen=True)

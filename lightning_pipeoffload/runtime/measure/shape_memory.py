@@ -29,6 +29,7 @@ from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
+from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.memory.saved_tensor import Saved, SavedTensor
 from lightning_pipeoffload.runtime.memory.stage_store import (
     ActivationStore,
@@ -43,7 +44,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
-from lightning_pipeoffload.runtime.step.stage import SavedMemory, backward_on
+from lightning_pipeoffload.runtime.step.stage import backward_on
 from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line

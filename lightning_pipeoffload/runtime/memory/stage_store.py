@@ -113,6 +113,7 @@ class ActivationStore(WeightInputKeeper):
         resident: Addresses of storages that are never offloaded.
         host_bytes: Bytes of each part on the host; shared by the stage's stores, so that the slabs
             of all microbatches have the same size.
+        is_measured: Whether the bytes of its parts are measured after each action.
         counts_shapes: Whether shape-only tensors count as if they were on the device.
     """
 
@@ -122,9 +123,11 @@ class ActivationStore(WeightInputKeeper):
         resident: Collection[int],
         settings: OffloadSettings,
         host_bytes: HostBytes | None = None,
+        is_measured: bool = False,
         counts_shapes: bool = False,
     ) -> None:
         self._name = name
+        self.is_measured = is_measured
         self._resident = resident
         self._settings = settings
         self._host_bytes = {} if host_bytes is None else host_bytes

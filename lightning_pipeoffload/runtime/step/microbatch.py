@@ -25,7 +25,7 @@ class Microbatch:
         record: What the trace of its shapes has recorded.
         device: The device of its tensors.
         seed: The seed of all its random numbers.
-        index: Its place in a plan.
+        index: Its place in a plan, which names it in actions (``Action.microbatch``).
         weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
             tensor where the host does not know it.
         differentiate: Starts the backward from the weighted loss.

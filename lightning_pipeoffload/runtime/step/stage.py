@@ -1,30 +1,32 @@
-"""F, B and W of one stage, and the state of each microbatch from its F to its W."""
+"""F, B and W of one stage; see :mod:`.in_flight` for the life of a microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.checks import loss_in
+from lightning_pipeoffload.runtime.cut.record import StageRecord
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
+from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
+from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.step.stage_pass import KnownStep, StageContext, StagePass
-from lightning_pipeoffload.runtime.step.step_writes import Left, refuse_late_writes
+from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
+from lightning_pipeoffload.runtime.step.step_writes import refuse_late_writes
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.weight_grad.queue import (
     WeightGradQueue,
@@ -34,25 +36,17 @@ from lightning_pipeoffload.runtime.weight_grad.regrouping import (
     FinalGradients,
     RegroupedWeightGrads,
 )
-from lightning_pipeoffload.schedule.actions import Part
 
 _NUM_CHECKED = 8  # backwards of a stage
 
 
-@dataclass
-class _Alive:
-    received: Received
-    queue: WeightGradQueue
-    store: ActivationStore | None = None
-    loss: Tensor | None = None
-    seen: TensorValues | None = None
-    sent: tuple[GradientEdge, ...] = ()
-    left: Left | None = None
-    awaits_weight: bool = False  # B has run
-
-
 class StageRunner:
-    """Runs F, B and W of one stage."""
+    """Runs F, B and W of one stage.
+
+    Attributes:
+        memory: The bytes that a microbatch saves.
+        in_flight: The microbatches from their F to their W, by their index.
+    """
 
     def __init__(self, context: StageContext) -> None:
         self._compared: set[int] = set()
@@ -62,7 +56,7 @@ class StageRunner:
         self.is_first = context.is_first
         self.is_last = context.is_last
         self.memory = SavedMemory()
-        self._alive: dict[int, _Alive] = {}
+        self.in_flight: dict[int, InFlight] = {}
         self._last = -1
         self._present: tuple[Any, TensorValues] | None = None
 
@@ -81,15 +75,15 @@ class StageRunner:
 
     def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
         """Describe the tensors that the previous stage sends."""
-        return self._context.known(microbatch.record).specs_in
+        return self._context.record_of(microbatch).specs_in
 
     def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
         """Return the specs of the tensors that this stage sends to the next one."""
-        return self._context.known(microbatch.record).specs_out
+        return self._context.record_of(microbatch).specs_out
 
     def gradient_specs(self, microbatch: Microbatch) -> list[TensorSpec]:
         """Return the specs of the gradients that come back for them."""
-        return self._context.known(microbatch.record).gradient_specs
+        return self._context.record_of(microbatch).gradient_specs
 
     def forward(
         self,
@@ -109,53 +103,53 @@ class StageRunner:
         Returns:
             The tensors for the next stage; on the last stage the result of the user's step.
         """
-        known = self._context.known(microbatch.record)
         context = self._context
+        record = context.record_of(microbatch)
         at_once = context.head_is_at_once and context.is_last
         queue = WeightGradQueue(False, store, context.add_product, at_once)
-        alive = _Alive(Received(known.specs_in), queue, store)
-        step = (AnsweredPass if known.is_answered else StagePass)(
-            self._context, microbatch, receive, alive.received if keep else None, known
-        )
-        if self._context.writes.may_write_tensors:
+        received = Received(record.specs_in) if keep else None
+        flight = InFlight(microbatch, record, queue, received, store)
+        is_answered = microbatch.record.reads.are_repeated(len(context.ownership.local_stages))
+        step = (AnsweredPass if is_answered else StagePass)(context, flight, receive)
+        if context.writes.may_write_tensors:
             queue.operands = set()
             self._keep_seen()
-        self._context.writes.num_forwards += 1
+        context.writes.num_forwards += 1
         if not keep:
-            with self._context.around():
+            with context.around():
                 output = step.run()
         else:
-            with self._around_forward(alive, step, microbatch):
-                output = step.run()
-            self._alive[microbatch.index] = alive
-            alive.left = step.left
             self._last = microbatch.index
+            self.in_flight[self._last] = flight
+            with self._around_forward(flight, step):
+                output = step.run()
+            flight.left = step.left
             if store is not None:
                 self.memory.measure_forward(store)
         if self.is_last:
             if not keep:
                 return output
-            alive.loss = loss_in(output)
+            flight.loss = loss_in(output)
             return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
-        return self._hand_on(alive, output, known)
+        return self._hand_on(flight, output)
 
-    def _hand_on(self, alive: _Alive, output: list[Tensor], known: KnownStep) -> list[Tensor]:
-        specs = known.specs_out
+    def _hand_on(self, flight: InFlight, output: list[Tensor]) -> list[Tensor]:
+        specs = flight.record.specs_out
         if len(output) != len(specs):
-            self._refuse_payload(output, known)
+            self._refuse_payload(output, flight.record)
         # Without gradients a view of a weight requires one all the same, which never comes.
         trains = torch.is_grad_enabled()
         detached, edges = [], []
         for leaf, spec in zip(output, specs, strict=True):
             if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
-                self._refuse_payload(output, known)
+                self._refuse_payload(output, flight.record)
             if leaf.requires_grad != spec.requires_grad and trains:
                 self._refuse_frozen()
             detached.append(spec.arrange(leaf.detach()))
             if spec.gets_gradient and trains:
                 # The edge, not the tensor: the output's memory may go as soon as it is sent.
                 edges.append(get_gradient_edge(leaf))
-        alive.sent = tuple(edges)
+        flight.sent = tuple(edges)
         return detached
 
     def backward(
@@ -171,83 +165,78 @@ class StageRunner:
         Returns:
             The gradients of the received tensors that get one.
         """
-        alive = self._alive[microbatch.index]
-        alive.queue.immediate = fused
-        with self._around_backward(alive, microbatch), alive.queue:
-            self._differentiate(alive, microbatch, gradients)
-        alive.awaits_weight = True
-        if alive.seen and not alive.queue.may_read(alive.seen.tensors):
-            alive.seen = None
-        to_send = gradients_to_send(alive.received, self._sender)
-        alive.received.gradients, alive.sent, alive.loss = (), (), None
-        if alive.store is not None or self.memory.deferred_flops is None:
-            self.memory.measure_backward(alive.queue, alive.store)
-        if fused:
-            self._drop(microbatch)
+        flight = self.in_flight[microbatch.index]
+        received = flight.received
+        assert received is not None
+        flight.queue.immediate = fused
+        with self._around_backward(flight), flight.queue:
+            self._differentiate(flight, gradients)
+        flight.awaits_weight = True
+        if flight.seen and not flight.queue.may_read(flight.seen.tensors):
+            flight.seen = None
+        to_send = gradients_to_send(received, self._sender)
+        received.gradients, flight.sent, flight.loss = (), (), None
+        if flight.store is not None or self.memory.deferred_flops is None:
+            self.memory.measure_backward(flight.queue, flight.store)
         return to_send
 
-    def _drop(self, microbatch: Microbatch) -> None:
-        del self._alive[microbatch.index]
-        if not self._alive:
-            self._present = None
-
-    def _differentiate(
-        self, alive: _Alive, microbatch: Microbatch, gradients: list[Tensor]
-    ) -> None:
+    def _differentiate(self, flight: InFlight, gradients: list[Tensor]) -> None:
         try:
-            if alive.sent:
+            if flight.sent:
                 # Private: what torch.autograd.backward() calls once it has compared the shapes,
                 # which the received gradients have by their specs. In a small block's B that
                 # comparison takes as long as the engine.
                 _engine_run_backward(
-                    alive.sent, tuple(gradients), False, False, (),
+                    flight.sent, tuple(gradients), False, False, (),
                     allow_unreachable=True, accumulate_grad=True,
                 )  # fmt: skip
-            elif alive.loss is not None:
-                _check_differentiable(alive.loss)
-                microbatch.differentiate(weighted(alive.loss, microbatch.weight))
+            elif flight.loss is not None:
+                _check_differentiable(flight.loss)
+                microbatch = flight.microbatch
+                microbatch.differentiate(weighted(flight.loss, microbatch.weight))
         except RuntimeError as error:
             refuse_late_writes(error, self._context.ownership)
             raise
 
     def weight(self, microbatch: Microbatch) -> None:
         """Run W."""
-        alive = self._alive[microbatch.index]
-        with self._around_backward(alive, microbatch):
-            alive.queue.run()
-        self._drop(microbatch)
+        flight = self.in_flight[microbatch.index]
+        with self._around_backward(flight):
+            flight.queue.run()
 
-    def last_weights(self, microbatches: Sequence[Microbatch], told: FinalGradients) -> None:
+    def last_weights(self, microbatches: Sequence[Microbatch], final: FinalGradients) -> None:
         """Run the last W's of a step parameter by parameter: each gradient is final at once."""
-        found = [self._alive[microbatch.index] for microbatch in microbatches]
-        if any(alive.seen for alive in found):  # each W needs the values of its own F
-            parameters = RegroupedWeightGrads(alive.queue.waiting for alive in found).parameters
-            told.expect(self._context.stage.index, parameters)
+        flights = [self.in_flight[microbatch.index] for microbatch in microbatches]
+        if any(flight.seen for flight in flights):  # each W needs the values of its own F
+            parameters = RegroupedWeightGrads(each.queue.waiting for each in flights).parameters
+            final.expect(self._context.stage.index, parameters)
             for microbatch in microbatches:
                 self.weight(microbatch)
             for parameter in parameters:
-                told.finish(parameter)
+                final.finish(parameter)
             return
-        for microbatch in microbatches:
-            self._drop(microbatch)
-        gradients = RegroupedWeightGrads(alive.queue.take() for alive in found)
-        told.expect(self._context.stage.index, gradients.parameters)
+        gradients = RegroupedWeightGrads(flight.queue.take() for flight in flights)
+        final.expect(self._context.stage.index, gradients.parameters)
         with backward_on(microbatches[0].device), self._gradients, self._checking_hooks():
-            gradients.run(told.finish)
+            gradients.run(final.finish)
 
-    def _around_backward(
-        self, alive: _Alive, microbatch: Microbatch
-    ) -> AbstractContextManager[Any]:
+    def free(self, microbatch: Microbatch) -> None:
+        """Drop the state of a microbatch, whose weight gradients are computed."""
+        del self.in_flight[microbatch.index]
+        if not self.in_flight:
+            self._present = None
+
+    def _around_backward(self, flight: InFlight) -> AbstractContextManager[Any]:
         """Return the context of a B or W: gradients and attributes as they are for this stage."""
-        outside = backward_on(microbatch.device)
-        is_plain = self._gradients is NOTHING and not (alive.seen or alive.left)
+        outside = backward_on(flight.microbatch.device)
+        is_plain = self._gradients is NOTHING and not (flight.seen or flight.left)
         if is_plain and self._num_checked >= _NUM_CHECKED:
             return outside  # as in most models
         return together(
             outside,
             self._gradients,
-            alive.seen.again(self._present_of(alive.seen.tensors)) if alive.seen else NOTHING,
-            self._context.writes.in_backward(self._context.stage.index, alive.left),
+            flight.seen.again(self._present_of(flight.seen.tensors)) if flight.seen else NOTHING,
+            self._context.writes.in_backward(self._context.stage.index, flight.left),
             self._checking_hooks(),
         )
 
@@ -274,7 +263,7 @@ class StageRunner:
         tensors = self._context.written_tensors()
         if tensors:
             torch.clear_autocast_cache()
-        last = self._alive.get(self._last)
+        last = self.in_flight.get(self._last)
         if not tensors or last is None:
             return
         if not last.awaits_weight or last.queue.may_read(tensors):
@@ -287,35 +276,31 @@ class StageRunner:
             self._present = key, TensorValues(tensors)
         return self._present[1]
 
-    def _around_forward(
-        self, alive: _Alive, step: StagePass, microbatch: Microbatch
-    ) -> AbstractContextManager[Any]:
+    def _around_forward(self, flight: InFlight, step: StagePass) -> AbstractContextManager[Any]:
         """Return the context of an F that a backward follows."""
-        queue = NOTHING if microbatch.record.starts_backward else alive.queue
-        around = self._context.around()
-        is_cheap, writes = self._context.recompute == "cheap", self._context.writes
+        microbatch, writes = flight.microbatch, self._context.writes
         is_first = microbatch.index not in self._compared
         self._compared.add(microbatch.index)
         compares = is_first and is_repeatable(microbatch.device)
         return together(
-            queue,
-            alive.store.recording() if alive.store else NOTHING,
-            _saving_cheaply() if is_cheap else NOTHING,
+            NOTHING if microbatch.record.starts_backward else flight.queue,
+            flight.store.recording() if flight.store else NOTHING,
+            _saving_cheaply() if self._context.recompute == "cheap" else NOTHING,
             CheckpointWatch(step, writes, compares).watching()
             if compares or writes.is_by_users
             else NOTHING,
-            around,
+            self._context.around(),
         )
 
     def abandon(self) -> None:
         """Drop the state of all microbatches, after an error."""
-        self._alive.clear()
+        self.in_flight.clear()
         self._context.gradients.forget()
 
     def take_back(self) -> None:
         """Drop the F's that have run without their backwards; they run again."""
-        self._compared.difference_update(self._alive)
-        self._alive.clear()
+        self._compared.difference_update(self.in_flight)
+        self.in_flight.clear()
 
     def keep_writes(self) -> Callable[[], None]:
         """Save the state that steps write; return a function that restores it."""
@@ -324,11 +309,11 @@ class StageRunner:
             tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
         )
 
-    def _refuse_payload(self, leaves: list[Tensor], known: KnownStep) -> NoReturn:
+    def _refuse_payload(self, leaves: list[Tensor], record: StageRecord) -> NoReturn:
         raise RuntimeError(
-            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {known.specs_out} "
+            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {record.specs_out} "
             f"was expected from the shapes of the batch; what a block returns must not depend on "
-            f"the values of its input{known.record.derivation}"
+            f"the values of its input{record.step.derivation}"
         )
 
     def _refuse_frozen(self) -> NoReturn:
@@ -385,48 +370,3 @@ def _check_differentiable(loss: Tensor) -> None:
 
 def _detach(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-class SavedMemory:
-    """Bytes of one stage and microbatch; each is None until it is measured.
-
-    Attributes:
-        activation_bytes: Saved by autograd in F.
-        weight_input_bytes: The share of these that only W needs.
-        residue_bytes: Kept for W after B.
-        deferred_flops: Floating-point operations of the weight gradients left for W.
-        workspace_bytes: Taken by the chunks of a loss in F and B, and freed there; counted on
-            shapes only.
-        measures_all: Whether to measure every microbatch of this step.
-    """
-
-    def __init__(self) -> None:
-        self.activation_bytes: int | None = None
-        self.weight_input_bytes: int | None = None
-        self.residue_bytes: int | None = None
-        self.deferred_flops: int | None = None
-        self.workspace_bytes = 0
-        self.measures_all = False
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to measure the next microbatch."""
-        return self.measures_all or self.activation_bytes is None
-
-    def measure_forward(self, store: ActivationStore | None) -> None:
-        """Measure the bytes in ``store`` after F, if that is due."""
-        if store and self.is_due:
-            self.activation_bytes = max(self.activation_bytes or 0, store.saved_bytes())
-            for_w = store.saved_bytes(Part.FOR_W)
-            self.weight_input_bytes = max(self.weight_input_bytes or 0, for_w)
-
-    def measure_backward(self, queue: WeightGradQueue, store: ActivationStore | None) -> None:
-        """Measure the bytes kept for W after B, of a microbatch that was measured after F."""
-        if store:
-            store.leave_for_weight()
-            if self.measures_all or self.residue_bytes is None:
-                # A fused backward keeps nothing for W.
-                known = self.residue_bytes or 0, self.weight_input_bytes or 0
-                self.residue_bytes = max(store.saved_bytes(), *known)
-        if self.deferred_flops is None:
-            self.deferred_flops = queue.flops

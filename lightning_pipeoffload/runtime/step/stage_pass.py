@@ -34,7 +34,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import loss_in, needs_all_blocks
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.cut.record import StageRecord
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import map_in_place, output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
@@ -42,7 +42,6 @@ from lightning_pipeoffload.runtime.randomness import (
     has_drawn_since,
     mix_seed,
     seed_all,
-    segment_seeder,
 )
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
 from lightning_pipeoffload.runtime.shapes.shape_only import (
@@ -53,6 +52,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
 from lightning_pipeoffload.runtime.step.carried_values import CarriedValues
+from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
@@ -75,63 +75,6 @@ def _are_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if type(argument) not in _VALUES:
             return False
     return not kwargs or _are_values((*kwargs.values(),), {})
-
-
-class KnownStep:
-    """What the record of a step says about one stage, looked up once.
-
-    Attributes:
-        record: The record.
-        specs_in: The tensors that the previous stage sends.
-        specs_out: The tensors that go to the next stage.
-        gradient_specs: Those of them whose gradients come back.
-        coming: The carried values that are received.
-        going: The carried values that are sent.
-        calls: The block of each call.
-        handed_on: For each call whose output the previous stage sends, the places of its tensors.
-        num_handed_on: The number of these tensors; carried values follow.
-        sent: The calls whose outputs go to the next stage.
-        exit: The call behind which the stage leaves the step; -1: it runs to the end.
-        outputs: The outputs of calls before the stage that each F may use again, with what each
-            was made of. To make one takes as long as all else that an F does for such a block, of
-            which the last stages of a deep model have many.
-        draws_beside_torch: Whether it draws from numpy's or Python's global generator.
-        seed_segment: Seeds the generators that the step draws from.
-        is_answered: Whether an earlier F of the rank may answer its reads of the device.
-        meets_kernels: Whether it may call kernels without values.
-        shapes_suffice: Of each call, whether the shapes of its output are known.
-    """
-
-    def __init__(
-        self,
-        record: StepRecord,
-        stage: Stage,
-        is_last: bool,
-        draws_beside_torch: bool,
-        num_local: int,
-    ) -> None:
-        start, stop = stage.blocks.start, stage.blocks.stop
-        self.record = record
-        self.specs_in = record.payload_over(start) if start else []
-        self.specs_out = [] if is_last else record.payload_over(stop)
-        self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]
-        self.coming = record.carried_over(start) if start else []
-        self.going = [] if is_last else record.carried_over(stop)
-        self.calls = record.calls.blocks
-        self.handed_on: dict[int, slice] = {}
-        self.num_handed_on = 0
-        for call in record.handed_over(start) if start else ():
-            end = self.num_handed_on + len(record.outputs[call].payload)
-            self.handed_on[call] = slice(self.num_handed_on, end)
-            self.num_handed_on = end
-        self.sent = frozenset(() if is_last else record.handed_over(stop))
-        self.exit = -1 if is_last else record.calls.last_before(stop)
-        self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
-        self.draws_beside_torch = draws_beside_torch or record.draws_beside_torch
-        self.seed_segment = segment_seeder(self.draws_beside_torch)
-        self.is_answered = record.reads.are_repeated(num_local)
-        self.meets_kernels = record.meets_kernels()
-        self.shapes_suffice = [record.shapes_suffice(block) for block in self.calls]
 
 
 @dataclass
@@ -170,8 +113,7 @@ class StageContext:
     def __post_init__(self) -> None:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
-        self._known: KnownStep | None = None
-        self._draws_beside_torch = False
+        self.draws_beside_torch = False
 
     @cached_property
     def call(self) -> StepCall:
@@ -179,14 +121,9 @@ class StageContext:
         is_last_local = self.stage.index == self.writes.last_stage
         return StepCall(is_last=self.is_last, is_last_local=is_last_local)
 
-    def known(self, record: StepRecord) -> KnownStep:
-        """Return what ``record`` says about the stage."""
-        if self._known is None or self._known.record is not record:
-            num_local = len(self.ownership.local_stages)
-            self._known = KnownStep(
-                record, self.stage, self.is_last, self._draws_beside_torch, num_local
-            )
-        return self._known
+    def record_of(self, microbatch: Microbatch) -> StageRecord:
+        """Return what the record of a microbatch says about the stage."""
+        return microbatch.record.of_stage(self.stage.blocks, self.is_last)
 
     def notice_draws(self, seed: int) -> None:
         """Seed numpy and Python for each block from now on if the step has drawn from them.
@@ -194,8 +131,7 @@ class StageContext:
         A step may begin to draw after it was traced, as mixup does after a warm-up. In the
         microbatch where that is noticed, the numbers of a block depend on the cut.
         """
-        if has_drawn_since(seed):
-            self._draws_beside_torch, self._known = True, None
+        self.draws_beside_torch = has_drawn_since(seed)
 
     def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
         """Return a block's output with tensors that have no value."""
@@ -219,24 +155,17 @@ class StagePass:
 
     Args:
         context: Shared by all F's of the stage.
-        microbatch: The microbatch to run.
+        flight: The microbatch, for which the step is called.
         receive: Waits for the tensors of the previous stage.
-        received: Collects the gradients of these; None: no backward follows.
-        known: What the microbatch's record says about the stage.
     """
 
     def __init__(
-        self,
-        context: StageContext,
-        microbatch: Microbatch,
-        receive: Callable[[], list[Tensor]],
-        received: Received | None,
-        known: KnownStep,
+        self, context: StageContext, flight: InFlight, receive: Callable[[], list[Tensor]]
     ) -> None:
         self._context = context
-        self._microbatch = microbatch
+        # Not the flight: a checkpoint in the stage's graph holds this, and the flight that graph.
+        self._microbatch, self._received = flight.microbatch, flight.received
         self._receive = receive
-        self._received = received
         self._left = False
         self._num_calls = 0
         self._called = -1
@@ -244,15 +173,16 @@ class StagePass:
         self._entered: dict[int, Sequence[Tensor]] = {}  # outputs for later calls
         self._sent: list[Tensor] = []
         self.left: Left | None = None
-        self._record = known.record
+        record = flight.record
+        self._record, self._step_record = record, record.step
         self._generators = context.generators
-        self._known, self._seed_segment = known, known.seed_segment
+        self._seed_segment = seed_all if context.draws_beside_torch else record.seed_segment
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
         self._carried = self._counter = None
-        if known.coming or known.going:
-            self._carried = CarriedValues(known.coming, known.going, self._record.derivation)
+        if record.coming or record.going:
+            self._carried = CarriedValues(record.coming, record.going, self._step_record.derivation)
             self._counter = self._carried if self._carried.counts else None
-        self._outputs = {} if self._carried else known.outputs
+        self._outputs = {} if self._carried else record.outputs
 
     def place(self) -> tuple[str, bool]:
         """Return the name of the stage's block called last, and whether it is still running."""
@@ -272,7 +202,7 @@ class StagePass:
             context.ownership.hide()
         try:
             with context.chain.running(self):
-                if self._counter is None and not self._known.meets_kernels:
+                if self._counter is None and not self._record.meets_kernels:
                     result = self._microbatch.run(context.call)
                 else:
                     result = self._run_watched()
@@ -291,20 +221,20 @@ class StagePass:
             context.ownership.restore()
         if context.writes.is_by_users:
             self.left = context.writes.left()
-        if self._microbatch.index == 0 and not self._known.draws_beside_torch:  # once a batch
+        if self._microbatch.index == 0 and self._seed_segment is not seed_all:  # once a batch
             context.notice_draws(seed)
         return output
 
     def _run_watched(self) -> Any:
-        kernels = self._context.kernels.in_use() if self._known.meets_kernels else NOTHING
+        kernels = self._context.kernels.in_use() if self._record.meets_kernels else NOTHING
         with kernels, self._counter or NOTHING:
             return self._microbatch.run(self._context.call)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block of the stage; hand over the payload; return shapes for other blocks."""
-        call, known = self._num_calls, self._known
+        call, record = self._num_calls, self._record
         self._num_calls = call + 1
-        if call >= len(known.calls) or known.calls[call] != index:
+        if call >= len(record.calls) or record.calls[call] != index:
             self._refuse_call(index)
         if self._start <= index < self._stop:
             output = self._run_own(call, index, args, kwargs)
@@ -314,7 +244,7 @@ class StagePass:
                 output = made[0]
             else:
                 output = self._pass_remote(call, index, args, kwargs)
-        if call == known.exit:
+        if call == record.exit:
             self._leave(output)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
@@ -336,11 +266,11 @@ class StagePass:
     def _remote_output(
         self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        suffices = self._known.shapes_suffice[call]
-        output = self._record.outputs[call]
+        suffices = self._record.shapes_suffice[call]
+        output = self._step_record.outputs[call]
         if not suffices:
             output = self._computed_output(output, index, args, kwargs)
-        if call in self._known.handed_on:
+        if call in self._record.handed_on:
             return self._hand_over(call, output)
         shapes = self._context.shapes_of(index, output, self._microbatch.device)
         if isinstance(shapes, ShapeOnly) and suffices:
@@ -351,20 +281,21 @@ class StagePass:
         if not _are_values(args, kwargs) and has_shapes((args, kwargs)):
             args, kwargs = give_values((args, kwargs), map_in_place)
             # A list of both views' values may hold what a later stage computes: its block does not.
-            for leaf in shape_only_leaves((args, kwargs)) if self._record.calls.is_once else ():
+            leaves = shape_only_leaves((args, kwargs))
+            for leaf in leaves if self._step_record.calls.is_once else ():
                 raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
         run = self._call_of(index)
         self._called, self._is_in_block = index, True
         if self._carried is None:
             output = run(*args, **kwargs)
         else:
-            with NOTHING if index in self._record.opened else self._paused():
+            with NOTHING if index in self._step_record.opened else self._paused():
                 output = run(*args, **kwargs)
             output = self._carried.leave_block(call, output)
         self._is_in_block = False
-        if call in self._known.sent:
+        if call in self._record.sent:
             self._sent += output_tensors(output)
-            if call != self._known.exit:  # what follows is of later stages
+            if call != self._record.exit:  # what follows is of later stages
                 shapes = BlockOutput.of(output)
                 return self._context.shapes_of(index, shapes, self._microbatch.device)
         return output
@@ -376,7 +307,7 @@ class StagePass:
         raise StageExit([*sent, *beside], output)
 
     def _call_of(self, index: int) -> Callable[..., Any]:
-        context, record = self._context, self._record
+        context, record = self._context, self._step_record
         run = context.chain.plain_call(index)
         # A value that leaves an open block through a hook would come from its first run only.
         if self._received is None or index in record.opened:
@@ -397,7 +328,7 @@ class StagePass:
         return output if output.is_template else BlockOutput.of(found)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
-        is_open = index in self._record.opened
+        is_open = index in self._step_record.opened
         return self._counter.resumed() if self._counter and is_open else NOTHING
 
     def uncounted(self) -> AbstractContextManager[None]:
@@ -417,9 +348,9 @@ class StagePass:
         tensors = self._receive()
         entered = tensors if self._received is None else _enter(tensors, self._received)
         if self._carried:
-            self._carried.deliver(entered[self._known.num_handed_on :])
+            self._carried.deliver(entered[self._record.num_handed_on :])
         self._context.ownership.show(self._context.stage.index)
-        for call, places in self._known.handed_on.items():
+        for call, places in self._record.handed_on.items():
             self._entered[call] = entered[places]
 
     def _check_result(self, result: Any) -> Any:
@@ -439,20 +370,20 @@ class StagePass:
 
     def _refuse_call(self, index: int) -> NoReturn:
         name, call = self._context.chain.block_name, self._num_calls - 1
-        expected = self._known.calls[call : call + 1]
+        expected = self._record.calls[call : call + 1]
         instead = f"called {name(expected[0])}" if expected else "called no more blocks"
         raise ValueError(
             f"the step calls {name(index)}{in_brackets(calling_line())}, and {instead} when it ran "
             f"without values; in a pipeline the blocks that a step calls cannot depend on values"
-            f"{self._record.derivation}"
+            f"{self._step_record.derivation}"
         )
 
     def _refuse_early_end(self, result: Any) -> None:
         if self._received is not None:
             loss_in(result)  # raises the same message on every stage
+        last = self._context.chain.block_name(self._record.calls[self._record.exit])
         raise ValueError(
-            f"the step returned before it called "
-            f"{self._context.chain.block_name(self._known.calls[self._known.exit])}, but called it "
+            f"the step returned before it called {last}, but called it "
             f"for another batch of this shape; {needs_all_blocks(self._context.chain)}, in every "
             f"step"
         )

@@ -1,6 +1,7 @@
 """Steps whose activations go to the host and come back have the gradients of those that stay."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,7 +222,7 @@ def test_after_an_error_memory_is_given_back_once_its_copies_are_waited_for():
     lanes = CopyLanes(LastMomentLane(), LastMomentLane())
     memory = memory_of_all(torch.device("cpu"), lanes=lanes)
     store, tensors = ActivationStore("", (), memory.settings), [torch.arange(8.0), torch.ones(8)]
-    memory._stores[0, 0] = store
+    memory.start_step((), {0: SimpleNamespace(in_flight={0: SimpleNamespace(store=store)})})
     kept = [store.pack(tensors[0]), store.pack_weight_input(tensors[1])]
     store.offload()
     store.free()

@@ -1,0 +1,83 @@
+"""A microbatch in flight, and the life of a microbatch in the pipeline.
+
+Three objects have its state, each as long as what it describes: :class:`.Microbatch`, a slice of
+the batch on a rank; :class:`InFlight`, one microbatch on one stage from its F to its W; and
+:class:`.StagePass`, one call of the user's step, which is that F. Messages are in the rank's
+:class:`.Mailbox`, saved tensors in autograd's graph or in an :class:`.ActivationStore`. A stage in
+the middle, with the numbers of what happens below::
+
+    plan            RECV_F  F           SEND_F         RECV_B  B           SEND_B  W
+    Microbatch    1 ================================================================
+    Mailbox              2 ===4        7 ===8                9 ==10      12 ==13
+    InFlight                3 ================================================15=16
+    StagePass               3=4=5=6=7
+    saved tensors               5 ===== OFFLOAD FREE RELOAD ======11
+    queue of W                                                    11 ========15
+
+ 1. The batch is cut: ``Pipeline.trace_parts`` makes each Microbatch, with the record of its shapes.
+ 2. At RECV_F, or as soon as the message may come, the Mailbox posts a receive.
+ 3. F: ``ActivationMemory.open`` gives a store if the plan copies what this F saves, or if it is to
+    be measured. ``StageRunner.forward`` makes the InFlight, and a StagePass that calls the step.
+ 4. At the stage's first block the pass takes the message. ``payload.enter`` makes its tensors the
+    beginning of the stage's graph, which ends B there: their gradients get into ``received``.
+ 5. The stage's blocks run, and autograd saves tensors.
+ 6. CarriedValues of the pass note what the step makes beside the blocks and others use.
+ 7. Behind the last block the pass leaves the step. The tensors for the next stage get into the
+    Mailbox; the InFlight keeps their edges in the graph only, on the last stage the loss.
+ 8. SEND_F sends them; or a next stage of this rank takes them.
+ 9. At RECV_B the Mailbox posts a receive of their gradients,
+10. which B takes.
+11. ``StageRunner.backward`` runs autograd from the edges or the loss. The graph goes, and with it
+    what it has saved; weights' products get into the queue, with the tensors that these need.
+12. The gradients in ``received`` get into the Mailbox,
+13. and to the previous stage.
+14. Until W the queue is all that is left, and what hooks on its weights may read (``seen``).
+15. W: ``StageRunner.weight`` empties the queue. BW adds all gradients at once and ends here too.
+16. ``StageRunner.free`` drops the InFlight. After an error ``abandon`` drops all of a stage, and
+    ``take_back`` those whose forwards run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lightning_pipeoffload.runtime.cut.record import StageRecord
+from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
+from lightning_pipeoffload.runtime.payload import Received
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.step.step_writes import Left
+from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+
+
+@dataclass(eq=False)
+class InFlight:
+    """One microbatch on one stage, from its F to its W.
+
+    Attributes:
+        microbatch: The microbatch.
+        record: What the record of its shapes says about the stage.
+        queue: The weight gradients that wait for W.
+        received: The gradients of what the previous stage has sent; None: no backward follows.
+        store: The tensors that autograd saves; None: autograd keeps them.
+        loss: On the last stage, until B.
+        sent: The edges of what was sent and gets a gradient, until B.
+        left: The attributes that the user's steps write, as F has left them.
+        seen: The values of tensors that the step writes in place, as F has seen them, where later
+            F's have written them and B or W may read them.
+        awaits_weight: Whether B has run.
+    """
+
+    microbatch: Microbatch
+    record: StageRecord
+    queue: WeightGradQueue
+    received: Received | None
+    store: ActivationStore | None = None
+    loss: Tensor | None = None
+    sent: tuple[GradientEdge, ...] = ()
+    left: Left | None = None
+    seen: TensorValues | None = None
+    awaits_weight: bool = False
