@@ -94,7 +94,7 @@ class StepWrites:
         self._of_blocks: set[_Key] = set()  # written in a block
         self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
         self._reached: dict[int, set[_Key]] = {stage: set() for stage in self._missing}
-        self._made_once: dict[int, tuple[str, Any]] = {}
+        self._made_once: dict[_Key, tuple[_SpaceOf, Any]] = {}
         self._spaces: dict[int, list[_SpaceOf]] = {}  # of other homes than a stage's
         self._weights: set[str] = set()  # names of parameters that are written in place
         self._saved: set[Attribute] = set()  # written in place, and saved for backwards
@@ -299,7 +299,14 @@ class StepWrites:
             if name in before or not _is_made_once(value):
                 yield (child, is_buffers), name, value, old
             else:
-                self._made_once[id(value)] = name, value
+                self._made_once[id(child), name] = (child, is_buffers), value
+
+    def _fingerprint_made_once(self) -> list[tuple[str, Any, Fingerprint]]:
+        """Record the values that a pass has made for all later ones; forget those that are gone."""
+        made = self._made_once.items()
+        self._made_once = {k: v for k, v in made if _space(*v[0]).get(k[1], GONE) is v[1]}
+        found = self._made_once.items()
+        return [(name, value, fingerprint(value)) for (_, name), (_, value) in found]
 
 
 class _Turn:
@@ -314,8 +321,7 @@ class _Turn:
             (child, is_buffers, (child.__dict__["_buffers"] if is_buffers else vars(child)).copy())
             for child, is_buffers in writes._spaces_beside(stage)
         ]
-        made = writes._made_once.values()
-        self._made = [(name, value, fingerprint(value)) for name, value in made] if made else []
+        self._made = writes._fingerprint_made_once() if writes._made_once else []
         for place, name, value, _ in writes._own.get(stage, ()):
             _put(place, name, value)
         for child, name in writes._in_place:

@@ -1,6 +1,7 @@
 """What steps write is what the plain module writes, and backwards find what their forwards saw."""
 
 import copy
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -115,6 +116,30 @@ def test_what_is_written_between_steps_counts_for_every_stage():
     expected = [call_step(plain, part).detach() for part in batch.split(2)]
     torch.testing.assert_close(pipeline.run(batch, 2), expected)
     assert pipeline.ranks[0].module.written() == plain.written()
+
+
+class Cache:
+    """What a step makes if it is not there."""
+
+
+class Caching(Regression):
+    def __init__(self):
+        super().__init__(linear_blocks(4))
+
+    def step(self, x):
+        if not hasattr(self, "cache"):
+            self.cache = Cache()
+        return super().step(x)
+
+
+def test_what_a_pass_makes_for_later_ones_is_held_as_long_as_the_module_has_it():
+    pipeline, caches = InProcessPipeline(Caching().double(), build("zb_v", 1, 4), call_step), []
+    module = pipeline.ranks[0].module
+    for batch in batches(3):
+        pipeline.run(batch, 2)
+        caches.append(weakref.ref(module.cache))
+        del module.cache
+    assert [cache() is None for cache in caches] == [True, True, False]
 
 
 class Unread(list):
