@@ -150,7 +150,7 @@ def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> F
     tokens = torch.zeros(1, 256 if is_small else TOKENS, dtype=torch.long)
     step = lambda part, _: module.training_step(part, 0)  # noqa: E731
     (part,) = pipeline.cut_batch(tokens, 1, step, "train", 0)
-    costs = pipeline.segment_costs
+    costs = pipeline.cut.segment_costs
     whole = replace(costs, impossible=costs.impossible | {len(pipeline.chain)})
     busiest = []
     for each in (whole, costs):
@@ -163,7 +163,7 @@ def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> F
     return {
         "with blocks": busiest[0],
         "as cut": busiest[1],
-        "blocks of the last": len(pipeline.partition[-1].blocks),
+        "blocks of the last": len(pipeline.cut.stages[-1].blocks),
         "GiB": (ranks[-1].activations + ranks[-1].workspace) / GIB,
     }
 

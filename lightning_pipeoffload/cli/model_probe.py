@@ -184,7 +184,7 @@ class ModelProbe:
         head = settings.heads_to_try[0]
         with self._cutting(CutSettings(*given, head_weight_grad=head)) as pipeline:
             first = self._first_slice(pipeline, self.batch_size // num_microbatches)
-            self._num_parameters = pipeline.num_parameters
+            self._num_parameters = pipeline.cut.num_parameters
             self._flops_of_slice = first.record.training_flops, num_microbatches
             return MemoryNeeds.of(pipeline, first, self.states(settings.master_weights))
 

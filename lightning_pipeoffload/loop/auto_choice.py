@@ -225,7 +225,7 @@ class AutoChoice:
             return MemoryNeeds.of(self._pipeline, first).costs
         except Exception as error:  # the user's own code, which may not run without values
             self._log(f"{type(error).__name__}: {error}".splitlines()[0])
-            return self._pipeline.costs
+            return self._pipeline.cut.costs
 
     def _by_default(self, num_microbatches: int) -> Chosen:
         name = self._settings.default_schedule
@@ -391,7 +391,7 @@ class _CutCosts:
         is_measured: bool,
     ) -> None:
         self._pipeline = pipeline
-        self._partition = list(pipeline.partition)
+        self._partition = list(pipeline.cut.stages)
         self._placement = tuple(pipeline.settings.stage_ranks)
         self._num_ranks = max(self._placement) + 1
         self.by_recompute, self._split, self.is_measured = by_recompute, settings.split, is_measured
@@ -446,16 +446,14 @@ class ChoiceCache:
         self._cache = PlanCache(settings.plan_cache)
         names = ("offload", "recompute", "head_weight_grad", "num_chunks", "split")
         asked = " ".join(f"{name}={getattr(settings, name)}" for name in names)
-        kind = (
-            f"{type(pipeline.module).__name__} {len(pipeline.chain)} {sum(pipeline.num_parameters)}"
-        )
+        kind, size = type(pipeline.module).__name__, sum(pipeline.cut.num_parameters)
         stages = pipeline.settings.stage_ranks
         self._question = PlanQuestion(
-            f"auto {kind} {asked} barrier={has_barrier} {' '.join(recomputations)}",
+            f"auto {kind} {len(pipeline.chain)} {size} {asked} barrier={has_barrier} {' '.join(recomputations)}",
             max(stages) + 1,
             num_microbatches,
             0,
-            pipeline.costs,
+            pipeline.cut.costs,
             settings.limit_bytes,
         )
 
@@ -489,7 +487,7 @@ def compile_ahead(pipeline: Pipeline) -> None:
     with group.world.waiting_as_long_as_it_takes():
         chain, record = pipeline.chain, pipeline.batch_records[0]
         for stage in pipeline.local_stages:
-            for index in pipeline.partition[stage].blocks:
+            for index in pipeline.cut.stages[stage].blocks:
                 first = record.block_calls[record.calls.blocks.index(index)]
                 with first.with_zeros() as (args, kwargs):
                     call = partial(chain.plain_call(index), *args, **kwargs)

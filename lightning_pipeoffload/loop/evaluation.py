@@ -52,7 +52,7 @@ class Evaluation:
 
     def _run_slices(self, inputs: StepInputs, slices: list[Microbatch]) -> StepOutput:
         split, training = self._split, self._split.plans.training
-        training.expect(split.pipeline.is_new, split.pipeline.costs)
+        training.expect(split.pipeline.is_new, split.pipeline.cut.costs)
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
         sizes, shares = split.shares(inputs, slices)
         results: list[Any] = []

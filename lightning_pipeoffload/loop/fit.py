@@ -345,7 +345,7 @@ class Fit:
         muted, settle = self.boundary.start_ahead()
         with muted, sharing_casts(self._strategy.root_device), self.end.counted():
             self._first_batches.start_step()
-            training.expect(split.pipeline.is_new, split.pipeline.costs)
+            training.expect(split.pipeline.is_new, split.pipeline.cut.costs)
             if split.plans.before_plan(accumulation.is_first):
                 split.report.print_plan()
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")

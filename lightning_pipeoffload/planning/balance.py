@@ -39,8 +39,8 @@ def shares_of_ranks(report: Mapping[str, Any]) -> list[float]:
 
 def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:
     """Return what weighs most on a rank, and what to name instead."""
-    work, chain = pipeline.segment_costs.work, pipeline.chain
-    segments = sorted({s for index in stages for s in pipeline.partition[index].segments})
+    work, chain = pipeline.cut.segment_costs.work, pipeline.chain
+    segments = sorted({s for index in stages for s in pipeline.cut.stages[index].segments})
     heaviest = max(segments, key=work.__getitem__)
     names = chain.names
     if work[heaviest] < _ALONE * sum(work[segment] for segment in segments):

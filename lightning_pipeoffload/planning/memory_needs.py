@@ -126,12 +126,12 @@ class MemoryNeeds:
         """
         saved = measure_shapes(pipeline, first)
         costs = replace(
-            pipeline.costs,
+            pipeline.cut.costs,
             activation=[stage.activation_bytes or 0 for stage in saved],
             weight_input=[stage.weight_input_bytes or 0 for stage in saved],
             weight_residue=[stage.residue_bytes or 0 for stage in saved],
         )
-        sent, unit = _sent(pipeline, first.record), pipeline.segment_costs.unit
+        sent, unit = _sent(pipeline, first.record), pipeline.cut.segment_costs.unit
         workspace = [stage.workspace_bytes for stage in saved]
         return cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
 
@@ -284,7 +284,7 @@ def add_step_copies(
 
 
 def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tuple[int, int, int]]]:
-    owned: list[dict[int, tuple[int, int, int]]] = [{} for _ in pipeline.partition]
+    owned: list[dict[int, tuple[int, int, int]]] = [{} for _ in pipeline.cut.stages]
     for slot in find_slots(pipeline.module):
         tensor = slot.tensor
         gradient = gradient_bytes(tensor) if tensor.requires_grad else 0
@@ -296,7 +296,7 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
 
 def _sent(pipeline: Pipeline, record: StepRecord) -> dict[Kind, list[int]]:
     """Return the bytes that cross the cut behind each stage, and those back over that before it."""
-    blocks = [stage.blocks for stage in pipeline.partition]
+    blocks = [stage.blocks for stage in pipeline.cut.stages]
     specs: list[list[TensorSpec]] = [[], *(record.payload_over(b.start) for b in blocks[1:]), []]
     forward = [sum(spec.num_bytes for spec in cut) for cut in specs]
     backward = [sum(spec.num_bytes for spec in cut if spec.gets_gradient) for cut in specs]

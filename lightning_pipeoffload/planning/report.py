@@ -43,7 +43,7 @@ def predict(
             block's work and activation.
         has_barrier: Whether no rank begins a step before all have ended the one before.
     """
-    costs = measured or pipeline.costs
+    costs = measured or pipeline.cut.costs
     step = PlannedStep(plan, costs, has_barrier)
     timeline = step.timeline
     work = [sum(kinds) for kinds in zip(*costs.compute(plan.num_stages).values(), strict=True)]
@@ -57,8 +57,8 @@ def predict(
         "stages": [
             {
                 "rank": plan.rank_of(stage),
-                "blocks": pipeline.block_names(stage),
-                "num_parameters": pipeline.num_parameters[stage],
+                "blocks": pipeline.cut.block_names(stage),
+                "num_parameters": pipeline.cut.num_parameters[stage],
                 "work": work[stage] / total,
             }
             for stage in range(plan.num_stages)

@@ -40,13 +40,13 @@ from lightning_pipeoffload.runtime.cut.checks import (
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
+    Cut,
     CutSettings,
     SegmentCosts,
     SegmentUses,
     cut,
     estimate_costs,
     find_segments,
-    stage_costs,
     stages_with,
 )
 from lightning_pipeoffload.runtime.cut.record import StepRecord
@@ -90,7 +90,6 @@ from lightning_pipeoffload.runtime.weight_grad.queue import (
     adds_in_float32,
     mark_at_once,
 )
-from lightning_pipeoffload.schedule import Costs
 
 _HOOKS = (
     "the step writes attributes and registers a hook on a tensor ({}): what the hook reads of them "
@@ -126,7 +125,7 @@ class Pipeline:
         mixed: Names of weights that a stage uses both where W can wait and where it cannot.
         stage_gradients: For weights that several stages of this rank use, the gradients of all
             these stages but the first, by name.
-        segment_costs: The costs of each segment, once the chain is cut.
+        cut: Where the chain is cut, once a step has been traced.
         batch_records: The records of the microbatches of the last batch that was cut.
         is_new: Whether the last batch that was cut has a microbatch of new shapes: some dimension
             is larger than in all that ran.
@@ -430,7 +429,7 @@ class Pipeline:
     @property
     def weight_flops(self) -> int:
         """Floating-point operations of this rank's W for the first training microbatch."""
-        segments = {s for i in self.local_stages for s in self.partition[i].segments}
+        segments = {s for i in self.local_stages for s in self.cut.stages[i].segments}
         return self.records.weight_flops(segments)
 
     def attach(self) -> None:
@@ -466,7 +465,7 @@ class Pipeline:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""
         if not self.committed:
             self._learn(record)
-        self._writes.expect(record, self.partition)
+        self._writes.expect(record, self.cut.stages)
         self._leave_to_b(record)
         if self.settings.head_weight_grad == "B":
             self._leave_head_to_b(record)
@@ -476,8 +475,8 @@ class Pipeline:
             warn_once(_HOOKS.format(record.hook_line))
         if self.settings.recompute == "full" and torch.is_grad_enabled():
             check_recompute_full(record, self.chain)
-        if len(self.partition) > 1:
-            check_step(record, self.chain, self.partition, self.tensors.owners_of)
+        if len(self.cut.stages) > 1:
+            check_step(record, self.chain, self.cut.stages, self.tensors.owners_of)
 
     def _leave_to_b(self, record: StepRecord) -> None:
         """Mark weights whose gradient B computes: W is short, or some uses cannot wait for W.
@@ -488,7 +487,7 @@ class Pipeline:
         for name, segments in record.segments.items():
             if all(map(record.has_short_weight, segments)):
                 self.left_to_b.update(self.tensors.aliases(name))
-        for stage in (self.partition[index] for index in self.local_stages):
+        for stage in (self.cut.stages[index] for index in self.local_stages):
             for name, uses in record.weight_uses.items():
                 found = {could_wait for segment, could_wait in uses if segment in stage.segments}
                 if len(found) > 1:
@@ -519,15 +518,9 @@ class Pipeline:
     def _cut(self, record: StepRecord) -> None:
         head_weight_grad = self.settings.head_weight_grad
         costs = estimate_costs(self.module, self.chain, record, head_weight_grad)
-        self.segment_costs = costs = self.settings.agree(
-            replace(costs, impossible=self._impossible_cuts(record))
-        )
-        ranks = self.settings.stage_ranks
-        self.partition = cut(self.chain, costs, ranks, self.settings.split)
-        self.costs: Costs = stage_costs(costs, self.partition)
-        self.num_parameters = [
-            sum(costs.parameters[segment] for segment in stage.segments) for stage in self.partition
-        ]
+        costs = self.settings.agree(replace(costs, impossible=self._impossible_cuts(record)))
+        stages = cut(self.chain, costs, self.settings.stage_ranks, self.settings.split)
+        self.cut = Cut(self.chain, stages, costs)
 
     def _impossible_cuts(self, record: StepRecord) -> frozenset[int]:
         written = record.weight_writes  # for nothing else does it matter which segments need what
@@ -539,7 +532,7 @@ class Pipeline:
 
     def _assign(self) -> None:
         owners = {
-            name: stages_with(self.partition, segments)
+            name: stages_with(self.cut.stages, segments)
             for name, segments in self._uses.segments.items()
         }
         if self.parts is not None:
@@ -552,7 +545,7 @@ class Pipeline:
         for index in self.local_stages:
             own = [found for found in self.stage_gradients.values() if found.stage == index]
             context = StageContext(
-                self.partition[index], len(self.partition), self.chain, self.ownership,
+                self.cut.stages[index], len(self.cut.stages), self.chain, self.ownership,
                 self._writes, OwnGradients(own), self.records.generators, self.records.kernels,
                 self.settings.recompute, self._add_product,
                 self.settings.head_weight_grad == "B",
@@ -598,7 +591,3 @@ class Pipeline:
             and self.chain.index_of(name) is None
         }
         return [name for name in found if name]
-
-    def block_names(self, stage: int) -> list[str]:
-        """Return the names of a stage's blocks."""
-        return [self.chain.block_name(index) for index in self.partition[stage].blocks]

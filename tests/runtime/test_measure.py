@@ -309,7 +309,7 @@ def assert_as_counted(pipeline, batch):
     found = measure_shapes(rank, parts[0])
     pipeline.run(batch, size)
     costs = replace(
-        rank.costs,
+        rank.cut.costs,
         activation=[stage.activation_bytes for stage in found],
         weight_input=[stage.weight_input_bytes for stage in found],
         weight_residue=[stage.residue_bytes for stage in found],

@@ -155,7 +155,7 @@ class CollectedValues:
 
     def _message(self, label: str, point: StepPoint) -> str:
         segment = point.segment if point.is_in_block else len(self._pipeline.chain)
-        stage = next(s.index for s in self._pipeline.partition if segment in s.segments)
+        stage = next(s.index for s in self._pipeline.cut.stages if segment in s.segments)
         rank = self._group.global_ranks[self._group.stage_ranks[stage]]
         return (
             f"{label} is not on global rank {self._group.global_rank} between batches: the step "
@@ -209,7 +209,7 @@ class CollectedValues:
         """The segments of the step that each stage of this rank runs; all before it is cut."""
         if not self._pipeline.stages:
             return [frozenset(range(len(self._pipeline.chain) + 1))]
-        return [self._pipeline.partition[s].segments for s in self._pipeline.local_stages]
+        return [self._pipeline.cut.stages[s].segments for s in self._pipeline.local_stages]
 
     @property
     def _end(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise, permutations
 from math import inf
 from typing import Any
@@ -347,6 +347,36 @@ def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
         backward_weight=total(costs.backward_weight),
         activation=tuple(float(len(stage.blocks)) for stage in stages),
     )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a module is cut; replaced as a whole when it is cut anew.
+
+    Attributes:
+        chain: The blocks.
+        stages: All stages, in the order of the model.
+        segment_costs: The costs of each segment.
+    """
+
+    chain: BlockChain
+    stages: list[Stage]
+    segment_costs: SegmentCosts
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs of each stage, in units of a block."""
+        return stage_costs(self.segment_costs, self.stages)
+
+    @cached_property
+    def num_parameters(self) -> list[int]:
+        """The elements of each stage's parameters."""
+        of_segments = self.segment_costs.parameters
+        return [sum(of_segments[segment] for segment in stage.segments) for stage in self.stages]
+
+    def block_names(self, stage: int) -> list[str]:
+        """Return the names of a stage's blocks."""
+        return [self.chain.block_name(index) for index in self.stages[stage].blocks]
 
 
 class SegmentUses:

@@ -202,9 +202,9 @@ class BlockMeasurement:
         self._pipeline = pipeline
         self._transport = transport
         self._first_cut = pipeline.settings
-        stages = [stage.index for stage in pipeline.partition for _ in stage.segments]
+        stages = [stage.index for stage in pipeline.cut.stages for _ in stage.segments]
         # A part of the step for each block, and one for the head if that can be apart.
-        self._has_head = len(pipeline.chain) not in pipeline.segment_costs.impossible
+        self._has_head = len(pipeline.chain) not in pipeline.cut.segment_costs.impossible
         classes = [*classes, max(classes) + 1] if self._has_head else classes
         ranks = [self._first_cut.stage_ranks[stage] for stage in stages[: len(classes)]]
         self._sampled = SampledCut.of(classes, ranks)
@@ -397,7 +397,7 @@ def cut_by_costs(
     unit = sum(map(sum, times)) / num_segments or 1.0
     forward, for_input, for_weight = ((*(t / unit for t in kind),) for kind in times)
     costs = replace(
-        pipeline.segment_costs,
+        pipeline.cut.segment_costs,
         forward=forward,
         backward_input=for_input,
         backward_weight=for_weight,

@@ -140,7 +140,7 @@ class _MeasuringPass(StepTrace):
     def __init__(self, pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> None:
         options: Any = {"observes": False, "calls": part.record.calls}
         super().__init__(pipeline.module, pipeline.chain, part.device, kernels, **options)
-        stages = pipeline.partition
+        stages = pipeline.cut.stages
         self._part = part
         self._left_to_b, self._at_once = pipeline.left_to_b, pipeline.at_once
         self._recompute = pipeline.settings.recompute
@@ -157,7 +157,7 @@ class _MeasuringPass(StepTrace):
     def _find_alike(self, pipeline: Pipeline) -> dict[int, int]:
         if self._recompute == "cheap":  # which recomputes a block's values from those before it
             return {}
-        blocks = [stage.blocks for stage in pipeline.partition]
+        blocks = [stage.blocks for stage in pipeline.cut.stages]
         return find_alike_saving(self.chain, self._part.record, blocks)
 
     @contextmanager

@@ -83,7 +83,7 @@ def test_parts_without_gradients_train_as_on_one_device(step, plan, recompute, m
 def test_they_cost_no_backward():
     pipeline = InProcessPipeline(Frozen(tower_below), build("zb_h1", 8, 8), call_step, split="even")
     pipeline.run(torch.randn(8, 4), 1)
-    costs = pipeline.ranks[0].costs
+    costs = pipeline.ranks[0].cut.costs
     assert costs.forward[1:4] == (costs.forward[1],) * 3
     assert costs.backward_input[:4] == costs.backward_weight[:4] == (0,) * 4
     assert min(costs.backward_weight[4:]) > 0

@@ -256,8 +256,8 @@ def test_costs_are_in_units_of_an_average_block_and_parameters_add_up_to_the_mod
     rank, width, vocabulary, time = pipeline.ranks[0], 8, 16, 6
     pairs = time * (time + 1) // 2  # of a query and a key that it sees
     block = 2 * time * 12 * width**2 + 2 * 2 * pairs * width
-    assert sum(rank.costs.forward) == pytest.approx(4 + 2 * time * width * vocabulary / block)
-    assert sum(rank.num_parameters) == sum(p.numel() for p in module.parameters())
+    assert sum(rank.cut.costs.forward) == pytest.approx(4 + 2 * time * width * vocabulary / block)
+    assert sum(rank.cut.num_parameters) == sum(p.numel() for p in module.parameters())
 
 
 def test_unused_parameters_stay_where_they_were_registered():

@@ -143,7 +143,7 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     owned = [{*rank.ownership.local_tensors()} for rank in pipeline.ranks]
     assert "embed.weight" in owned[0] - owned[1]
     assert {"projector.0.weight", "projector.1.running_mean", "scale"} <= owned[1] - owned[0]
-    assert pipeline.ranks[0].costs.forward[0] == pytest.approx(3.5, rel=0.2)
+    assert pipeline.ranks[0].cut.costs.forward[0] == pytest.approx(3.5, rel=0.2)
 
 
 def test_blocks_that_have_other_names_too_may_be_called_again():

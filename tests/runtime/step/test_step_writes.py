@@ -104,7 +104,7 @@ def test_what_a_later_stage_writes_is_saved_from_that_stage(place, write, pipeli
     pipeline, plain = train_beside(Writing(write, place).double(), *pipeline, batches())
     saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of("mean")].module
     torch.testing.assert_close(saver.state_dict()["mean"], plain.mean)
-    last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.partition) - 1)
+    last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.cut.stages) - 1)
     assert last.module.written() == plain.written()
 
 
@@ -193,7 +193,7 @@ KEEPS = {
 def test_what_grows_until_the_epochs_end_is_exact_and_not_read_through(keep, pipeline):
     module = Gathering(KEEPS[keep]).double()
     pipeline, plain = train_beside(module, *pipeline, batches(20))
-    last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.partition) - 1)
+    last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.cut.stages) - 1)
     torch.testing.assert_close(last.module.kept(), plain.kept())
 
 

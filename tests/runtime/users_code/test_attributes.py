@@ -309,7 +309,7 @@ def test_what_only_the_blocks_own_backwards_use_is_exact(pipeline):
     found, _ = train_beside(of_blocks(CountingBlock), *pipeline, batches())
     for rank in found.ranks:
         for stage in rank.local_stages:
-            for index in rank.partition[stage].blocks:
+            for index in rank.cut.stages[stage].blocks:
                 assert rank.module.blocks[index].count == 3
 
 

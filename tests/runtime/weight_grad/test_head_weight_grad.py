@@ -42,7 +42,7 @@ def test_nothing_of_the_head_waits_for_w(split):
         settings = CutSettings((0, 1), split=split, head_weight_grad=head)
         rank = Pipeline(module, 0, settings, CPU)
         (part,) = rank.cut_batch(batch, 16, users_step(module.training_step), "train", 0)
-        found[head] = measure_shapes(rank, part)[-1], rank.costs
+        found[head] = measure_shapes(rank, part)[-1], rank.cut.costs
         rank.detach()
     logits = 16 * 6 * 4096 * 8
     (waiting, costs), (at_once, after) = found["W"], found["B"]
