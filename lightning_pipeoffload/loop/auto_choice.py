@@ -447,9 +447,10 @@ class ChoiceCache:
         names = ("offload", "recompute", "head_weight_grad", "num_chunks", "split")
         asked = " ".join(f"{name}={getattr(settings, name)}" for name in names)
         kind, size = type(pipeline.module).__name__, sum(pipeline.cut.num_parameters)
+        asked = f"{asked} barrier={has_barrier} {' '.join(recomputations)}"
         stages = pipeline.settings.stage_ranks
         self._question = PlanQuestion(
-            f"auto {kind} {len(pipeline.chain)} {size} {asked} barrier={has_barrier} {' '.join(recomputations)}",
+            f"auto {kind} {len(pipeline.chain)} {size} {asked}",
             max(stages) + 1,
             num_microbatches,
             0,
