@@ -121,7 +121,7 @@ class _Copy:
     """
 
     def __init__(self, replicas: Replicas, source: int, values: list[Tensor]) -> None:
-        self._is_received = source != replicas.own
+        self._is_received = source != replicas.replica
         self._bundle = Bundle(values)
         self._wait = replicas.start_copy(self._bundle.flat, source)
 

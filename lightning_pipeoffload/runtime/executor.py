@@ -214,8 +214,8 @@ class Executor:
 
     def _use(self, plan: Schedule) -> None:
         self._plan, self._used_costs = plan, self._costs
-        found = (tail.weights for tail in tails(plan[self.rank]))
-        self._tails = {weights[0]: weights for weights in found if weights}
+        by_tail = (tail.weights for tail in tails(plan[self.rank]))
+        self._tails = {weights[0]: weights for weights in by_tail if weights}
         self._ahead: list[Action] | None = None
         self.mailbox.use(plan, self.rank, self._costs)
 

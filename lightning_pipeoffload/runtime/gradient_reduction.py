@@ -217,7 +217,7 @@ class _OwnedBucket(_Bucket):
         self._remote: dict[str, RemoteGradient] = {}
 
     def _start_sum(self, replicas: Replicas, numbers: Tensor) -> Callable[[], None]:
-        self._own = replicas.own
+        self._replica = replicas.replica
         lengths = [0] * replicas.num
         for name, holder in self._holders.items():
             assert holder.grad is not None
@@ -226,20 +226,20 @@ class _OwnedBucket(_Bucket):
 
     def _unpack(self) -> None:
         owners = [self._owners[name] for name in self._holders]
-        self._bundle.unpack(lambda place: owners[place] == self._own)
+        self._bundle.unpack(lambda place: owners[place] == self._replica)
         for name, holder in self._holders.items():
-            if self._owners[name] != self._own:
+            if self._owners[name] != self._replica:
                 holder.grad = self._remote_gradient(name, holder)
 
     def _remote_gradient(self, name: str, holder: _Holder) -> RemoteGradient:
         """Return the same object in each step, for which nothing is known yet."""
-        found, part = self._remote.get(name), holder.grad
+        remote, part = self._remote.get(name), holder.grad
         assert part is not None
-        if found is None or found.dtype != part.dtype:
-            found = RemoteGradient.of_replica(part, name, self._owners[name])
-            self._remote[name] = found
-        found.know(None)
-        return found
+        if remote is None or remote.dtype != part.dtype:
+            remote = RemoteGradient.of_replica(part, name, self._owners[name])
+            self._remote[name] = remote
+        remote.know(None)
+        return remote
 
 
 def _nothing() -> None:

@@ -226,9 +226,9 @@ class PipelineGroup(RankMesh, HostGroup):
         """Whether any rank has a gradient; an all-reduce, unless the parameter always trains."""
         if shared.always_trains():
             return True
-        found = torch.tensor(int(shared.parameter.grad is not None), device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        return bool(found)
+        has_any = torch.tensor(int(shared.parameter.grad is not None), device=self.device)
+        dist.all_reduce(has_any, dist.ReduceOp.MAX, group)
+        return bool(has_any)
 
     @torch.no_grad()
     def part_shared_gradients(self) -> None:
@@ -277,14 +277,14 @@ class PipelineGroup(RankMesh, HostGroup):
 
     def largest(self, number: Tensor) -> Tensor:
         """Return the largest of a number over all ranks that share gradients."""
-        found = number.clone()
+        largest = number.clone()
         with blaming_peers("lost a rank while looking for infinite gradients"):
-            self._reduce(found, dist.ReduceOp.MAX)
-        return found
+            self._reduce(largest, dist.ReduceOp.MAX)
+        return largest
 
-    def sum(self, own: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks that share gradients, on the device."""
-        total = own.to(self.device, copy=True)
+        total = tensor.to(self.device, copy=True)
         with blaming_peers("lost a rank while computing the gradient's norm"):
             self._reduce(total, dist.ReduceOp.SUM)
         return total

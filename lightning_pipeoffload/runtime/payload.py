@@ -194,7 +194,7 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
     ``sender`` is the name of the previous stage's last block, for the error where other tensors
     have a gradient than in the step's first run.
     """
-    found = []
+    to_send = []
     gradients = received.gradients or (None,) * len(received.specs)
     for gradient, spec in zip(gradients, received.specs, strict=True):
         if (gradient is not None) != spec.gets_gradient:
@@ -207,5 +207,5 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
                 f"gradient, and freeze blocks by requires_grad_(False)"
             )
         if gradient is not None:
-            found.append(spec.arrange(gradient))
-    return found
+            to_send.append(spec.arrange(gradient))
+    return to_send

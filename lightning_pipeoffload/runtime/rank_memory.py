@@ -78,10 +78,10 @@ class Ledger:
             sizes: The inputs of ``measured`` in the last step. If its actions and sizes equal those
                 of the step before, so do its peaks, and it is not counted. None: count it.
         """
-        found = [action for _, action, held in self._pending if held is None]
-        if sizes is None or len(found) < len(self._pending) or self._counted != (found, sizes):
+        actions = [action for _, action, held in self._pending if held is None]
+        if sizes is None or len(actions) < len(self._pending) or self._counted != (actions, sizes):
             self._count()
-            self._counted = found, sizes
+            self._counted = actions, sizes
         self._pending.clear()
         self._entries: list[Entry] = []
         self._offloaded_bytes = 0

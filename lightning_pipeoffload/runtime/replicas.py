@@ -155,7 +155,7 @@ class Replicas:
 
     Attributes:
         num: The number of replicas.
-        own: The replica of this process.
+        replica: The replica of this process.
         group: The counterparts' process group, for hooks and steps; None with one replica.
         counterparts: The counterparts' global ranks, in the order of the replicas.
         host: The same processes over gloo; only with more than one replica.
@@ -166,7 +166,7 @@ class Replicas:
 
     def __init__(self, mesh: RankMesh) -> None:
         self.num = mesh.num_replicas
-        self.own = mesh.replica
+        self.replica = mesh.replica
         self._is_in_trace = False
         self.pending = PendingParameters()
         self.counterparts = mesh.counterparts
@@ -191,7 +191,7 @@ class Replicas:
 
     def sums_to_owners(self) -> SumsToOwners:
         """Return what sums the gradients of a step on one replica each."""
-        return SumsToOwners(self._sums, self.own, self.counterparts)
+        return SumsToOwners(self._sums, self.replica, self.counterparts)
 
     def start_copy(self, tensor: Tensor, source: int) -> Callable[[], None]:
         """Start to copy a contiguous tensor of replica ``source`` to all of them, in place."""
@@ -212,8 +212,8 @@ class Replicas:
         """Return the object of replica 0."""
         if self.num == 1:
             return obj
-        found: _Value = self.host.broadcast(obj, self.counterparts[0])
-        return found
+        of_first: _Value = self.host.broadcast(obj, self.counterparts[0])
+        return of_first
 
     def gather_tensor(self, tensor: Tensor, differentiable: bool) -> Tensor:
         """Stack the tensors of all replicas, which have the same shape.
@@ -225,7 +225,7 @@ class Replicas:
         tensor = tensor if differentiable else tensor.detach()
         if self.is_alone_with(tensor):
             return torch.stack([tensor] * self.num)
-        gathered: Tensor = _GatheredTensor.apply(tensor, self.group, self.own)
+        gathered: Tensor = _GatheredTensor.apply(tensor, self.group, self.replica)
         return gathered
 
     @contextmanager
@@ -256,10 +256,10 @@ class Replicas:
             bundle = Bundle([parts[number] for number in numbers])
             with blaming_peers(f"lost a replica while {what} were sent"):
                 dist.broadcast(bundle.flat, self.counterparts[0], group=self.group)
-            if self.own:
+            if self.replica:
                 bundle.unpack()
         for value, received in zip(values, dense, strict=True):
-            if self.own and received is not value:
+            if self.replica and received is not value:
                 value.copy_(received)
 
 
@@ -267,8 +267,8 @@ class _GatheredTensor(torch.autograd.Function):
     """All-gather with gradients; torch's own function confuses group ranks with global ranks."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any, own: int) -> Tensor:
-        ctx.group, ctx.own = group, own
+    def forward(ctx: Any, tensor: Tensor, group: Any, replica: int) -> Tensor:
+        ctx.group, ctx.replica = group, replica
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)]
         parts += [torch.empty_like(parts[0]) for _ in range(dist.get_world_size(group) - 1)]
         with blaming_peers("lost a replica in all_gather"):
@@ -280,7 +280,7 @@ class _GatheredTensor(torch.autograd.Function):
         total = gradient.clone(memory_format=torch.contiguous_format)
         with blaming_peers("lost a replica in the backward of all_gather"):
             dist.all_reduce(total, group=ctx.group)
-        return total[ctx.own], None, None
+        return total[ctx.replica], None, None
 
 
 def _waiting(work: Any, what: str) -> Callable[[], None]:

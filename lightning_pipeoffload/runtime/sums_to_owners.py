@@ -34,12 +34,12 @@ class SumsToOwners:
 
     Args:
         group: The group of the replicas.
-        own: The replica of this process.
+        replica: The replica of this process.
         counterparts: The global rank of each replica.
     """
 
-    def __init__(self, group: Any, own: int, counterparts: Sequence[int]) -> None:
-        self._group, self._own, self._counterparts = group, own, counterparts
+    def __init__(self, group: Any, replica: int, counterparts: Sequence[int]) -> None:
+        self._group, self._replica, self._counterparts = group, replica, counterparts
         self._adds_parts = dist.get_backend(group) == "gloo"
         self._queue: deque[_Piece] = deque()
         self._sent: deque[_Piece] = deque()
@@ -57,7 +57,7 @@ class SumsToOwners:
         """
         if not self._adds_parts:
             return self._reduce(flat, lengths)
-        pieces = [_Piece(*piece, self._own) for piece in _cut(flat, lengths)]
+        pieces = [_Piece(*piece, self._replica) for piece in _cut(flat, lengths)]
         self._queue.extend(pieces)
         self._advance()
 
@@ -102,13 +102,13 @@ class _Piece:
 
     is_summed = False
 
-    def __init__(self, data: Tensor, lengths: Sequence[int], own: int) -> None:
-        self._data, self._lengths, self._own = data, lengths, own
-        self.num_received = len(lengths) * lengths[own] * data.itemsize
+    def __init__(self, data: Tensor, lengths: Sequence[int], replica: int) -> None:
+        self._data, self._lengths, self._replica = data, lengths, replica
+        self.num_received = len(lengths) * lengths[replica] * data.itemsize
 
     def send(self, group: Any) -> None:
         size, num_replicas = self._data.itemsize, len(self._lengths)
-        own_length = self._lengths[self._own]
+        own_length = self._lengths[self._replica]
         self._received = self._data.new_empty(num_replicas, own_length)
         self._work = dist.all_to_all_single(
             as_bytes(self._received),
@@ -131,7 +131,7 @@ class _Piece:
         total, *others = self._received
         for part in others:
             total.add_(part)
-        self._data.split([*self._lengths])[self._own].copy_(total)
+        self._data.split([*self._lengths])[self._replica].copy_(total)
         self.is_summed = True
         del self._received, self._work
 

@@ -134,7 +134,7 @@ SHARED = {"sharding": "optimizer"}
 
 
 def test_a_state_that_another_fit_has_shared_out_is_refused():
-    replicas = SimpleNamespace(own=0, num=2, pending=PendingParameters())
+    replicas = SimpleNamespace(replica=0, num=2, pending=PendingParameters())
     replicas.start_copy = lambda tensor, source: lambda: None
     group = SimpleNamespace(replica=0, num_replicas=2, replicas=replicas)
     parameters = [nn.Parameter(torch.ones(size)) for size in (3, 2)]

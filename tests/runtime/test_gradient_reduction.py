@@ -38,7 +38,7 @@ class OneOfTwo:
     num = 2
 
     def __init__(self, own, sums, unions, orders):
-        self.own, self.sums, self.unions, self.orders = own, sums, unions, orders
+        self.replica, self.sums, self.unions, self.orders = own, sums, unions, orders
         self.num_orders = 0
 
     def start_sum(self, tensor):
@@ -56,13 +56,13 @@ class OneOfTwo:
         return self._start(self.unions, tensor, torch.maximum)
 
     def _start(self, exchange, tensor, combine):
-        place = len(exchange.sent[self.own])
-        exchange.put(self.own, tensor.clone())
-        return lambda: tensor.copy_(combine(tensor, exchange.get(1 - self.own, place)))
+        place = len(exchange.sent[self.replica])
+        exchange.put(self.replica, tensor.clone())
+        return lambda: tensor.copy_(combine(tensor, exchange.get(1 - self.replica, place)))
 
     def first(self, order):
         self.num_orders += 1
-        self.orders.put(self.own, order)
+        self.orders.put(self.replica, order)
         return self.orders.get(0, self.num_orders - 1)
 
 

@@ -136,7 +136,7 @@ class CollectedValues:
         for label in self._lacking:
             variable = self._now(label)
             if isinstance(variable.value, Elsewhere):
-                variable.put(variable.value.own)
+                variable.put(variable.value.local_value)
 
     def _hide(self) -> None:
         for label, message in self._lacking.items():

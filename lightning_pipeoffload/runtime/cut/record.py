@@ -90,7 +90,7 @@ class LoggedValue(NamedTuple):
     segment: int
     name: str
     given: list[float]  # the numbers among its arguments
-    made: list[float]  # a few numbers of its results, for comparison
+    results: list[float]  # a few numbers of its results, for comparison
     line: str
 
 
@@ -233,7 +233,7 @@ class StepRecord:
     def structure(self) -> tuple[Any, ...]:
         """All that records of other lengths have in common."""
         values = [getattr(self, part.name) for part in fields(self) if part.name not in _APART]
-        segments = {name: frozenset(found) for name, found in self.segments.items() if found}
+        segments = {name: frozenset(uses) for name, uses in self.segments.items() if uses}
         writes = [(write.variable.key, *write[1:]) for write in self.writes]
         return *values, segments, writes, self.reads.lines, self.reads.common
 
@@ -262,8 +262,8 @@ class StepRecord:
     def carried_over(self, block: int) -> list[Crossing]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""
         if block not in self._carried:
-            found = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
-            self._carried[block] = [crossing for _, crossing in sorted(found, key=itemgetter(0))]
+            crossing = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
+            self._carried[block] = [each for _, each in sorted(crossing, key=itemgetter(0))]
         return self._carried[block]
 
     def handed_over(self, block: int) -> list[int]:
@@ -281,10 +281,9 @@ class StepRecord:
     def of_stage(self, blocks: range, is_last: bool) -> StageRecord:
         """Return what the record says about the stage of some blocks; see :class:`StageRecord`."""
         key = blocks.start, blocks.stop, is_last
-        found = self._of_stages.get(key)
-        if found is None:
-            found = self._of_stages[key] = StageRecord(self, blocks, is_last)
-        return found
+        if key not in self._of_stages:
+            self._of_stages[key] = StageRecord(self, blocks, is_last)
+        return self._of_stages[key]
 
 
 _DERIVED = (

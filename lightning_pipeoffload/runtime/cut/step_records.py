@@ -381,7 +381,7 @@ def _first_difference(before: Sequence[LoggedValue], after: _Log) -> LoggedValue
     """Return the first call that differs between two runs; None if all are the same."""
     for old, new in zip(before, after, strict=False):
         is_same = old.name == new.name and old.given == new.given
-        if not (is_same and _are_close(old.made, new.made)):
+        if not (is_same and _are_close(old.results, new.results)):
             return new
     return None
 

@@ -46,7 +46,7 @@ class SavedMemory:
             store.leave_for_weight()
             if self.measures_all or self.residue_bytes is None:
                 # A fused backward keeps nothing for W.
-                known = self.residue_bytes or 0, self.weight_input_bytes or 0
-                self.residue_bytes = max(store.saved_bytes(), *known)
+                least = self.residue_bytes or 0, self.weight_input_bytes or 0
+                self.residue_bytes = max(store.saved_bytes(), *least)
         if self.deferred_flops is None:
             self.deferred_flops = queue.flops

@@ -60,10 +60,10 @@ class AnsweredPass(StagePass):
         if place not in self._step_record.reads.common:
             return plain(tensor)
         count = self._counts[place] = self._counts.get(place, 0) + 1
-        found = self._answers.setdefault(place, [])
-        if len(found) < count:
-            found.append(plain(tensor))
-        return found[count - 1]
+        answers = self._answers.setdefault(place, [])
+        if len(answers) < count:
+            answers.append(plain(tensor))
+        return answers[count - 1]
 
 
 _replaced = ExitStack()  # what gives torch its readers back

@@ -86,8 +86,8 @@ class CarriedValues(CallCounter):
                 self._early[port] = tensor
         self._awaited.clear()
 
-    def _check_shape(self, own: Tensor, received: Tensor) -> None:
-        if own.shape != received.shape:
+    def _check_shape(self, stand_in: Tensor, received: Tensor) -> None:
+        if stand_in.shape != received.shape:
             raise RuntimeError(_ANOTHER_WAY + self._derivation)
 
     def to_hand_on(self) -> list[Tensor]:
@@ -130,7 +130,7 @@ _ANOTHER_WAY = (
 
 
 def _places(ports: Iterable[Port]) -> Mapping[tuple[int, int], set[int]]:
-    found: dict[tuple[int, int], set[int]] = {}
+    places: dict[tuple[int, int], set[int]] = {}
     for port in ports:
-        found.setdefault((port.segment, port.call), set()).add(port.place)
-    return found
+        places.setdefault((port.segment, port.call), set()).add(port.place)
+    return places

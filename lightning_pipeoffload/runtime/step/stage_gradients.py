@@ -37,11 +37,11 @@ class StageGradient:
     @torch.no_grad()
     def add(self) -> None:
         """Add it to ``parameter.grad``."""
-        found, self.grad = self.grad, None
+        gradient, self.grad = self.grad, None
         if self.parameter.grad is None:
-            self.parameter.grad = found
-        elif found is not None:
-            self.parameter.grad.add_(found)
+            self.parameter.grad = gradient
+        elif gradient is not None:
+            self.parameter.grad.add_(gradient)
 
 
 class OwnGradients:

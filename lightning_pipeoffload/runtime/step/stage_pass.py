@@ -239,9 +239,9 @@ class StagePass:
         if self._start <= index < self._stop:
             output = self._run_own(call, index, args, kwargs)
         else:
-            made = self._outputs.get(call)
-            if made is not None and made[0].is_as_made(made[1]):
-                output = made[0]
+            earlier = self._outputs.get(call)
+            if earlier is not None and earlier[0].is_as_made(earlier[1]):
+                output = earlier[0]
             else:
                 output = self._pass_remote(call, index, args, kwargs)
         if call == record.exit:
@@ -324,8 +324,8 @@ class StagePass:
         hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
-            found = self._context.chain.plain_call(index)(*args, **kwargs)
-        return output if output.is_template else BlockOutput.of(found)
+            result = self._context.chain.plain_call(index)(*args, **kwargs)
+        return output if output.is_template else BlockOutput.of(result)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:
         is_open = index in self._step_record.opened

@@ -87,7 +87,7 @@ class StepWrites:
         self._modules = {id(c): c for c in module.modules() if id(c) not in inside}
         self._homes: dict[int, int] = {}  # stage of the rank's blocks, by id of their modules
         self._num_passes = dict.fromkeys(stages, 0)
-        self._own: dict[int, list[_Written]] = {}
+        self._values_of: dict[int, list[_Written]] = {}
         self._in_place: set[Attribute] = set()
         self._written: dict[_Key, Variable] = {}
         self._by_users: dict[_Key, Variable] = {}  # in training
@@ -163,10 +163,10 @@ class StepWrites:
             if slot.name in self._weights and stage in ownership.owners[slot.name]
         ]
         # The other stages of the rank have their own buffers and attributes in each F.
-        own = [(m, name) for m, name in self._saved if self._home_of(m) == stage]
-        held = [vars(m).get(name, m._buffers.get(name)) for m, name in own]
-        found = {id(tensor): tensor for tensor in (*weights, *tensors_in(held))}
-        return [tensor for tensor in found.values() if not isinstance(tensor, ShapeOnly)]
+        saved = [(m, name) for m, name in self._saved if self._home_of(m) == stage]
+        values = [vars(m).get(name, m._buffers.get(name)) for m, name in saved]
+        by_id = {id(tensor): tensor for tensor in (*weights, *tensors_in(values))}
+        return [tensor for tensor in by_id.values() if not isinstance(tensor, ShapeOnly)]
 
     def of_stage(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
         """Put the values that ``stage`` has written into the module during one microbatch.
@@ -186,8 +186,8 @@ class StepWrites:
         )
 
     def _hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
-        found = {self._chain.index_of(name) for name in self._weights if ownership.is_local(name)}
-        others = [block for block in found if block is not None and block not in stage.blocks]
+        blocks = {self._chain.index_of(name) for name in self._weights if ownership.is_local(name)}
+        others = [block for block in blocks if block is not None and block not in stage.blocks]
         return _hiding([self._chain.block_name(block) for block in others], ownership)
 
     def left(self) -> Left:
@@ -227,7 +227,7 @@ class StepWrites:
         def put_back() -> None:
             for space, name, value in places:  # stages have had copies there
                 space[name] = value
-            self._own.clear()
+            self._values_of.clear()
             self._num_passes = dict.fromkeys(self._num_passes, 0)
             snapshot.put_back()
             values.put_back()
@@ -246,25 +246,25 @@ class StepWrites:
         ``is_in_block``: only a block's code runs.
         """
         written = [v for k, v in self._by_users.items() if not is_in_block or k in self._of_blocks]
-        found = [(v, v.value) for v in written]
-        for variable, value in found:
+        values = [(v, v.value) for v in written]
+        for variable, value in values:
             if isinstance(value, Elsewhere):
-                variable.put(value.own)
+                variable.put(value.local_value)
         snapshot = Snapshot(v.attribute for v in written)
-        for variable, value in found:
+        for variable, value in values:
             if variable.key not in self._of_blocks:
                 variable.put(value)
         try:
             yield
         finally:
             snapshot.put_back()
-            for variable, value in found:
+            for variable, value in values:
                 variable.put(value)
 
     def _count_pass(self, stage: int) -> None:
         self._num_passes[stage] += 1
         if len(set(self._num_passes.values())) == 1:
-            self._own.clear()
+            self._values_of.clear()
 
     def _home_of(self, child: nn.Module) -> int:
         return self._homes.get(id(child), self.last_stage)
@@ -303,10 +303,10 @@ class StepWrites:
 
     def _fingerprint_made_once(self) -> list[tuple[str, Any, Fingerprint]]:
         """Record the values that a pass has made for all later ones; forget those that are gone."""
-        made = self._made_once.items()
-        self._made_once = {k: v for k, v in made if _space(*v[0]).get(k[1], GONE) is v[1]}
-        found = self._made_once.items()
-        return [(name, value, fingerprint(value)) for (_, name), (_, value) in found]
+        entries = self._made_once.items()
+        self._made_once = {k: v for k, v in entries if _space(*v[0]).get(k[1], GONE) is v[1]}
+        kept = [(name, value) for (_, name), (_, value) in self._made_once.items()]
+        return [(name, value, fingerprint(value)) for name, value in kept]
 
 
 class _Turn:
@@ -322,7 +322,7 @@ class _Turn:
             for child, is_buffers in writes._spaces_beside(stage)
         ]
         self._made = writes._fingerprint_made_once() if writes._made_once else []
-        for place, name, value, _ in writes._own.get(stage, ()):
+        for place, name, value, _ in writes._values_of.get(stage, ()):
             _put(place, name, value)
         for child, name in writes._in_place:
             for space in (child.__dict__, child.__dict__["_buffers"]):
@@ -343,7 +343,7 @@ class _Turn:
                 written += writes._written_in(child, is_buffers, before)
         for place, name, _, old in written:
             _put(place, name, old)
-        writes._own[self._stage] = written
+        writes._values_of[self._stage] = written
         if error is None:
             self._check_made_once()
             writes._count_pass(self._stage)
@@ -374,12 +374,12 @@ def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
 
     The first run of the step, which would have shown it, did not write it.
     """
-    found = _WRITTEN.search(str(error))
-    for slot in ownership.slots if found else ():
+    match = _WRITTEN.search(str(error))
+    for slot in ownership.slots if match else ():
         tensor = slot.tensor
         if slot.kind != "_buffers" or isinstance(tensor, ShapeOnly):
             continue
-        if found and found.groups() == (str([*tensor.shape])[1:-1], str(tensor._version)):
+        if match and match.groups() == (str([*tensor.shape])[1:-1], str(tensor._version)):
             raise RuntimeError(
                 f"the step writes the buffer {slot.name} in place, which it did not when it was "
                 f"first run, so other microbatches' backwards do not find what their forwards "
@@ -404,11 +404,11 @@ class _Lacking(Elsewhere):
 
     def _container(self) -> Any:
         if self._copies:
-            self.own, self._copies = private_copy(self.own), False
-        return self.own
+            self.local_value, self._copies = private_copy(self.local_value), False
+        return self.local_value
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FILLS and isinstance(self.own, _CONTAINERS):
+        if name in _FILLS and isinstance(self.local_value, _CONTAINERS):
             return getattr(self._container(), name)
         return super().__getattr__(name)
 
@@ -416,15 +416,15 @@ class _Lacking(Elsewhere):
         self._container()[key] = value
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
-        if not isinstance(self.own, _CONTAINERS):
+        if not isinstance(self.local_value, _CONTAINERS):
             self._use()
-        self.own = self._container()
-        self.own += other
+        self.local_value = self._container()
+        self.local_value += other
         return self
 
     def clear(self) -> None:
         self._container().clear()
-        self._variable.put(self.own)
+        self._variable.put(self.local_value)
 
 
 def _has_changed(variable: Variable, was: Fingerprint | None) -> bool:
@@ -434,10 +434,10 @@ def _has_changed(variable: Variable, was: Fingerprint | None) -> bool:
 
 @contextmanager
 def _standing_for(
-    found: Iterable[tuple[Variable, str]], copies: Callable[[nn.Module], bool] = lambda _: False
+    missing: Iterable[tuple[Variable, str]], copies: Callable[[nn.Module], bool] = lambda _: False
 ) -> Iterator[None]:
     placed = []
-    for variable, message in found:
+    for variable, message in missing:
         if variable.value is not GONE or hasattr(type(variable.part), variable.name):
             placed.append((variable, _Lacking(message, variable, copies(variable.part))))
             variable.put(placed[-1][1])
@@ -446,7 +446,7 @@ def _standing_for(
     finally:
         for variable, placeholder in placed:
             if variable.value is placeholder:
-                variable.put(placeholder.own)
+                variable.put(placeholder.local_value)
 
 
 def _read_in_backward(variable: Variable) -> str:

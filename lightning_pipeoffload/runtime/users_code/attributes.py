@@ -239,14 +239,14 @@ def _raise_first(tree: Any) -> NoReturn:
 
 
 class Elsewhere(Placeholder):
-    """A placeholder for an attribute; ``own`` is the value of this rank or stage."""
+    """A placeholder for an attribute; ``local_value`` is that of this rank or stage."""
 
-    __slots__ = ("message", "own")
+    __slots__ = ("message", "local_value")
     __hash__ = object.__hash__
 
-    def __init__(self, message: str, own: Any) -> None:
+    def __init__(self, message: str, local_value: Any) -> None:
         self.message = message
-        self.own = own
+        self.local_value = local_value
 
     def __repr__(self) -> str:
         return f"<{self.message}>"

@@ -82,7 +82,7 @@ def test_an_attributes_placeholder_may_be_copied_pickled_and_shown():
     value = Elsewhere("self.outs is elsewhere", [1])
     for copied in (copy.deepcopy(value), copy.copy(value), pickle.loads(pickle.dumps(value))):
         assert repr(copied) == "<self.outs is elsewhere>"
-        assert copied.own == [1]
+        assert copied.local_value == [1]
 
 
 @pytest.fixture
