@@ -283,16 +283,10 @@ class ModelStage:
         """Return no parameters."""
         return []
 
-    def end_step(self) -> None:
-        """Do nothing: no graphs are captured."""
-
-    def payload_in(self, microbatch: Any) -> list[TensorSpec]:
-        """Return what the previous stage sends."""
-        return [] if self.is_first else [SPEC]
-
-    def gradient_specs(self, microbatch: Any) -> list[TensorSpec]:
-        """Return the gradient of what this stage sends on."""
-        return [] if self.is_last else [SPEC]
+    def record_of(self, microbatch: Any) -> SimpleNamespace:
+        """Return what the stage receives, and gets gradients of."""
+        specs_in, gradient_specs = [SPEC] * (not self.is_first), [SPEC] * (not self.is_last)
+        return SimpleNamespace(specs_in=specs_in, gradient_specs=gradient_specs)
 
     def forward(
         self, microbatch: Any, receive: Callable[[], Any], keep: bool, store: Any = None

@@ -276,7 +276,7 @@ class Executor:
                     self.stages[action.stage].free(self._microbatches[action.microbatch])
 
     def _forward(self, action: Action) -> None:
-        self.mailbox.begin(action)
+        self.mailbox.receives.begin(action)
         self.timer.start()  # nothing that an F needs is offloaded
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
@@ -299,7 +299,7 @@ class Executor:
         return lambda: received
 
     def _backward(self, action: Action) -> None:
-        self.mailbox.begin(action)
+        self.mailbox.receives.begin(action)
         self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         gradients = self.mailbox.take(action, self.timer)
@@ -309,7 +309,7 @@ class Executor:
 
     def _weight(self, action: Action) -> None:
         """Run a W; the first W of a REDUCE's or STEP's tail runs all of it, by parameter."""
-        self.mailbox.begin(action)
+        self.mailbox.receives.begin(action)
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
@@ -339,6 +339,6 @@ class Executor:
         self.memory.record(action)
 
     def _specs_of(self, receive: Action) -> list[TensorSpec]:
-        microbatch, stage = self._microbatches[receive.microbatch], self.stages[receive.stage]
-        is_forward = receive.kind is Kind.RECV_F
-        return stage.payload_in(microbatch) if is_forward else stage.gradient_specs(microbatch)
+        microbatch = self._microbatches[receive.microbatch]
+        record = self.stages[receive.stage].record_of(microbatch)
+        return record.specs_in if receive.kind is Kind.RECV_F else record.gradient_specs

@@ -44,6 +44,9 @@ class Mailbox:
     Args:
         transport: Sends and receives messages.
         specs_of: Describes the tensors of the message that a RECV waits for.
+
+    Attributes:
+        receives: The receives of the plan in use.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Mailbox:
         self._ends = {a: self._ends_of(a) for a in plan[rank] if a.kind in _EXCHANGING}
         sends = (action for action in plan[rank] if action.kind in SENDS)
         self._peers = {send: plan.rank_of(recv_of(send).stage) for send in sends}
-        self._receives = OpenReceives(plan, rank, self._post, expected_during(plan, rank, costs))
+        self.receives = OpenReceives(plan, rank, self._post, expected_during(plan, rank, costs))
         self._sends = PendingSends(plan, rank, self.transport.release, self._most_pending)
 
     def _ends_of(self, action: Action) -> _Ends:
@@ -85,21 +88,17 @@ class Mailbox:
 
     def start_step(self) -> None:
         """Start a step: nothing is sent or received."""
-        self._receives.start_step()
+        self.receives.start_step()
         self._sends.start_step()
         self._messages.clear()
 
     def expect(self, actions: Sequence[Action]) -> None:
         """Expect the messages of the next actions; each edge delivers them in this order."""
-        self._receives.expect(actions)
-
-    def begin(self, action: Action) -> None:
-        """Post the receives of messages that may come during a compute action, which begins."""
-        self._receives.begin(action)
+        self.receives.expect(actions)
 
     def reach(self, receive: Action) -> None:
         """Post a receive if it is not posted yet; the F or B that takes the message waits."""
-        self._receives.reach(receive)
+        self.receives.reach(receive)
 
     def _post(self, receive: Action, peer: int) -> None:
         self.transport.post(receive, peer, self._specs_of(receive))
@@ -114,7 +113,7 @@ class Mailbox:
             return []
         if needed not in self._messages:
             timer.pause()
-            for receive in self._receives.until(needed):
+            for receive in self.receives.until(needed):
                 self._messages[receive] = self.transport.wait(receive)
                 self._sends.prove(receive)
             timer.resume()
@@ -133,7 +132,7 @@ class Mailbox:
         peer = self._peers[send]
         self._sends.add(peer)
         self.transport.send(send, peer, self._messages.pop(send))
-        self._receives.count_send()
+        self.receives.count_send()
 
     def end_step(self) -> None:
         """End a step: free what has arrived."""
@@ -142,7 +141,7 @@ class Mailbox:
 
     def take_back(self) -> None:
         """Undo the messages of this step, after receiving what the peers have sent."""
-        for receive in self._receives.rest():
+        for receive in self.receives.rest():
             self.transport.wait(receive)
         self._sends.take_back()
         self.start_step()

@@ -230,18 +230,15 @@ class ActivationMemory:
         for stage in self._stages.values():
             yield from (flight.store for flight in stage.in_flight.values() if flight.store)
 
-    def _store_of(self, action: Action) -> ActivationStore | None:
-        return self._stages[action.stage].in_flight[action.microbatch].store
-
     def arrive(self, action: Action) -> None:
         """Make a B, BW or W wait until the offloaded tensors that it needs are back."""
-        store = self._store_of(action)
+        store = self._stages[action.stage].in_flight[action.microbatch].store
         if store is not None:
             store.arrive(KINDS[action.kind].needs)
 
     def move(self, action: Action) -> None:
         """Run an OFFLOAD, FREE or RELOAD."""
-        store = self._store_of(action)
+        store = self._stages[action.stage].in_flight[action.microbatch].store
         assert store is not None
         if action.kind in _OFFLOADS:
             store.offload()
@@ -252,7 +249,7 @@ class ActivationMemory:
 
     def record(self, action: Action) -> None:
         """Record the saved bytes after an action in the ledger."""
-        store = self._store_of(action)
+        store = self._stages[action.stage].in_flight[action.microbatch].store
         if store is not None and store.is_measured:
             store.measure_host_bytes()
         self.ledger.record(action, None if store is None else store.held)

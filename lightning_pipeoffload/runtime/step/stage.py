@@ -73,17 +73,9 @@ class StageRunner:
     def _last_block(self) -> str:
         return self._context.chain.block_name(self._context.stage.blocks.stop - 1)
 
-    def payload_in(self, microbatch: Microbatch) -> list[TensorSpec]:
-        """Describe the tensors that the previous stage sends."""
-        return self._context.record_of(microbatch).specs_in
-
-    def payload_out(self, microbatch: Microbatch) -> list[TensorSpec]:
-        """Return the specs of the tensors that this stage sends to the next one."""
-        return self._context.record_of(microbatch).specs_out
-
-    def gradient_specs(self, microbatch: Microbatch) -> list[TensorSpec]:
-        """Return the specs of the gradients that come back for them."""
-        return self._context.record_of(microbatch).gradient_specs
+    def record_of(self, microbatch: Microbatch) -> StageRecord:
+        """Return what the record of a microbatch says about the stage."""
+        return microbatch.record.of_stage(self._context.stage.blocks, self.is_last)
 
     def forward(
         self,
@@ -104,7 +96,7 @@ class StageRunner:
             The tensors for the next stage; on the last stage the result of the user's step.
         """
         context = self._context
-        record = context.record_of(microbatch)
+        record = self.record_of(microbatch)
         at_once = context.head_is_at_once and context.is_last
         queue = WeightGradQueue(False, store, context.add_product, at_once)
         received = Received(record.specs_in) if keep else None

@@ -34,7 +34,6 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import loss_in, needs_all_blocks
 from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import StageRecord
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import map_in_place, output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
@@ -53,7 +52,6 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
 from lightning_pipeoffload.runtime.step.carried_values import CarriedValues
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
@@ -120,10 +118,6 @@ class StageContext:
         """Describes the stage's calls of the user's step."""
         is_last_local = self.stage.index == self.writes.last_stage
         return StepCall(is_last=self.is_last, is_last_local=is_last_local)
-
-    def record_of(self, microbatch: Microbatch) -> StageRecord:
-        """Return what the record of a microbatch says about the stage."""
-        return microbatch.record.of_stage(self.stage.blocks, self.is_last)
 
     def notice_draws(self, seed: int) -> None:
         """Seed numpy and Python for each block from now on if the step has drawn from them.
