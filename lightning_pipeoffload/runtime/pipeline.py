@@ -526,7 +526,7 @@ class Pipeline:
         written = record.weight_writes  # for nothing else does it matter which segments need what
         found = find_segments(self.module, self.chain, record) if written else {}
         aliases = self.tensors.aliases
-        return impossible_cuts(
+        return record.calls.inseparable | impossible_cuts(
             record, self.chain, lambda name: set().union(*(found[n] for n in aliases(name)))
         )
 

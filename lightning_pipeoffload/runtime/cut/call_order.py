@@ -12,7 +12,8 @@ of three blocks, on two stages::
 The code between two calls has the positions of its operands, for the stage that has these runs it:
 the output of block k has position k + 1, or k where the next call is of the same block again. No
 position is below the least that is still to be called, so that a stage may leave the step behind
-the last call of a block before its end.
+the last call of a block before its end. First calls need not be in the order of the chain, which
+may have each block of a momentum encoder beside the one that it follows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,18 @@ class CallOrder:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether all blocks are called, for the first time in the order of the chain."""
-        return [*dict.fromkeys(self.blocks)] == [*range(self.num_blocks)]
+        """Whether all blocks are called, the first one before all others."""
+        return self.blocks[:1] == (0,) and len({*self.blocks}) == self.num_blocks
+
+    @cached_property
+    def inseparable(self) -> frozenset[int]:
+        """The blocks that no cut should separate from the one before: those called out of order.
+
+        With the number of blocks, for the code behind all, if there are any.
+        """
+        first = [*dict.fromkeys(self.blocks)]
+        descents = [place for place, (a, b) in enumerate(pairwise(first), 1) if b < a]
+        return frozenset((*first[descents[0] :], self.num_blocks)) if descents else frozenset()
 
     @cached_property
     def least(self) -> Sequence[int]:
@@ -73,6 +84,12 @@ class CallOrder:
     def position_behind(self, call: int) -> int:
         """Return the position of a call's output."""
         return self.blocks[call] + self.hands_on(call)
+
+    def entry(self, block: int) -> int:
+        """Return the call, of an earlier block, at which a stage from ``block`` on receives."""
+        later = (call for call, called in enumerate(self.blocks) if called >= block)
+        first = next(later, len(self.blocks))
+        return min(first - 1, *filter(self.hands_on, self.calls_of(block - 1)))
 
     def last_before(self, block: int) -> int:
         """Return the last call of a block before ``block``, behind which its stage can leave."""

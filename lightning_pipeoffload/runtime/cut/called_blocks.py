@@ -3,14 +3,16 @@
 The container with the most parameters is cut. Others that the step calls before or behind it join,
 such as ``layer1`` to ``layer4``, or an encoder's and a decoder's layers. A block that is a large
 share of the work is cut at its own containers of blocks. Shares are of the whole step, so that the
-chain does not depend on the number of stages.
+chain does not depend on the number of stages. Each block of a frozen copy, such as a momentum
+encoder, is beside its original: a stage has both, so that a hook can write one from the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, zip_longest
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -34,6 +36,7 @@ class Call:
     end: int
     work: int  # operations of its forward
     reads_values: bool
+    has_graph: bool  # gradients are enabled
 
 
 def containers_in(module: nn.Module) -> dict[str, Names]:
@@ -117,7 +120,8 @@ class CalledChains:
 
     def best_first(self) -> list[Names]:
         """Return the names of each chain's blocks, in the order of their calls."""
-        return [*map(list, dict.fromkeys(map(tuple, self._candidates())))]
+        found = (names for each in self._candidates() for names in self._with_copies_beside(each))
+        return [*map(list, dict.fromkeys(map(tuple, found)))]
 
     def _candidates(self) -> Iterator[Names]:
         order = sorted(self._containers, key=self._rank_of)
@@ -126,6 +130,22 @@ class CalledChains:
             yield [inner for name in joined for inner in self._open(name)]
             yield joined
             yield from (self._containers[path] for path in order)
+
+    def _with_copies_beside(self, names: Names) -> Iterator[Names]:
+        training = {name.rpartition(".")[0] for name in names if self._trains(name)}
+        trained = [name for name in names if name.rpartition(".")[0] in training]
+        frozen = [name for name in names if name not in trained]
+        if frozen and [*map(self._form, trained[: len(frozen)])] == [*map(self._form, frozen)]:
+            first, second = (trained, frozen) if names[0] in trained else (frozen, trained)
+            yield [name for pair in zip_longest(first, second) for name in pair if name]
+        yield names
+
+    def _trains(self, name: str) -> bool:
+        return self._calls[name].has_graph and _trains(self._module.get_submodule(name))
+
+    def _form(self, name: str) -> list[tuple[str, Any]]:
+        found = self._module.get_submodule(name).named_parameters()
+        return [(name, parameter.shape) for name, parameter in found]
 
     def holds_most(self, names: Names) -> bool:
         """Whether blocks have at least half of the step's work."""

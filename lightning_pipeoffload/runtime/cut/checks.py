@@ -53,8 +53,12 @@ class CallsError(ValueError):
     """The step does not call the blocks of the chain in an order in which it can be cut."""
 
 
-class RepeatedCallError(CallsError):
-    """The step calls a block again, which it was not expected to do."""
+class OrderError(CallsError):
+    """The step calls another block than was expected."""
+
+
+class RepeatedCallError(OrderError):
+    """It calls a block again."""
 
 
 class CallChecks:
@@ -80,7 +84,7 @@ class CallChecks:
             return
         is_before = index > expected
         what = f"before {self._chain.block_name(expected)}" if is_before else "again"
-        raise (CallsError if is_before else RepeatedCallError)(
+        raise (OrderError if is_before else RepeatedCallError)(
             f"the step calls {self._chain.block_name(index)} {what}"
             f"{in_brackets(calling_line())}; {needs_all_blocks(self._chain)}"
         )

@@ -317,6 +317,7 @@ class StageRecord:
         coming: The carried values that are received.
         going: The carried values that are sent.
         calls: The block of each call.
+        entry: The call at which the stage receives; -1: the first stage does not.
         handed_on: For each call whose output the previous stage sends, the places of its tensors.
         num_handed_on: The number of these tensors; carried values follow.
         sent: The calls whose outputs go to the next stage.
@@ -338,6 +339,7 @@ class StageRecord:
         self.coming = step.carried_over(start) if start else []
         self.going = [] if is_last else step.carried_over(stop)
         self.calls = step.calls.blocks
+        self.entry = step.calls.entry(start) if start else -1
         self.handed_on: dict[int, slice] = {}
         self.num_handed_on = 0
         for call in step.handed_over(start) if start else ():

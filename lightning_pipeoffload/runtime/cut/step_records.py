@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.checks import CallsError, RepeatedCallError
+from lightning_pipeoffload.runtime.cut.checks import CallsError, OrderError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
@@ -235,11 +235,15 @@ class StepRecords:
                 return self._trace_in_order(call, is_first, self._orders[kind])
         try:
             return self._trace_in_order(call, is_first, CallOrder.of_once(len(self._chain)))
-        except RepeatedCallError:
-            calls = self._trial_cuts(call).order_of(self._chain)
-            if calls.is_once or not calls.can_be_cut:
-                raise
-        record = self._trace_in_order(call, is_first, calls)
+        except OrderError as error:
+            unexpected = error
+        calls = self._trial_cuts(call).order_of(self._chain)
+        if calls.is_once or not calls.can_be_cut:
+            raise unexpected
+        try:
+            record = self._trace_in_order(call, is_first, calls)
+        except CallsError as error:
+            raise error if isinstance(unexpected, RepeatedCallError) else unexpected from None
         self._orders[kind] = calls
         return record
 

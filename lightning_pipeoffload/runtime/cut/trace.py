@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.checks import (
     CallChecks,
-    RepeatedCallError,
+    OrderError,
     describe_argument_write,
     is_in_function,
     loss_in,
@@ -201,7 +201,7 @@ class StepTrace:
                     self._end_early(self._kernels.explain(error))
                 self._finish()
             self._checks.check_complete(self.num_calls)
-        except (KernelFoundError, RepeatedCallError):
+        except (KernelFoundError, OrderError):
             raise
         except Exception as error:
             if self.record.argument_writes:  # without which the step may fail
@@ -225,7 +225,7 @@ class StepTrace:
                     f"only, and a pipeline needs these; call torch.autograd.grad("
                     f"..., create_graph=True) instead"
                 ) from None
-            if not self.num_imagined or isinstance(error, RepeatedCallError):
+            if not self.num_imagined or isinstance(error, OrderError):
                 raise error
         elif self.segment < len(self.chain) or isinstance(error, AddressNeededError):
             raise ValueError(_explain(error, self.chain, self.segment)) from None

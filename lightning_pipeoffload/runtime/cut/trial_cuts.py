@@ -156,6 +156,7 @@ class _CallNotes:
                 calls[0].end,
                 sum(call.work for call in calls),
                 any(call.reads_values for call in calls),
+                any(call.has_graph for call in calls),
             )
             for name, calls in self._calls.items()
             if name not in self._in_functions
@@ -176,7 +177,8 @@ class _CallNotes:
         now = self._seen()
         if part in self._names:
             name = self._names[part]
-            call = Call(begin, self._count, now[0] - work, now[1] > reads)
+            has_graph = torch.is_grad_enabled()
+            call = Call(begin, self._count, now[0] - work, now[1] > reads, has_graph)
             self._calls.setdefault(name, []).append(call)
             if self._trains and is_in_function():
                 self._in_functions.add(name)

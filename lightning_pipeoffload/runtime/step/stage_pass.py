@@ -264,10 +264,12 @@ class StagePass:
         output = self._step_record.outputs[call]
         if not suffices:
             output = self._computed_output(output, index, args, kwargs)
-        if call in self._record.handed_on:
-            return self._hand_over(call, output)
+        if call == self._record.entry:
+            self._enter_stage()
+        if call in self._entered:
+            return output.fill(self._entered.pop(call))
         shapes = self._context.shapes_of(index, output, self._microbatch.device)
-        if isinstance(shapes, ShapeOnly) and suffices:
+        if isinstance(shapes, ShapeOnly) and suffices and call != self._record.entry:
             self._outputs[call] = shapes, shapes.meta
         return shapes
 
@@ -331,11 +333,6 @@ class StagePass:
 
     def _paused(self) -> AbstractContextManager[None]:
         return self._counter.paused() if self._counter else NOTHING
-
-    def _hand_over(self, call: int, output: BlockOutput) -> Any:
-        if call not in self._entered:
-            self._enter_stage()
-        return output.fill(self._entered.pop(call))
 
     def _enter_stage(self) -> None:
         # Here, not before the step: its beginning runs while the tensors are on their way.

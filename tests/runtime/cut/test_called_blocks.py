@@ -55,6 +55,12 @@ def two_towers(m, x):
     return loss_of(m, through(m.encoder, x) * through(m.decoder, 2 * x))
 
 
+def beside_a_copy(m, x):
+    with torch.no_grad():
+        goal = through(m.decoder, -x)
+    return loss_of(m, through(m.encoder, x) * goal)
+
+
 def stages(m, x):
     for number in range(1, 4):
         x = getattr(m, f"layer{number}")(x)
@@ -168,6 +174,10 @@ FOUND = [
     (of_a_tower, names("tower", 6) + names("trained", 3)),
     (of_pairs, [f"pairs.{i}.{part}" for i in range(3) for part in ("0.0", "1", "2")]),
     (with_a_small_head, names("layers", 4)),
+    (
+        two_chains(beside_a_copy),
+        [f"{part}.{i}" for i in range(3) for part in ("decoder", "encoder")],
+    ),
 ]
 
 

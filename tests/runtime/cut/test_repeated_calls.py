@@ -1,5 +1,6 @@
 """Steps that call blocks several times: two views, a reference beside a policy, a shared layer."""
 
+import copy
 import itertools
 
 import pytest
@@ -144,6 +145,59 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     assert "embed.weight" in owned[0] - owned[1]
     assert {"projector.0.weight", "projector.1.running_mean", "scale"} <= owned[1] - owned[0]
     assert pipeline.ranks[0].cut.costs.forward[0] == pytest.approx(3.5, rel=0.2)
+
+
+class Momentum(nn.Module):
+    """BYOL: a copy without gradients, called before the original or behind it."""
+
+    def __init__(self, is_first, num_views):
+        super().__init__()
+        whole = Twice(two_views)
+        self.online = nn.ModuleList([whole.embed, whole.blocks, whole.projector])
+        self.target, self.predictor = copy.deepcopy(self.online), whole.head
+        self.is_first, self.num_views = is_first, num_views
+
+    def training_step(self, x, index):
+        return self.step(x)
+
+    def step(self, x):
+        return sum(self.compare(x, x * scale) for scale in (2, -1)[: self.num_views])
+
+    def compare(self, x, y):
+        if self.is_first:
+            return self.distance(goal=self.goal(y), found=self.found(x))
+        return self.distance(self.found(x), self.goal(y))
+
+    def distance(self, found, goal):
+        return -functional.cosine_similarity(found, goal).mean()
+
+    def found(self, x):
+        return self.predictor(self.encode(self.online, x))
+
+    @torch.no_grad()
+    def goal(self, x):
+        return self.encode(self.target, x)
+
+    def encode(self, parts, x):
+        embed, blocks, projector = parts
+        return projector(through(blocks, embed(x)))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(("num_views", "plan"), [(1, ("1f1b", 3)), (2, ("zb_v", 2))])
+def test_a_momentum_encoder_has_the_stages_of_its_original(is_first, num_views, plan):
+    torch.manual_seed(1)
+    module, batch = Momentum(is_first, num_views), torch.randn(8, 4).double()
+    pipeline = InProcessPipeline(module, build(*plan, 4), call_step)
+    found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients())
+    assert_same(found, train_plain(module, batch, 2))
+    for rank in pipeline.ranks:
+        names = [name.partition(".") for name in rank.ownership.local_tensors()]
+        online, target = ({rest for top, _, rest in names if top == part} for part in PARTS)
+        assert online == target != set()
+
+
+PARTS = "online", "target"
 
 
 def test_blocks_that_have_other_names_too_may_be_called_again():
