@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["main", "plan"]
 
 _FORMATS = ("text", "json")
-_RATES = ("host_bandwidth", "link", "network")  # those of a data sheet that may be replaced
+# What counts beside a device, with the values of conf/plan.yaml.
+_BESIDE_A_DEVICE = {
+    **{"host_bandwidth": None, "link": None, "network": None},
+    **{"efficiency": 0.5, "devices_per_machine": 8},
+}
 _PICTURE = ("path", "steps", "microbatches", "time")
 
 
@@ -39,11 +43,11 @@ def plan(config: DictConfig) -> None:
     """
     if config.format not in _FORMATS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(_FORMATS)}")
-    for name in _RATES:
-        if config.device is None and config[name] is not None:
+    for name, unset in _BESIDE_A_DEVICE.items():
+        if config.device is None and config[name] != unset:
             raise ScheduleError(
-                f"{name} ({config[name]}) takes the place of a device's rate; add device=h100 and "
-                f"model=NAME, or leave it out"
+                f"{name} ({config[name]}) counts beside a device; add device=h100 and model=NAME, "
+                f"or leave it out"
             )
     if config.device is not None or config.get("model") is not None:
         _plan_model(config)

@@ -89,11 +89,11 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
 
 def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict[str, float | None]:
     """Return what a buyer compares; MFU is of the data sheet's rate, without recomputation."""
-    probe = planner.probe
-    tokens = None if probe.num_tokens is None else probe.num_tokens / step.period
+    probe, replicas = planner.probe, int(planner.settings.data_parallel_size)
+    tokens = None if probe.num_tokens is None else replicas * probe.num_tokens / step.period
     peak = planner.flops / config.efficiency * config.num_ranks
     return {
-        "samples_per_second": probe.batch_size / step.period,
+        "samples_per_second": replicas * probe.batch_size / step.period,
         "tokens_per_second": tokens,
         "mfu": probe.batch_flops / step.period / peak,
     }
@@ -112,7 +112,8 @@ def _answer(
     rates += [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
     rates.append(f"MFU {share_text(speed['mfu'] or 0.0)} of the data sheet's rate")
     most = max(rank.device for rank in needs)
-    hosts = [rank.host for rank in needs] * int(planner.settings.data_parallel_size)
+    replicas = int(planner.settings.data_parallel_size)
+    hosts = [rank.host for rank in needs] * replicas
     reserve = planner.device.memory - planner.memory
     beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
     per_machine = max(
@@ -121,7 +122,7 @@ def _answer(
     )
     fits = "it fits" if most <= planner.memory else "with its messages it does not fit"
     return [
-        f"{', '.join(rates)}, with {planner.probe.batch_size} samples a step",
+        f"{', '.join(rates)}, with {replicas * planner.probe.batch_size} samples a step",
         f"the fullest rank needs {bytes_text(most)} of {bytes_text(planner.memory)}{beside}: "
         f"{fits}",
         f"host memory: {bytes_text(max(hosts))} of the rank that needs most, "

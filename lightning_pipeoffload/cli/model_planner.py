@@ -179,6 +179,9 @@ class ModelPlanner:
         compute["communication"] = self._message_seconds(
             needs.sent[Kind.SEND_F], option.placement(num_ranks), self.device
         )
+        replicas = int(settings.data_parallel_size)
+        if replicas > 1:
+            compute["reduce"] = self._reduce_seconds(needs, option, num_ranks, replicas)
         if needs.is_on_host:
             compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
@@ -191,6 +194,20 @@ class ModelPlanner:
         pairs = zip(machines, [*machines[1:], machines[-1]], strict=True)
         rates = [device.link_rate if a == b else device.network_rate for a, b in pairs]
         return [size / rate for size, rate in zip(sent, rates, strict=True)]
+
+    def _reduce_seconds(
+        self, needs: MemoryNeeds, option: Option, num_ranks: int, replicas: int
+    ) -> list[float]:
+        """Return the seconds in which replicas add up each stage's gradients around a ring."""
+        assert self.device is not None
+        found, size = [], self._config.devices_per_machine
+        for gradients, rank in zip(
+            needs.gradient_bytes(), option.placement(num_ranks), strict=True
+        ):
+            is_near = rank // size == (rank + (replicas - 1) * num_ranks) // size
+            rate = self.device.link_rate if is_near else self.device.network_rate
+            found.append(2 * (replicas - 1) / replicas * gradients / rate)
+        return found
 
     def rank_needs(self, plan: Plan, num_ranks: int) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""

@@ -183,6 +183,10 @@ class MemoryNeeds:
     def _workspace_of(self, stages: Sequence[int]) -> float:
         return max(self.workspace[stage] for stage in stages)
 
+    def gradient_bytes(self) -> list[int]:
+        """Return the bytes of each stage's gradients."""
+        return [sum(gradient for _, gradient, _ in stage.values()) for stage in self.owned]
+
     def step_bytes(self) -> list[float]:
         """Return what the host's memory moves of each stage in one step of its optimizer.
 

@@ -75,6 +75,15 @@ def test_messages_between_machines_go_over_the_network(capsys):
     assert far["period"] > near["period"] + 2 * sent / 1e6
 
 
+def test_replicas_add_up_gradients_and_are_counted_together(capsys):
+    words = "schedule=1f1b", "efficiency=1", "network=10MB", "+strategy.data_parallel_size=4"
+    near, far = (planned(capsys, *words, f"devices_per_machine={n}") for n in (8, 2))
+    assert far["samples_per_second"] == pytest.approx(4 * 8 / far["period"])
+    assert far["tokens_per_second"] == pytest.approx(32 * far["samples_per_second"])
+    sent = 2 * 3 / 4 * max(far["memory"]["gradients"])
+    assert far["period"] - near["period"] == pytest.approx(sent / 10e6, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("name", "rate", "message"),
     [
