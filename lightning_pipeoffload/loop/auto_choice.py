@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -51,6 +52,7 @@ _AGAIN = (
     "anew delete {}"
 )
 _RECOMPUTATIONS = ("none", "cheap", "full")
+_ALL_FIT = "not measured: the memory limit leaves room for every plan that computes nothing again"
 
 _NOTHING: BesideBlocks = {}
 _ByRecompute = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
@@ -161,8 +163,9 @@ class AutoChoice:
             if found is None:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
-        cut_costs, limits = self._find_costs(cut_batch, first, num_microbatches, batch_size)
-        chosen = self._decide(cut_costs, limits, self._options(cut_costs))
+        cut_costs, chosen = self._measure_and_decide(
+            cut_batch, first, num_microbatches, batch_size
+        )
         if self._group.reports and chosen.plan is not None:
             cache.store(chosen.plan.best, chosen.settings)
         if store is not None:
@@ -203,21 +206,36 @@ class AutoChoice:
         work = self._works[option.num_microbatches]
         store.store(StoredChoice(option, work, costs, beside, chosen.num_classes, bytes_beside))
 
-    def _find_costs(
+    def _measure_and_decide(
         self, cut_batch: CutBatch, first: Microbatch, num_microbatches: int, batch_size: int
-    ) -> tuple[_CutCosts, MachineLimits]:
+    ) -> tuple[_CutCosts, Chosen]:
+        """Measure recomputation only where the memory limit excludes a plan without it."""
         counts = [num_microbatches]
         more = self._settings.more_microbatches(num_microbatches, batch_size)
         if more and not sees_its_size(self._pipeline):
             counts.append(more)
         compile_ahead(self._pipeline)
-        blocks = self._measure(cut_batch, counts, first)
+        given, *others = self._recomputations()
+        blocks = self._measure(cut_batch, [*product([given], counts)], first)
+        if blocks is None:
+            cut_batch(num_microbatches)  # the first cut again
+            counted = {(given, num_microbatches): (self._count(first), _NOTHING)}
+            cut_costs = _CutCosts(self._pipeline, counted, self._settings, False)
+            return cut_costs, self._decide_by(cut_costs)
+        cut_costs = _CutCosts(self._pipeline, blocks, self._settings, True)
+        if others and self._settings.offload == "auto":
+            with suppress(ScheduleError):  # nothing fits without recomputation
+                chosen = self._decide_by(cut_costs)
+                if chosen.plan is not None and not chosen.plan.is_bound_by_memory:
+                    return cut_costs, chosen
+        if others:
+            blocks |= self._measure(cut_batch, [*product(others, counts)], first) or {}
+            cut_costs = _CutCosts(self._pipeline, blocks, self._settings, True)
+        return cut_costs, self._decide_by(cut_costs)
+
+    def _decide_by(self, cut_costs: _CutCosts) -> Chosen:
         limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
-        if blocks is not None:
-            return _CutCosts(self._pipeline, blocks, self._settings, True), limits
-        cut_batch(num_microbatches)  # the first cut again
-        counted = {(self._settings.recompute, num_microbatches): (self._count(first), _NOTHING)}
-        return _CutCosts(self._pipeline, counted, self._settings, False), limits
+        return self._decide(cut_costs, limits, self._options(cut_costs))
 
     def _count(self, first: Microbatch) -> Costs:
         """Return the costs of the first cut's stages by operations and shapes."""
@@ -232,8 +250,8 @@ class AutoChoice:
         return Chosen(replace(self._settings, schedule=name, num_microbatches=num_microbatches))
 
     def _measure(
-        self, cut_batch: CutBatch, counts: Sequence[int], first: Microbatch
-    ) -> _ByRecompute | None:
+        self, cut_batch: CutBatch, wanted: Sequence[tuple[str, int]], first: Microbatch
+    ) -> dict[tuple[str, int], tuple[Costs, BesideBlocks]] | None:
         """Return the costs of each block, by recomputation and number of microbatches.
 
         None where blocks cannot be measured: a hook of the user's would see the microbatches.
@@ -247,12 +265,12 @@ class AutoChoice:
         speed = self._measurements.copy_speed(self._may_copy)
         classes = find_classes(self._pipeline.chain, first.record)
         classes = self._group.world.broadcast(classes, 0)
-        trial = BlockMeasurement(self._pipeline, self._group.transport, classes)
-        self._trial = trial
+        if self._trial is None:
+            self._trial = BlockMeasurement(self._pipeline, self._group.transport, classes)
+        trial = self._trial
         found = {}
-        recomputations = [*product(self._recomputations(), counts)]
-        for index, (recompute, count) in enumerate(recomputations, start=1):
-            self._progress.show(f"measuring {index} of {len(recomputations)}")
+        for index, (recompute, count) in enumerate(wanted, start=1):
+            self._progress.show(f"measuring {index} of {len(wanted)}")
             try:
                 own = self._group.gather(trial.measure(partial(cut_batch, count), recompute, speed))
             except ScheduleError as error:
@@ -348,14 +366,20 @@ class AutoChoice:
         return Chosen(settings, plan, limits, cut_costs.is_measured, num_classes)
 
     def _candidates_left_out(self, cut_costs: _CutCosts) -> list[Candidate]:
-        if not (self._left_out and cut_costs.is_measured and len(self._recomputations()) > 1):
+        if not cut_costs.is_measured:
             return []
+        reasons = dict.fromkeys(self._recomputations(), _ALL_FIT)
+        if self._left_out and len(reasons) > 1:
+            reasons["full"] = f"recompute=full: {self._left_out}"
+        tried = {recompute for recompute, _ in cut_costs.by_recompute}
         num_chunks = self._settings.num_chunks
         asked = num_chunks if isinstance(num_chunks, int) else None
         counts = {count: None for _, count in cut_costs.by_recompute}
         return [
-            Candidate(option, str(self._settings.offload), f"recompute=full: {self._left_out}")
-            for option in options(counts, None, asked, ["full"])
+            Candidate(option, str(self._settings.offload), reason)
+            for recompute, reason in reasons.items()
+            if recompute not in tried
+            for option in options(counts, None, asked, [recompute])
             if cut_costs.covers(option)
         ]
 

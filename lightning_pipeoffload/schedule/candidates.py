@@ -77,6 +77,11 @@ class Candidate:
     postponed: int = 0
 
     @property
+    def needs_more_memory(self) -> bool:
+        """Whether it was refused because it needs more memory than the limit."""
+        return self.peak_memory is not None and not self.fits
+
+    @property
     def fits(self) -> bool:
         """Whether there is a plan within the limits."""
         return self.period is not None

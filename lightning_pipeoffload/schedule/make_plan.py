@@ -142,6 +142,14 @@ class Plan:
         return self.best.report
 
     @property
+    def is_bound_by_memory(self) -> bool:
+        """Whether the memory limit excluded a plan, or made one copy, with offload "auto"."""
+        return any(
+            each.needs_more_memory or (each.fits and each.offload in ("auto", "paged"))
+            for each in self.candidates
+        )
+
+    @property
     def lean(self) -> Plan:
         """The plan without the schedules of the other candidates, for sending to other ranks."""
         return replace(self, candidates=[candidate.lean for candidate in self.candidates])

@@ -177,6 +177,9 @@ def test_no_block_is_computed_again_that_uses_what_the_step_writes(ranks, tmp_pa
     reasons = {c["reason"] for c in report["candidates"] if c["recompute"] == "full"}
     (reason,) = reasons
     assert reason.startswith("recompute=full: the step writes self.blocks.1.calls (")
+    cheap = {c["reason"] for c in report["candidates"] if c["recompute"] == "cheap"}
+    (reason,) = cheap  # the limit excludes nothing, so recomputation is not even measured
+    assert reason.startswith("not measured: the memory limit leaves room for every plan")
 
 
 def test_a_limit_that_is_too_small_is_refused_with_the_least(ranks, tmp_path):

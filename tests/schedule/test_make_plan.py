@@ -104,6 +104,15 @@ def test_a_limit_of_one_activation_is_kept_by_waiting_for_copies(p, m, most):
     assert simulate(start, costs).makespan == choice.best.makespan
 
 
+@pytest.mark.parametrize(("share", "is_bound"), [(0.5, True), (1.5, True), (40, False)])
+def test_a_limit_binds_where_it_excludes_a_plan(share, is_bound):
+    asked = SIZES[0], options([SIZES[1]]), costs_by_chunk()
+    limited = planned(*asked, share * SIZES[0] * 17, omits_above=inf)
+    assert limited.is_bound_by_memory is is_bound
+    if not is_bound:
+        assert limited.best.period <= planned(*asked, omits_above=inf).best.period
+
+
 def test_what_b_adds_counts_against_the_limit_of_every_plan():
     costs = Costs(30, 29, 20, 1, 17, 25, 20, 20, copy_lanes=2)
     choice = planned(4, options([8], num_chunks=1), lambda option: costs, 34)
