@@ -163,9 +163,7 @@ class AutoChoice:
             if found is None:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
-        cut_costs, chosen = self._measure_and_decide(
-            cut_batch, first, num_microbatches, batch_size
-        )
+        cut_costs, chosen = self._measure_and_decide(cut_batch, first, num_microbatches, batch_size)
         if self._group.reports and chosen.plan is not None:
             cache.store(chosen.plan.best, chosen.settings)
         if store is not None:
