@@ -489,8 +489,8 @@ class Pipeline:
                 self.left_to_b.update(self.tensors.aliases(name))
         for stage in (self.cut.stages[index] for index in self.local_stages):
             for name, uses in record.weight_uses.items():
-                found = {could_wait for segment, could_wait in uses if segment in stage.segments}
-                if len(found) > 1:
+                kinds = {could_wait for segment, could_wait in uses if segment in stage.segments}
+                if len(kinds) > 1:
                     self.left_to_b.update(self.tensors.aliases(name))
         for name, tensor in self.ownership.local_tensors().items():
             if name in self.left_to_b:
@@ -524,10 +524,10 @@ class Pipeline:
 
     def _impossible_cuts(self, record: StepRecord) -> frozenset[int]:
         written = record.weight_writes  # for nothing else does it matter which segments need what
-        found = find_segments(self.module, self.chain, record) if written else {}
+        needed = find_segments(self.module, self.chain, record) if written else {}
         aliases = self.tensors.aliases
         return record.calls.inseparable | impossible_cuts(
-            record, self.chain, lambda name: set().union(*(found[n] for n in aliases(name)))
+            record, self.chain, lambda name: set().union(*(needed[n] for n in aliases(name)))
         )
 
     def _assign(self) -> None:
@@ -543,11 +543,11 @@ class Pipeline:
         self.ownership.move()
         self.stage_gradients = stage_gradients(self.tensors.with_local_stages())
         for index in self.local_stages:
-            own = [found for found in self.stage_gradients.values() if found.stage == index]
+            gradients = [each for each in self.stage_gradients.values() if each.stage == index]
             context = StageContext(
                 self.cut.stages[index], len(self.cut.stages), self.chain, self.ownership,
-                self._writes, OwnGradients(own), self.records.generators, self.records.kernels,
-                self.settings.recompute, self._add_product,
+                self._writes, OwnGradients(gradients), self.records.generators,
+                self.records.kernels, self.settings.recompute, self._add_product,
                 self.settings.head_weight_grad == "B",
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
@@ -574,20 +574,20 @@ class Pipeline:
 
     def shared_segments(self) -> list[frozenset[int]]:
         """List the segments of each parameter that several segments use."""
-        found: dict[int, frozenset[int]] = {}
+        by_parameter: dict[int, frozenset[int]] = {}
         for name, segments in self._uses.segments.items():
             if name in self.tensors.trainable:
                 key = self.tensors.identity[name]  # of tied weights it is the same
-                found[key] = found.get(key, frozenset()) | segments
-        return [segments for segments in found.values() if len(segments) > 1]
+                by_parameter[key] = by_parameter.get(key, frozenset()) | segments
+        return [segments for segments in by_parameter.values() if len(segments) > 1]
 
     def modules_of(self, segment: int) -> list[str]:
         """List the modules outside of the blocks whose parameters only one segment uses."""
-        found = {
+        names = {
             name.rpartition(".")[0]: None
             for name, segments in self._uses.segments.items()
             if name in self.tensors.trainable
             and segments == {segment}
             and self.chain.index_of(name) is None
         }
-        return [name for name in found if name]
+        return [name for name in names if name]

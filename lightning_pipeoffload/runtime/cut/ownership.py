@@ -110,14 +110,14 @@ class Ownership:
         """Replace remote tensors with shapes; a tied weight under all its names."""
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
-            found = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
-            slot.put(found)
-            _put(self._home, slot, found)
-            if isinstance(found, RemoteTensor):
+            value = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
+            slot.put(value)
+            _put(self._home, slot, value)
+            if isinstance(value, RemoteTensor):
                 forget_state(slot)
-                found.age = age
+                value.age = age
                 for view in (self._hidden, *self._views.values()):
-                    _put(view, slot, found)
+                    _put(view, slot, value)
         self._blocks.clear()
 
     def follow_requires_grad(self) -> None:
@@ -160,10 +160,10 @@ def _exchange(view: _View) -> None:
         place[kind] = contents
 
 
-def _real_in_both(found: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
+def _real_in_both(present: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
     return {
         name: tensor
-        for name, tensor in found.items()
+        for name, tensor in present.items()
         if not isinstance(tensor, ShapeOnly) and not isinstance(contents.get(name), ShapeOnly)
     }
 
@@ -226,9 +226,9 @@ class NamedTensors:
 
         In the same order on every rank.
         """
-        own = sorted(self.canonical_parameters().items())
-        found = [(name, tensor, self._ranks_of(name)) for name, tensor in own]
-        return [entry for entry in found if len(entry[2]) > 1]
+        local = sorted(self.canonical_parameters().items())
+        entries = [(name, tensor, self._ranks_of(name)) for name, tensor in local]
+        return [entry for entry in entries if len(entry[2]) > 1]
 
     def names_on_several_ranks(self) -> list[str]:
         """List the first names of the parameters that several ranks own, alike on every rank."""
@@ -238,8 +238,10 @@ class NamedTensors:
 
     def ranks_sharing(self) -> list[tuple[int, ...]]:
         """List every set of ranks that share a parameter, in the same order on every rank."""
-        found = {self._ranks_of(name) for name in self.ownership.owners if name in self.trainable}
-        return sorted(ranks for ranks in found if len(ranks) > 1)
+        all_ranks = {
+            self._ranks_of(name) for name in self.ownership.owners if name in self.trainable
+        }
+        return sorted(ranks for ranks in all_ranks if len(ranks) > 1)
 
     def common_buffers(self) -> list[Tensor]:
         """List the buffers that every stage has, in the same order on every rank."""
@@ -292,11 +294,11 @@ class NamedTensors:
 
     def on_several_stages(self) -> list[SharedWeight]:
         """List this rank's parameters that more than one stage of the pipeline uses."""
-        found = (
+        weights = (
             SharedWeight(tensor, tuple(self.aliases(name)), tuple(sorted(self.owners_of(name))))
             for name, tensor in self.canonical_parameters().items()
         )
-        return [weight for weight in found if len(weight.stages) > 1]
+        return [weight for weight in weights if len(weight.stages) > 1]
 
     def aliases(self, name: str) -> list[str]:
         """List all names of a tensor in the order of the module."""

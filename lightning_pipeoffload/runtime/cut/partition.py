@@ -127,8 +127,8 @@ def costs_by_size(
     trained = [slot for slot in multiplied if slot.tensor.requires_grad]
     unit = sum(_sum_sizes(multiplied, segments, chain)[: len(chain)]) / len(chain) or 1.0
     work, for_weight = (
-        tuple(size / unit for size in _sum_sizes(found, segments, chain))
-        for found in (multiplied, trained)
+        tuple(size / unit for size in _sum_sizes(counted, segments, chain))
+        for counted in (multiplied, trained)
     )
     return SegmentCosts(work, work, for_weight, tuple(parameters))
 
@@ -153,7 +153,7 @@ def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> d
     needs the buffers of modules without parameters, such as a table of positions, and of modules
     around the blocks, and buffers that the step writes from values that every stage has.
     """
-    found: dict[str, set[int]] = {}
+    needed: dict[str, set[int]] = {}
     default = 0
     for slot in find_slots(module):
         block = chain.index_of(slot.name)
@@ -163,23 +163,23 @@ def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> d
         if block is not None:
             uses.add(block)
         elif slot.kind == "_buffers":
-            uses = uses or _uses_of_buffer(slot, chain, found, record)
-        found[slot.name] = uses or {default}
-    return found
+            uses = uses or _uses_of_buffer(slot, chain, needed, record)
+        needed[slot.name] = uses or {default}
+    return needed
 
 
 def _uses_of_buffer(
-    buffer: Slot, chain: BlockChain, found: dict[str, set[int]], record: StepRecord
+    buffer: Slot, chain: BlockChain, needed: dict[str, set[int]], record: StepRecord
 ) -> set[int]:
     is_around = any(chain.block_name(index).startswith(buffer.path) for index in range(len(chain)))
     is_common = is_around or buffer.name in record.written
-    uses = set() if is_common else _uses_of_parameters(buffer, found)
+    uses = set() if is_common else _uses_of_parameters(buffer, needed)
     return uses or set(range(len(chain) + 1))
 
 
-def _uses_of_parameters(buffer: Slot, found: dict[str, set[int]]) -> set[int]:
+def _uses_of_parameters(buffer: Slot, needed: dict[str, set[int]]) -> set[int]:
     parameters = buffer.module.named_parameters(recurse=False, remove_duplicate=False)
-    return set().union(*(found.get(buffer.path + name, ()) for name, _ in parameters))
+    return set().union(*(needed.get(buffer.path + name, ()) for name, _ in parameters))
 
 
 def cut(
@@ -393,17 +393,17 @@ class SegmentUses:
 
     def learn(self, record: StepRecord) -> bool:
         """Add a record; return whether a segment uses a tensor that it did not use before."""
-        found = find_segments(self._module, self._chain, record)
-        computed = {n for n in found if n not in self._trainable and record.segments[n]}
+        new_uses = find_segments(self._module, self._chain, record)
+        computed = {n for n in new_uses if n not in self._trainable and record.segments[n]}
         for name in (
             computed - self._computed_buffers
         ):  # now only the stages that compute it have it
             self.segments[name] = set()
         self._computed_buffers |= computed
-        known = self._computed_buffers - computed
+        unused = self._computed_buffers - computed
         learned = {
-            name: self.segments.get(name, set()) | (set() if name in known else uses)
-            for name, uses in found.items()
+            name: self.segments.get(name, set()) | (set() if name in unused else uses)
+            for name, uses in new_uses.items()
         }
         is_new = learned != self.segments
         self.segments = learned

@@ -99,29 +99,29 @@ def settle(module: nn.Module) -> None:
             waiting.settle()
 
 
-def make_real(slot: Slot, made: dict[int, Tensor]) -> Tensor:
+def make_real(slot: Slot, by_shape: dict[int, Tensor]) -> Tensor:
     """Replace a shape with an uninitialized real tensor.
 
     Args:
         slot: The slot of the shape.
-        made: The tensors made so far, by the id of their shape, which tied weights share.
+        by_shape: The tensors made so far, by the id of their shape, which tied weights share.
     """
     shape = slot.tensor
-    if id(shape) not in made:
+    if id(shape) not in by_shape:
         with torch.inference_mode(False):
             tensor = torch.empty(shape.shape, dtype=shape.dtype)
             if is_4bit(shape):
                 kind: Any = type(shape)
-                made[id(shape)] = kind.parameter_kind(tensor, **_real_options(shape))
+                by_shape[id(shape)] = kind.parameter_kind(tensor, **_real_options(shape))
             elif slot.kind == "_parameters":
-                made[id(shape)] = nn.Parameter(tensor, shape.requires_grad)
+                by_shape[id(shape)] = nn.Parameter(tensor, shape.requires_grad)
             else:
-                made[id(shape)] = tensor
+                by_shape[id(shape)] = tensor
         if isinstance(shape, RemoteTensor):
-            shape.became = made[id(shape)]
-    slot.put(made[id(shape)])
+            shape.became = by_shape[id(shape)]
+    slot.put(by_shape[id(shape)])
     forget_state(slot)
-    return made[id(shape)]
+    return by_shape[id(shape)]
 
 
 def _real_options(shape: Tensor) -> dict[str, Any]:
@@ -148,12 +148,12 @@ def load_quantization(module: nn.Module, state: Mapping[str, Any], is_split: boo
         The keys of the entries.
     """
     keys: list[str] = []
-    made: dict[int, Tensor] = {}
+    by_shape: dict[int, Tensor] = {}
     for slot in find_slots(module):
         entries = entries_of(slot.name, state) if is_4bit(slot.tensor) else {}
         keys += entries
         if entries and isinstance(slot.tensor, RemoteTensor) and not is_split:
-            make_real(slot, made)
+            make_real(slot, by_shape)
         if entries and not isinstance(slot.tensor, RemoteTensor):
             load_packed(slot, state[slot.name], entries)
     return keys
@@ -201,7 +201,7 @@ class ModuleCopies:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:
         """Store the memo, which has the copy of each submodule; the copy is tracked too."""
-        if not any(known is memo for known in self._memos):
+        if not any(earlier is memo for earlier in self._memos):
             self._memos.append(memo)
         return self
 
@@ -211,29 +211,29 @@ class ModuleCopies:
 
     def follow(self) -> None:
         """Put shapes and tensors into the copies where the module has them now."""
-        made: dict[int, Tensor] = {}
+        by_tensor: dict[int, Tensor] = {}
         for original, copied in self._pairs():
-            shape, found = original.tensor, copied.tensor
-            if isinstance(shape, RemoteTensor) and not isinstance(found, RemoteTensor):
-                _put(copied, made.setdefault(id(found), _shape_like(shape, copied)))
-            elif isinstance(found, RemoteTensor) and not isinstance(shape, RemoteTensor):
-                _put(copied, made.setdefault(id(found), _value_like(shape, found)))
+            shape, of_copy = original.tensor, copied.tensor
+            if isinstance(shape, RemoteTensor) and not isinstance(of_copy, RemoteTensor):
+                _put(copied, by_tensor.setdefault(id(of_copy), _shape_like(shape, copied)))
+            elif isinstance(of_copy, RemoteTensor) and not isinstance(shape, RemoteTensor):
+                _put(copied, by_tensor.setdefault(id(of_copy), _value_like(shape, of_copy)))
 
     def remove(self) -> None:
         """Stop tracking copies for good."""
-        copied = [found for memo in self._memos for found in memo.values()]
+        copied = [value for memo in self._memos for value in memo.values()]
         for part in [*self._module.modules(), *copied]:
             if isinstance(part, nn.Module):
                 part.__dict__.pop(_MARK, None)
         self._memos.clear()
 
     def _pairs(self) -> Iterator[tuple[Slot, Slot]]:
-        known = [(slot, slot) for slot in find_slots(self._module)]
+        places = [(slot, slot) for slot in find_slots(self._module)]
         for memo in self._memos:
-            copies = [(original, _copy_of(place, memo)) for original, place in known]
-            found = [(original, copied) for original, copied in copies if copied is not None]
-            yield from found
-            known += found
+            copies = [(original, _copy_of(place, memo)) for original, place in places]
+            pairs = [(original, copied) for original, copied in copies if copied is not None]
+            yield from pairs
+            places += pairs
 
 
 def _copy_of(slot: Slot, memo: dict[int, Any]) -> Slot | None:
@@ -252,8 +252,8 @@ def _shape_like(shape: RemoteTensor, copied: Slot) -> Tensor:
 
 
 def _value_like(value: Tensor, shape: Tensor) -> Tensor:
-    made = value.detach().to(shape.device, shape.dtype, copy=True)
-    return nn.Parameter(made, shape.requires_grad) if isinstance(value, nn.Parameter) else made
+    tensor = value.detach().to(shape.device, shape.dtype, copy=True)
+    return nn.Parameter(tensor, shape.requires_grad) if isinstance(value, nn.Parameter) else tensor
 
 
 def _put(slot: Slot, tensor: Tensor) -> None:
@@ -337,10 +337,10 @@ class Lending:
 
     @contextmanager
     def _lent(self, slots: Iterable[Slot]) -> Iterator[None]:
-        own = [(slot, slot.tensor) for slot in slots]
+        before = [(slot, slot.tensor) for slot in slots]
         lent: list[tuple[Slot, Tensor, Tensor]] = []
         try:
-            for slot, tensor in own:
+            for slot, tensor in before:
                 value = self._fetch(slot)
                 slot.put(value)
                 lent.append((slot, tensor, value))

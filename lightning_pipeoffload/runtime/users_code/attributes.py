@@ -261,14 +261,14 @@ Globals = dict[str, Fingerprint]
 def record_globals(module: nn.Module) -> Globals:
     """Record the variables of a module tree's classes and of the Python modules around them."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-    found: Globals = {}
+    states: Globals = {}
     for home in _reachable({kind.__module__ for kind in kinds}):
         kinds.update(value for value in vars(home).values() if isinstance(value, type))
-        found |= _fingerprints(home.__name__, home)
+        states |= _fingerprints(home.__name__, home)
     for kind in kinds:
         if is_users(kind.__module__):
-            found |= _fingerprints(kind.__qualname__, kind)
-    return found
+            states |= _fingerprints(kind.__qualname__, kind)
+    return states
 
 
 def refuse_written_globals(before: Globals, after: Globals) -> None:
@@ -303,13 +303,13 @@ def _is_definition(value: Any) -> bool:
 
 
 def _reachable(names: set[str]) -> Iterator[ModuleType]:
-    known: set[str] = set()
+    visited: set[str] = set()
     left = sorted(names)
     while left:
         name = left.pop()
-        if name in known or not is_users(name) or name not in sys.modules:
+        if name in visited or not is_users(name) or name not in sys.modules:
             continue
-        known.add(name)
+        visited.add(name)
         yield sys.modules[name]
         for value in vars(sys.modules[name]).values():
             is_module = isinstance(value, ModuleType)

@@ -91,27 +91,27 @@ def fingerprint(value: Any, depth: int = _DEPTH, longest: int = sys.maxsize) -> 
     """
     if is_plain(value):
         return [(value, 0)]
-    found: Fingerprint = [(value, _state_of(value))]
+    states: Fingerprint = [(value, _state_of(value))]
     for container, parts in _walk(value, set(), depth, longest):
-        found.append((container, parts))
+        states.append((container, parts))
         if isinstance(parts, int):
             continue
-        found += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
-    return found
+        states += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
+    return states
 
 
 def short_fingerprint(value: Any, most: int) -> Fingerprint | None:
     """Record a value as ``fingerprint`` does; None if it contains more than ``most`` values."""
     if is_plain(value):
         return [(value, 0)]
-    found: Fingerprint = [(value, _state_of(value))]
+    states: Fingerprint = [(value, _state_of(value))]
     for container, parts in _walk(value, set(), _DEPTH, most):
         most -= most + 1 if isinstance(parts, int) else len(parts)
         if most < 0:
             return None
-        found.append((container, parts))
-        found += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
-    return found
+        states.append((container, parts))
+        states += [(part, _state_of(part)) for part in parts if isinstance(part, _WRITTEN)]
+    return states
 
 
 def is_plain(value: Any) -> bool:
@@ -158,25 +158,13 @@ def _parts_of(container: Any) -> Parts:
     return Parts(_fields(container).values() if _has_fields_only(container) else container)
 
 
-def containers_in(value: Any, known: set[int] | None = None) -> Iterator[Any]:
-    """Yield the containers in a value that can be changed in place, and the dicts of objects.
-
-    Args:
-        value: The value.
-        known: Ids of containers to skip; found containers are added.
-    """
-    for container, _ in _walk(value, set() if known is None else known, _DEPTH):
-        if isinstance(container, (dict, *_CONTAINERS)):
-            yield container
-
-
 def _walk(
-    value: Any, known: set[int], depth: int, longest: int = sys.maxsize
+    value: Any, visited: set[int], depth: int, longest: int = sys.maxsize
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the containers in a value with their values; with their number if it is too large."""
     if type(value) in _WALKED_EMPTY and not value:  # as most registries of hooks
-        if id(value) not in known:
-            known.add(id(value))
+        if id(value) not in visited:
+            visited.add(id(value))
             yield value, Parts()
         return
     level = [value]
@@ -184,9 +172,9 @@ def _walk(
         below: list[Any] = []
         for each in level:
             container = each if _is_container(each) else _space_of(each)
-            if container is None or id(container) in known:
+            if container is None or id(container) in visited:
                 continue
-            known.add(id(container))
+            visited.add(id(container))
             if longest < sys.maxsize and isinstance(container, Sized) and len(container) > longest:
                 yield container, len(container)
                 continue
@@ -210,9 +198,9 @@ def _space_of(value: Any) -> Any:
     """Return the ``__dict__`` of an object of a user's class; a dataclass with slots itself."""
     if isinstance(value, _NOT_COLLECTIONS) or is_opaque(value) or is_generator(value):
         return None
-    found = getattr(value, "__dict__", None)
-    if isinstance(found, dict):  # a generic alias has its class's
-        return found
+    space = getattr(value, "__dict__", None)
+    if isinstance(space, dict):  # a generic alias has its class's
+        return space
     return value if _has_fields_only(value) else None
 
 
@@ -243,21 +231,21 @@ def _has_same_entries(container: Any, contents: Any) -> bool:
 # Copies
 
 
-def private_copy(value: Any, known: dict[int, Any] | None = None, depth: int = _DEPTH) -> Any:
+def private_copy(value: Any, copies: dict[int, Any] | None = None, depth: int = _DEPTH) -> Any:
     """Copy the tensors, arrays and containers of a value; preserve shared references.
 
     Args:
         value: The value.
-        known: Existing copies, by the id of the original.
+        copies: Existing copies, by the id of the original.
         depth: How many levels to copy.
     """
-    known = {} if known is None else known
-    if id(value) not in known:
-        known[id(value)] = _copy(value, known, depth)
-    return known[id(value)]
+    copies = {} if copies is None else copies
+    if id(value) not in copies:
+        copies[id(value)] = _copy(value, copies, depth)
+    return copies[id(value)]
 
 
-def _copy(value: Any, known: dict[int, Any], depth: int) -> Any:
+def _copy(value: Any, copies: dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
         trains = value.requires_grad and value.is_leaf
         is_weight = isinstance(value, nn.Parameter)
@@ -272,7 +260,7 @@ def _copy(value: Any, known: dict[int, Any], depth: int) -> Any:
         return value.copy() if value.nbytes <= _LARGEST else value
     if depth == 0 or callable(value):
         return value
-    inside = partial(private_copy, known=known, depth=depth - 1)
+    inside = partial(private_copy, copies=copies, depth=depth - 1)
     return _copy_container(value, inside) if _is_container(value) else _copy_object(value, inside)
 
 
@@ -280,23 +268,23 @@ def _copy_container(value: Any, inside: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
         parts = [*map(inside, value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    found = copy.copy(value)
-    if isinstance(found, dict):
+    copied = copy.copy(value)
+    if isinstance(copied, dict):
         for name, part in value.items():
-            dict.__setitem__(found, name, inside(part))  # a subclass may refuse it
-    elif not isinstance(found, set):
-        refill(found, map(inside, value))
-    return found
+            dict.__setitem__(copied, name, inside(part))  # a subclass may refuse it
+    elif not isinstance(copied, set):
+        refill(copied, map(inside, value))
+    return copied
 
 
 def _copy_object(value: Any, inside: Callable[[Any], Any]) -> Any:
     space = _space_of(value)
     if space is None:
         return value
-    found = copy.copy(value)
+    copied = copy.copy(value)
     for name, part in (space if isinstance(space, dict) else _fields(value)).items():
-        object.__setattr__(found, name, inside(part))  # also of what is frozen
-    return found
+        object.__setattr__(copied, name, inside(part))  # also of what is frozen
+    return copied
 
 
 # Restoring
@@ -372,13 +360,8 @@ class Snapshot:
     """
 
     def __init__(self, attributes: Iterable[Attribute]) -> None:
-        known: set[int] = set()
         self.values = [(part, name, vars(part).get(name, GONE)) for part, name in attributes]
-        self.contents = [
-            (container, container.copy())
-            for *_, value in self.values
-            for container in containers_in(value, known)
-        ]
+        self.contents = _contents(_walk(value, set(), _DEPTH) for *_, value in self.values)
 
     def put_back(self) -> None:
         """Restore the attributes and containers."""
@@ -400,7 +383,7 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
         The attributes that were changed in place; complete only after the context.
     """
     names = [(part, [*vars(part)]) for part in module.modules()]
-    values = [(part, name, vars(part)[name]) for part, known in names for name in known]
+    values = [(part, name, vars(part)[name]) for part, before in names for name in before]
     # One walk for each value, and no line of Python for each number in it: it may be large.
     with without_collection():
         several = {id(value): value for *_, value in values if type(value) not in _PLAIN}
@@ -430,32 +413,32 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
                 changed.add(id(array))
                 array[...] = copied
         if changed:
-            found = {k for k, each in insides.items() if changed & {*map(id, _objects_in(*each))}}
-            found |= changed & empty.keys()
+            holders = {k for k, each in insides.items() if changed & {*map(id, _objects_in(*each))}}
+            holders |= changed & empty.keys()
             written.update(
-                Attribute(part, name) for part, name, value in values if id(value) in found
+                Attribute(part, name) for part, name, value in values if id(value) in holders
             )
         for container, copied in refilled:  # others may refuse to be written
             refill(container, copied)
         for part, name, value in values:
             vars(part)[name] = value
-        for part, known in names:
-            for name in vars(part).keys() - known:
+        for part, before in names:
+            for name in vars(part).keys() - before:
                 del vars(part)[name]
 
 
 _Walked = list[tuple[Any, Parts]]  # a container, and what it held
 
 
-def _contents(walks: Iterable[_Walked]) -> list[tuple[Any, Any]]:
+def _contents(walks: Iterable[Iterable[tuple[Any, Parts]]]) -> list[tuple[Any, Any]]:
     """List each container that can be changed, and what it held."""
-    known: set[int] = set()
-    found = []
+    listed: set[int] = set()
+    contents = []
     for container, parts in chain.from_iterable(walks):
-        if isinstance(container, (dict, *_CONTAINERS)) and id(container) not in known:
-            known.add(id(container))
-            found.append((container, container.copy() if isinstance(container, dict) else parts))
-    return found
+        if isinstance(container, (dict, *_CONTAINERS)) and id(container) not in listed:
+            listed.add(id(container))
+            contents.append((container, container.copy() if isinstance(container, dict) else parts))
+    return contents
 
 
 def _written_in(value: Any, walked: _Walked) -> Iterator[Any]:
