@@ -324,7 +324,7 @@ class Fit:
 
     def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
         split = self.split
-        split.plans.estimate_memory(first, self._strategy.optimizers)
+        split.plans.estimate_memory(first, split.parameters.optimizers())
         split.parameters.leave_remote()
         split.state.read_optimizers()
         split.parameters.reserve_host(

@@ -75,11 +75,15 @@ class OptimizedParameters:
         self._on_host, self._masters = on_host, masters
         self._shares: StepShares | None = None
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers, with the parameters that have been moved to this rank."""
+        self._adopt()
+        return self._optimizers()
+
     @property
     def names(self) -> list[GroupNames]:
         """Names of the whole module's parameters in each group of each optimizer."""
-        self._adopt()
-        return name_groups(self._optimizers(), self._pipeline.module)
+        return name_groups(self.optimizers(), self._pipeline.module)
 
     def names_in(self, optimizer: Optimizer) -> GroupNames:
         """Return the names in each group of one of the trainer's optimizers."""

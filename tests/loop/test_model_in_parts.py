@@ -101,18 +101,29 @@ class Look(L.Callback):
         self.is_real = [not isinstance(b, ShapeOnly) for b in module.buffers()]
 
 
+class HeadFirst(Net):
+    """Registers its head before the blocks, where it is the first rank's until a step has run."""
+
+    def configure_model(self):
+        self.head = nn.Linear(16, 32, bias=False)
+        super().configure_model()
+
+
 def fit_twice(num_devices):
     """Fit with a module that makes its layers anew for each fit."""
     L.seed_everything(6, verbose=False)
-    module, look_at = Net(guarded=False), Look()
+    module, look_at = HeadFirst(guarded=False), Look()
     found = []
-    for seed in (7, 8):
+    for seed, num_loaders in ((7, 2), (8, 1)):  # the first step is of an evaluation, or of training
         L.seed_everything(seed, verbose=False)
         record = fits.Record()
         trainer = make_trainer(num_devices, 1, record)
         trainer.callbacks.append(look_at)
-        trainer.fit(module, fits.loader(), fits.loader())
+        trainer.fit(module, *(fits.loader() for _ in range(num_loaders)))
         found.append(record.losses)
+        if num_devices:  # AdamW has two values for a weight, also for the head's, which has moved
+            memory = trainer.strategy.report()["memory"]
+            assert memory["optimizer"] == [2 * size for size in memory["parameters"]]
     return found, look_at.early
 
 
