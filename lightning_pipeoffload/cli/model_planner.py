@@ -7,12 +7,14 @@ long as its stage's computing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from math import inf
 from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
 
 from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_precision
 from lightning_pipeoffload.cli.given_plan import has_barrier, needs_all_gradients
@@ -42,6 +44,7 @@ Show = Callable[[str], None]
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _RECOMPUTES = ("none", "cheap", "full")
 _ABOUT_EQUAL = 1.01  # of plans that take so little longer, that with the fewest changes is named
+_MASTERS = "++trainer.precision=bf16-true +strategy.master_weights=float32"
 _MORE_RANKS = (1, 2, 4, 8, 16)
 
 
@@ -294,21 +297,46 @@ class ModelPlanner:
         """Return the words that ask for the fastest plan that fits.
 
         Schedules, chunks, recomputation, offload, microbatches and sharding may change; where no
-        plan fits the optimizer steps on the host, and where none fits then the number of ranks is
-        another. Of plans that take about as long it is that with the fewest changes.
+        plan fits the optimizer steps masters that replicas divide, else on the host, and where none
+        fits then the number of ranks is another. Of plans that take about as long it is that with
+        the fewest changes.
         """
-        can_step_on_host = not self.probe.host_step[1]
-        places = dict.fromkeys([asked.optimizer_offload, can_step_on_host or False])
-        for times, on_host in product(_MORE_RANKS, places):
-            found = [*self._search(asked, num_ranks, times, on_host)]
-            while found:
-                fastest = min(each.candidate.score for each in found)
-                near = [f for f in found if f.candidate.score <= fastest * _ABOUT_EQUAL]
-                best = min(near, key=lambda each: each.order)
-                if self._fits(best):
+        for times in _MORE_RANKS:
+            for planner, changed in self._places(asked):
+                best = planner._best(asked, num_ranks, times, changed)
+                if best is not None:
                     return f"use {' '.join(best.words)}: {self._step_time(best, asked, num_ranks)}"
-                found.remove(best)
         return "use a smaller model, batch or data type"
+
+    def _places(self, asked: PipelineSettings) -> Iterator[tuple[ModelPlanner, dict[str, Any]]]:
+        """Yield what the optimizer may step where: the planner, and the settings that change."""
+        yield self, {}
+        is_whole = self.probe.precision == "bf16-mixed" and not asked.optimizer_offload
+        if is_whole and asked.data_parallel_size != 1 and not self.probe.master_step[1]:
+            yield self._with_masters, {"master_weights": "float32"}
+        if not asked.optimizer_offload and not self.probe.host_step[1]:
+            yield self, {"optimizer_offload": True}
+
+    @cached_property
+    def _with_masters(self) -> ModelPlanner:
+        """The planner of the same run with weights in bfloat16 and their masters."""
+        config = deepcopy(self._config)
+        OmegaConf.update(config, "trainer.precision", "bf16-true", force_add=True)
+        OmegaConf.update(config, "strategy.master_weights", "float32", force_add=True)
+        return ModelPlanner(config, self._show)
+
+    def _best(
+        self, asked: PipelineSettings, num_ranks: int, times: int, changed: Mapping[str, Any]
+    ) -> _Found | None:
+        found = [*self._search(asked, num_ranks, times, changed)]
+        while found:
+            fastest = min(each.candidate.score for each in found)
+            near = [f for f in found if f.candidate.score <= fastest * _ABOUT_EQUAL]
+            best = min(near, key=lambda each: each.order)
+            if self._fits(best):
+                return best
+            found.remove(best)
+        return None
 
     def _fits(self, found: _Found) -> bool:
         """Whether a plan fits with its messages too."""
@@ -338,7 +366,7 @@ class ModelPlanner:
         return asked.option(count if isinstance(count, int) else self._count)
 
     def _search(
-        self, asked: PipelineSettings, num_ranks: int, times: int, on_host: bool
+        self, asked: PipelineSettings, num_ranks: int, times: int, changed: Mapping[str, Any]
     ) -> Iterator[_Found]:
         """Yield plans that fit on multiples of the ranks."""
         counts = [self._count * n for n in (1, 2, 4)]
@@ -353,13 +381,7 @@ class ModelPlanner:
         shardings = ["none"] if asked.data_parallel_size == 1 else ["none", "optimizer"]
         best = inf
         for sharding in dict.fromkeys([asked.sharding, *shardings]):
-            settings = replace(
-                asked,
-                schedule="auto",
-                offload="auto",
-                sharding=sharding,
-                optimizer_offload=on_host,
-            )
+            settings = replace(asked, schedule="auto", offload="auto", sharding=sharding, **changed)
             request = self.request(wanted, times * num_ranks, settings, omits_above=best)
             try:
                 plan = make_plan(request)
@@ -401,6 +423,7 @@ class ModelPlanner:
             f"+strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad
             != before.head_weight_grad,
             f"+strategy.sharding={settings.sharding}": settings.sharding != asked.sharding,
+            _MASTERS: settings.master_weights != asked.master_weights,
             "+strategy.optimizer_offload=true": settings.optimizer_offload
             and not asked.optimizer_offload,
         }

@@ -135,11 +135,20 @@ def test_an_optimizer_on_the_host_takes_nothing_of_the_device(capsys):
         estimate(capsys, ON_HOST, "+strategy.host_memory_limit=1MiB")
 
 
-def test_an_optimizer_goes_to_the_host_where_nothing_fits_else(capsys):
-    memory = estimate(capsys, ON_HOST, "strategy.recompute=full", "num_microbatches=8")["memory"]
-    limit = f"device_memory={max(memory['device'])}"
-    with pytest.raises(ScheduleError, match=r"; use .*\+strategy.optimizer_offload=true: a step"):
-        estimate(capsys, limit)
+LEAST = "strategy.recompute=full", "num_microbatches=8"
+REPLICAS = ("+trainer.precision=bf16-mixed", "+strategy.data_parallel_size=4")
+MASTERS = "++trainer.precision=bf16-true", "+strategy.master_weights=float32"
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes"),
+    [((), (ON_HOST,)), (REPLICAS, ("+strategy.sharding=optimizer", *MASTERS))],
+)
+def test_an_optimizer_steps_masters_or_on_the_host_where_nothing_fits_else(capsys, asked, changes):
+    memory = estimate(capsys, *asked, *changes, *LEAST)["memory"]
+    advised = re.escape(" ".join(changes))
+    with pytest.raises(ScheduleError, match=f"; use .*{advised}: a step"):
+        estimate(capsys, *asked, f"device_memory={max(memory['device'])}")
 
 
 def test_several_plans_stand_side_by_side(capsys):
