@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import BartConfig, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.bart.modeling_bart import BartForCausalLM
 
+from lightning_pipeoffload import chunked_loss
 from lightning_pipeoffload.loop.microbatches import count_tokens, drops_first_label
 from tests.support import fits
 from tests.support.pairs import first
@@ -96,13 +97,25 @@ class Classes(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.5)
 
 
+class Chunked(Classes):
+    """Has a head, with a loss over chunks."""
+
+    def __init__(self, weight):
+        super().__init__(weight)
+        self.head = nn.Linear(3, 3).double()
+
+    def training_step(self, batch, index):
+        x, loss = self.blocks(batch["x"]), nn.CrossEntropyLoss
+        return chunked_loss(self.head, x, batch["labels"], loss(weight=self.weight), 2)
+
+
 def count_class_weights(batch):
     return CLASS_WEIGHTS[batch["labels"]].sum()
 
 
-def fit_classes(num_devices, weight=CLASS_WEIGHTS, microbatch_weight="samples"):
+def fit_classes(num_devices, weight=CLASS_WEIGHTS, microbatch_weight="samples", make=Classes):
     L.seed_everything(7, verbose=False)
-    module = Classes(weight)
+    module = make(weight)
     samples = [{"x": x, "labels": i % 3} for i, x in enumerate(torch.randn(16, 3).double())]
     options = {"microbatch_weight": microbatch_weight}
     trainer = fits.trainer(num_devices, options, max_epochs=1)
@@ -117,12 +130,20 @@ def test_weighed_by_classes_a_fit_is_one_devices(ranks):
 
 
 @pytest.mark.parametrize(
-    ("weight", "microbatch_weight", "count"),
-    [(CLASS_WEIGHTS, "samples", 1), (None, "samples", 0), (CLASS_WEIGHTS, count_class_weights, 0)],
+    ("make", "weight", "microbatch_weight", "count"),
+    [
+        (Classes, CLASS_WEIGHTS, "samples", 1),
+        (Classes, None, "samples", 0),
+        (Classes, CLASS_WEIGHTS, count_class_weights, 0),
+        (Chunked, CLASS_WEIGHTS, "samples", 1),
+        (Chunked, None, "samples", 0),
+    ],
 )
-def test_class_weights_are_noted_once_where_samples_weigh(caplog, weight, microbatch_weight, count):
+def test_class_weights_are_noted_once_where_samples_weigh(
+    caplog, make, weight, microbatch_weight, count
+):
     with caplog.at_level(logging.WARNING, "lightning_pipeoffload"):
-        fit_classes(1, weight, microbatch_weight)
+        fit_classes(1, weight, microbatch_weight, make)
     assert caplog.text.count("the loss weighs classes (") == count
     assert caplog.text.count("weight=self.weight") == count
 

@@ -265,7 +265,8 @@ class StepTrace:
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
             )
-            stack.enter_context(IN_FORCE.during(AroundChunks(self.around_chunks)))
+            chunks = AroundChunks(self.around_chunks, self._note_class_weights)
+            stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
             if self.observes:
                 stack.enter_context(self._writes.watching())
@@ -335,7 +336,7 @@ class StepTrace:
         self._values.observe(func, args, result, segment, self._note_uses(tensors, segment))
         self._stripped.note_weight_writes(func, args)
         if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
-            self.record.class_weights = calling_line()
+            self._note_class_weights()
         if self._is_in_block:
             self._note_input_writes(func, args)
         elif segment == len(self.chain) > 0:  # a search for blocks has none
@@ -347,6 +348,9 @@ class StepTrace:
         flops = count_flops(func, args, result)
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         self._count(segment, flops, trains, weights, not (flops and self._is_frozen(tensors)))
+
+    def _note_class_weights(self) -> None:
+        self.record.class_weights = calling_line()
 
     def _note_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
         """Record the segment that uses weights, and writes of buffers.

@@ -37,9 +37,15 @@ _NAME = "chunked_loss"
 
 @dataclass(frozen=True)
 class AroundChunks:
-    """What a trace or a measurement does around the chunks of an F or a B; see ``in_force``."""
+    """What a trace or a measurement does around the chunks of an F or a B; see ``in_force``.
+
+    Attributes:
+        watch: Returns a context for the chunks.
+        note_class_weights: Called where the loss is a mean over the weights of classes.
+    """
 
     watch: Callable[[], AbstractContextManager[Any]]
+    note_class_weights: Callable[[], None]
 
 
 def chunked_loss(
@@ -163,6 +169,9 @@ def _count(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
     counted = targets != ignored
     if weight is None:
         return counted.sum()
+    around = IN_FORCE.latest(AroundChunks)
+    if around is not None:
+        around.note_class_weights()
     return (weight[targets.where(counted, 0)] * counted).sum()
 
 
