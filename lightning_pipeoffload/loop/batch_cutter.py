@@ -35,7 +35,7 @@ class BatchCutter:
         first_batch: What first batches have decided for later ones, to be saved with a fit: the
             samples of the first training batch, with the batch sizes of the loaders, what lists
             are, by kind of step and loader, the blocks that are found by a step's calls, and how
-            many packed rows all replicas read at once.
+            many packed rows all replicas read at once of each loader.
     """
 
     def __init__(self, pipeline: Pipeline, settings: PipelineSettings) -> None:
@@ -74,8 +74,13 @@ class BatchCutter:
                 "give all of them collate_fn=PackedRows(...), or run the others apart"
             )
 
-    def note_packed_rows(self, loader: Any, num_seen: int) -> None:
+    def note_packed_rows(self, loader: Any, position: int, num_seen: int) -> None:
         """Note the packed rows of a training batch, before an epoch goes on behind ``num_seen``.
+
+        Args:
+            loader: One of the loaders that a batch is of.
+            position: Its position among them.
+            num_seen: The batches of the epoch that a fit that resumes has done.
 
         Raises:
             ValueError: An epoch that was saved goes on with other batches of packed rows.
@@ -84,7 +89,8 @@ class BatchCutter:
         if not isinstance(sampler, PackedRowsSampler):
             return
         found = [sampler.num_rows, sampler.num_ranks, sampler.max_tokens]
-        saved = self.first_batch.get("packed_rows", found)
+        rows = self.first_batch.setdefault("packed_rows", {})
+        saved = rows.get(position, found)
         if num_seen and saved != found:
             before, now = (
                 f"num_rows={rows}, {replicas} replicas and max_tokens={tokens}"
@@ -95,7 +101,7 @@ class BatchCutter:
                 f"batches are others, so that texts would be read twice or never; resume with the "
                 f"same, or from a checkpoint of an epoch's end"
             )
-        self.first_batch["packed_rows"] = found
+        rows[position] = found
 
     def packs_rows(self, kind: str) -> bool:
         """Whether a row of a batch is one microbatch in a kind of step ("training_step")."""

@@ -71,15 +71,16 @@ class PipelineLoaders:
         self._num_intercepted: Counter[tuple[bool, int]] = Counter()
         self._intercepted: list[Any] = []
 
-    def intercept(self, loader: Any, is_training: bool) -> None:
-        """Seed each pass through ``loader`` separately.
+    def intercept(self, loader: Any, is_training: bool) -> int:
+        """Seed each pass through ``loader`` separately; return its position among the others.
 
         Generators that the user has given to a loader or its sampler are not touched; lists,
         generators and the like are read as they are.
         """
         # Counted by the epoch: loaders made anew in a later one have the numbers of the first ones.
         siblings = is_training, self._current_epoch()
-        seed = mix_seed(self._seed, is_training, self._num_intercepted[siblings])
+        position = self._num_intercepted[siblings]
+        seed = mix_seed(self._seed, is_training, position)
         self._num_intercepted[siblings] += 1
         _restore_class(loader)
         if isinstance(loader, DataLoader):
@@ -115,6 +116,7 @@ class PipelineLoaders:
 
         if _intercept_passes(loader, start):
             self._intercepted.append(loader)
+        return position
 
     def release(self) -> None:
         """Restore the loaders' classes."""

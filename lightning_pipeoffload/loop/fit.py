@@ -283,11 +283,11 @@ class Fit:
 
     def intercept_loader(self, loader: object) -> None:
         """Make a loader's batches the same on every rank, and resume them where the fit does."""
-        self._loaders.intercept(loader, self._trainer.training)
+        position = self._loaders.intercept(loader, self._trainer.training)
         self.split.cutter.note_loader(loader, self._trainer.training, self._trainer.predicting)
         if self._trainer.training:
             num_seen = count_seen(self._trainer)
-            self.split.cutter.note_packed_rows(loader, num_seen)
+            self.split.cutter.note_packed_rows(loader, position, num_seen)
             leave_out_seen(loader, num_seen, self._at_end)
 
     # Training
