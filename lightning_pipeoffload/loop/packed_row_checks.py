@@ -2,25 +2,30 @@
 
 A model that looks past a text's start trains on mixed texts, which no error would show. So the
 first row of two texts runs twice, with other tokens in its first text, and only the labels of its
-second one: the loss must be the same, to the bit.
+second one: the loss must be the same, to the bit. Attention that gets a mask of the whole row takes
+memory for it in each block, which grows with the square of the row's tokens.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
+from lightning_pipeoffload.schedule.text import bytes_text
 from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL, find_texts
 
 log = logging.getLogger(__name__)
@@ -34,6 +39,12 @@ _UNCHECKED = (
 _ROUTERS = (
     "the loss of the experts' routers in %s is over all texts of a row, not over each alone: it "
     "is %.1e of the loss that changes with another text of the row"
+)
+_MASK_BYTES = 128 << 20  # of a mask that is no matter, 8192 tokens in half precision
+_DENSE_MASK = (
+    "attention in %s gets a dense mask of a packed row: %s in each block and microbatch, which "
+    'grow with the square of its tokens; use attn_implementation="flash_attention_2", or rows of '
+    "at most %d tokens"
 )
 
 
@@ -80,13 +91,21 @@ class PackedRowCheck:
         if any(map(_has_routers, self._module.modules())):
             rows += [*map(with_other_labels, rows)]
         kept = self._split.pipeline.keeping_batch(), leaving_no_trace(self._module, ())
-        with kept[0], kept[1], torch.no_grad():
+        with kept[0], kept[1], torch.no_grad(), _DenseMasks() as masks:
             self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
+        self._note_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
 
     def _give_up(self, kind: str) -> None:
         self._done.add(kind)
         if self._split.group.reports:
             log.warning(_UNCHECKED, kind, _NUM_TRIES)
+
+    def _note_mask(self, kind: str, num_bytes: int, num_tokens: int) -> None:
+        group = self._split.group
+        most = max(group.world.gather(num_bytes))
+        if most > _MASK_BYTES and group.reports:
+            limit = int(num_tokens * (_MASK_BYTES / most) ** 0.5)
+            log.warning(_DENSE_MASK, kind, bytes_text(most), limit)
 
     def _numbers_of(self, inputs: StepInputs) -> list[float]:
         done = self._evaluate(inputs)
@@ -112,6 +131,27 @@ class PackedRowCheck:
             f"by position_ids: give a Hugging Face model use_cache=False and no attention_mask; "
             f"one without such attention (Mamba, Bloom, OPT) trains on padded batches"
         )
+
+
+class _DenseMasks(TorchFunctionMode):
+    """Finds the bytes of the largest mask that attention gets, in the type of the queries."""
+
+    num_bytes = 0
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func is scaled_dot_product_attention:
+            mask = given.get("attn_mask", args[3] if len(args) > 3 else None)
+            if mask is not None:
+                self.num_bytes = max(self.num_bytes, mask.numel() * args[0].itemsize)
+        return func(*args, **given)
 
 
 def _difference(

@@ -20,14 +20,15 @@ class IndexGroups(list[int]):
 
     Attributes:
         sizes: The number of samples of each group.
+        max_size: The largest size of all batches of an epoch.
     """
 
     _last_read: ClassVar[IndexGroups | None] = None
 
-    def __init__(self, groups: Iterable[Sequence[int]] = ()) -> None:
+    def __init__(self, groups: Iterable[Sequence[int]] = (), max_size: int = 0) -> None:
         groups = list(groups)
         super().__init__(index for group in groups for index in group)
-        self.sizes = [len(group) for group in groups]
+        self.sizes, self.max_size = [len(group) for group in groups], max_size
 
     def __iter__(self) -> Iterator[int]:
         IndexGroups._last_read = self

@@ -85,10 +85,12 @@ class PackedRowsSampler(GroupSampler):
             generator.shuffle(rows)
         # A row names its texts by their place among the lengths, so those of one length are mixed.
         texts.sort(key=self._lengths.__getitem__, reverse=True)
+        max_size = max(map(len, rows))
         for start in range(0, len(rows), self._rows_at_once):
             batch = sorted(rows[start : start + self._rows_at_once], key=self._cost_of)
             own = batch[self.rank :: self.num_ranks]
-            yield IndexGroups([texts[place] for place in row] for row in own[::2] + own[1::2][::-1])
+            ordered = own[::2] + own[1::2][::-1]
+            yield IndexGroups([[texts[place] for place in row] for row in ordered], max_size)
 
     @property
     def _rows_at_once(self) -> int:
@@ -153,14 +155,25 @@ class PackedRows:
             compares what it predicts for a token with that token's label. Else a token's label is
             the token itself, and the first label of each text is -100: Hugging Face's models
             compare what they predict for a token with the label of the next one.
+        cu_seqlens: Whether batches have ``"cu_seqlens"`` too, int32 of shape ``[num_rows, n]``: of
+            each row where its texts begin, where they end, and ``max_tokens`` until its end, as
+            kernels for variable lengths take it (a text of no tokens is none). ``n`` is the same
+            in all batches.
 
     Raises:
         ValueError: An argument is out of range.
     """
 
-    def __init__(self, num_rows: int, max_tokens: int, shifts_labels: bool = False) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_tokens: int,
+        shifts_labels: bool = False,
+        cu_seqlens: bool = False,
+    ) -> None:
         _check_sizes(num_rows, max_tokens)
-        self.num_rows, self.max_tokens, self.shifts_labels = num_rows, max_tokens, shifts_labels
+        self.num_rows, self.max_tokens = num_rows, max_tokens
+        self.shifts_labels, self.cu_seqlens = shifts_labels, cu_seqlens
 
     def __call__(self, items: Sequence[Any]) -> dict[str, Tensor]:
         """Pack the texts that were read last.
@@ -181,6 +194,9 @@ class PackedRows:
             "position_ids": torch.zeros(shape, dtype=torch.int64),
             "labels": torch.full(shape, IGNORED_LABEL),
         }
+        if self.cu_seqlens:
+            bounds = self.num_rows, read.max_size + 2
+            batch["cu_seqlens"] = torch.full(bounds, self.max_tokens, dtype=torch.int32)
         rows = zip(read.divide(items), read.divide(read), strict=True)
         for number, (texts, indices) in enumerate(rows):
             self._fill({name: tensor[number] for name, tensor in batch.items()}, texts, indices)
@@ -189,7 +205,7 @@ class PackedRows:
     def _fill(
         self, row: Mapping[str, Tensor], items: Sequence[Any], indices: Sequence[int]
     ) -> None:
-        start = 0
+        starts, start = [], 0
         for item, index in zip(items, indices, strict=True):
             tokens, labels = self._read(item, index)
             end = start + len(tokens)
@@ -202,8 +218,12 @@ class PackedRows:
             row["input_ids"][start:end] = tokens
             row["labels"][start:end] = labels
             row["position_ids"][start:end] = torch.arange(len(tokens))
+            starts.append(start)
             start = end
         row["position_ids"][start:] = torch.arange(self.max_tokens - start)
+        if self.cu_seqlens:
+            starts.append(start)
+            row["cu_seqlens"][: len(starts)] = torch.tensor(starts)
 
     def _read(self, item: Any, index: int) -> tuple[Tensor, Tensor]:
         if not isinstance(item, Mapping) or "input_ids" not in item:

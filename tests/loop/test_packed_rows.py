@@ -7,11 +7,17 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_pipeoffload import MinibatchSampler, PackedRows, PackedRowsSampler
+from lightning_pipeoffload.loop import packed_row_checks
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights
 from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
 from lightning_pipeoffload.loop.split import Split
@@ -31,8 +37,22 @@ ITEMS = [
 BY_TOKENS = {"microbatch_weight": "tokens"}
 
 
+def attend_by_bounds(module, query, key, value, mask, cu_seq_lens_q, max_length_q, **options):
+    """Attend within texts, as kernels for variable lengths do."""
+    assert (mask, max_length_q) == (None, query.shape[2])
+    places = torch.arange(query.shape[2])
+    text = torch.searchsorted(cu_seq_lens_q, places, right=True)
+    seen = (text[:, None] == text) & (places[:, None] >= places)
+    attended = scaled_dot_product_attention(query, key, value, seen, scale=options["scaling"])
+    return attended.transpose(1, 2), None
+
+
+AttentionInterface.register("by_bounds", attend_by_bounds)
+AttentionMaskInterface.register("by_bounds", lambda *args, **options: None)
+
+
 class Texts(L.LightningModule):
-    def __init__(self, use_cache=False, dropout=0.0, shifts_labels=False):
+    def __init__(self, use_cache=False, dropout=0.0, shifts_labels=False, by_bounds=False):
         super().__init__()
         torch.manual_seed(3)
         config = LlamaConfig(
@@ -43,13 +63,19 @@ class Texts(L.LightningModule):
             num_attention_heads=2,
             use_cache=use_cache,
             attention_dropout=dropout,
+            attn_implementation="by_bounds" if by_bounds else "sdpa",
         )
         self.model = LlamaForCausalLM(config).double()
-        self.shifts_labels = shifts_labels
+        self.shifts_labels, self.by_bounds = shifts_labels, by_bounds
         self.read = []
 
     def loss(self, batch, reduction="mean"):
-        logits, labels = self.model(**{**batch, "labels": None}).logits, batch["labels"]
+        given = {**batch, "labels": None}
+        if self.by_bounds:
+            bounds, length = given.pop("cu_seqlens")[0], batch["input_ids"].shape[1]
+            given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            given |= {"max_length_q": length, "max_length_k": length}
+        logits, labels = self.model(**given).logits, batch["labels"]
         if not self.shifts_labels:
             logits, labels = logits[:, :-1], labels[:, 1:]
         # Hugging Face's own loss is in float32
@@ -72,15 +98,16 @@ def sampler(num_rows=ROWS):
     return PackedRowsSampler([len(text) for text in TEXTS], num_rows, TOKENS, seed=5)
 
 
-def loader(shifts_labels=False, num_rows=ROWS):
-    collate = PackedRows(num_rows, TOKENS, shifts_labels)
+def loader(shifts_labels=False, num_rows=ROWS, by_bounds=False):
+    collate = PackedRows(num_rows, TOKENS, shifts_labels, by_bounds)
     return DataLoader(ITEMS, batch_sampler=sampler(num_rows), collate_fn=collate)
 
 
 def fit(num_devices, options, module_options, folder, num_steps=2, **trainer_options):
     module = Texts(**module_options)
     trainer = fits.trainer(num_devices, BY_TOKENS | options, max_steps=num_steps, **trainer_options)
-    trainer.fit(module, loader(module.shifts_labels), loader(module.shifts_labels))
+    loaders = [loader(module.shifts_labels, by_bounds=module.by_bounds) for _ in range(2)]
+    trainer.fit(module, *loaders)
     trainer.save_checkpoint(f"{folder}/last.ckpt", weights_only=True)
     report = trainer.strategy.report()
     return {"read": module.read, "num_microbatches": report["num_microbatches"]}
@@ -111,6 +138,7 @@ def fit_each_text_alone(num_replicas):
         slow((1, {"schedule": "1f1b"}, {})),
         slow((2, {"schedule": "zb_v"}, {"shifts_labels": True})),
         slow((2, {"schedule": "auto"}, {})),
+        slow((2, {"schedule": "zb_h1"}, {"by_bounds": True})),
     ],
 )
 def test_texts_train_as_if_each_was_alone(ranks, tmp_path, num_devices, options, module_options):
@@ -176,6 +204,27 @@ def test_an_epoch_goes_on_with_the_same_rows_only(tmp_path):
         going_on.fit(Texts(), loader(num_rows=2), ckpt_path=path)
 
 
+class Joined(Texts):
+    """A batch is the rows of two loaders."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {name: torch.cat([part[name] for part in batch]) for name in batch[0]}
+
+
+def test_an_epoch_of_two_loaders_goes_on_with_the_rows_of_each(tmp_path):
+    read = []
+    for steps, path in ((1, None), (2, tmp_path / "within.ckpt"), (2, None)):
+        module = Joined()
+        options = {"limit_val_batches": 0, "max_steps": steps}
+        trainer = fits.trainer(1, BY_TOKENS | {"num_microbatches": "auto"}, **options)
+        if steps == 1:
+            saving = {"filename": "within", "every_n_train_steps": 1}
+            trainer.callbacks.append(L.pytorch.callbacks.ModelCheckpoint(tmp_path, **saving))
+        trainer.fit(module, [loader(num_rows=2), loader(num_rows=4)], ckpt_path=path)
+        read.append(module.read)
+    assert read[0] + read[1] == read[2]
+
+
 @pytest.mark.parametrize("kind", ["training_step", slow("validation_step")])
 def test_a_model_that_looks_past_a_texts_start_is_refused(kind):
     module = Texts(use_cache=True, dropout=0.5)
@@ -183,6 +232,14 @@ def test_a_model_that_looks_past_a_texts_start_is_refused(kind):
     validation = loader() if kind == "validation_step" else None
     with pytest.raises(ValueError, match=f"in {kind} the texts of a packed row see each other"):
         trainer.fit(module, loader(), validation)
+
+
+def test_the_bytes_of_a_dense_mask_are_noted_once(monkeypatch, caplog):
+    of_row = 8 * TOKENS**2
+    monkeypatch.setattr(packed_row_checks, "_MASK_BYTES", of_row / 4)
+    fits.trainer(1, BY_TOKENS, max_steps=2, limit_val_batches=0).fit(Texts(), loader())
+    assert caplog.text.count("in training_step gets a dense mask of a packed row: 0.01 MiB") == 1
+    assert f"or rows of at most {TOKENS // 2} tokens" in caplog.text
 
 
 def test_the_check_gives_up_where_no_row_has_two_texts(caplog):

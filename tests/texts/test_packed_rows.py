@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from lightning_pipeoffload import PackedRows, PackedRowsSampler
 from lightning_pipeoffload.processes.replica import forget_replica, set_replica
@@ -111,6 +112,15 @@ def test_texts_have_positions_and_labels_of_their_own(options):
         [-100, 12, 13, 14, -100, -100],
         [-100, -100, 23, -100, 32, -100],
     ]
+
+
+def test_kernels_for_variable_lengths_get_where_texts_begin():
+    batch = load(collate=PackedRows(2, 6, cu_seqlens=True), num_workers=1)
+    assert batch["cu_seqlens"].tolist() == [[0, 4, 6, 6], [0, 3, 5, 6]]
+    assert batch["cu_seqlens"].dtype == torch.int32
+    for bounds, positions in zip(batch["cu_seqlens"], batch["position_ids"], strict=True):
+        (expected, _), _ = prepare_fa_kwargs_from_position_ids(positions[None])
+        assert bounds.unique().tolist() == expected.tolist()
 
 
 def test_labels_may_be_those_of_the_next_token():
