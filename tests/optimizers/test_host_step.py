@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from functools import partial
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import sgd
+from torch.utils.data import DataLoader, Sampler
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
 from lightning_pipeoffload.optimizers import host_step, master_step
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_table import refuse_stand_ins
@@ -20,6 +23,7 @@ from lightning_pipeoffload.runtime.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
 from lightning_pipeoffload.schedule import tails
 from tests.support import fits
+from tests.support.ending_fits import Impatient
 from tests.support.offloaded import LastMomentLane
 from tests.support.pairs import slow
 
@@ -138,9 +142,50 @@ class Saving(fits.Record):
             trainer.save_checkpoint(self.path)
 
 
-def fit(size, path, on_host, net, strategy=(), start=None, steps=6, is_early=False, **options):
+class Killed(Impatient):
+    """Saves after three steps, and kills a rank in the fifth."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *given):
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+    def on_before_optimizer_step(self, trainer, *given):
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class OfReplica(Sampler):
+    """Gives each replica its part, in order: of all together a step has the same samples."""
+
+    def __len__(self):
+        return 40 // data_parallel_size()
+
+    def __iter__(self):
+        return iter(range(data_parallel_rank(), 40, data_parallel_size()))
+
+
+def loader_of_replica(batch_size):
+    return DataLoader(fits.samples(), batch_size, sampler=OfReplica(), collate_fn=fits.collate)
+
+
+def fit(
+    size,
+    path,
+    on_host,
+    net,
+    strategy=(),
+    start=None,
+    steps=6,
+    is_early=False,
+    loader=fits.loader,
+    **options,
+):
     L.seed_everything(7, verbose=False)
     module, record = net(), Saving(path)
+    callbacks = [record, *options.pop("callbacks", ())]
     given = {"num_microbatches": 4, "schedule": "zb_h1", **dict(strategy)}
     given |= {"optimizer_offload": on_host}
     with pytest.MonkeyPatch.context() as patch:
@@ -151,12 +196,12 @@ def fit(size, path, on_host, net, strategy=(), start=None, steps=6, is_early=Fal
             **{**fits.SILENT, "num_sanity_val_steps": 0},
             devices=size,
             strategy=PipeOffloadStrategy(**given),
-            callbacks=[record],
+            callbacks=callbacks,
             enable_checkpointing=False,
             max_steps=steps,
             **options,
         )
-        trainer.fit(module, fits.loader(), ckpt_path=start)
+        trainer.fit(module, loader(), ckpt_path=start)
         hosts = [narrowed.stand_ins for narrowed in trainer.strategy._parameters._narrowed]
         early = sum(getattr(host, "num_early", 0) for host in hosts)
         assert early or not (on_host and is_early)
@@ -271,6 +316,32 @@ def test_a_fit_goes_on_with_and_without_it(ranks, tmp_path, sizes, on_host, stra
     assert_same(found, losses)
     if "save_distributed_checkpoint" not in strategy:
         assert_same(states(start), states(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "strategy", "batch", "optimizer", "tolerance"),
+    [(2, SHARDED, 8, "adamw", 0.0), (4, {"num_microbatches": 8}, 16, "sgd", 1e-3)],
+)
+def test_a_killed_fit_with_divided_masters_goes_on_with_other_ranks_and_replicas(
+    ranks, tmp_path, size, strategy, batch, optimizer, tolerance
+):
+    """Without replicas other microbatches are rounded to bfloat16, which Adam might make large."""
+    whole, saved, rest = (str(tmp_path / name) for name in ("whole", "saved", "rest"))
+    net = partial(Net, optimizer, dropout=0.0, watches=False)
+    run = partial(fit, on_host=False, net=net, use_distributed_sampler=False, **BF16)
+    first = partial(run, strategy={**SHARDED, **MASTERS}, loader=partial(loader_of_replica, 8))
+    ranks(4).run(first, 4, whole)
+    with pytest.raises(AssertionError, match="its process has ended"):
+        ranks(4).run(partial(first, callbacks=[Killed(saved)]), 4, str(tmp_path / "never"))
+    goes_on = {"strategy": {**strategy, **MASTERS}, "loader": partial(loader_of_replica, batch)}
+    ranks(size).run(partial(run, start=saved, **goes_on), size, rest)
+    found, expected = states(rest), states(whole)
+    torch.testing.assert_close(
+        found["state_dict"], expected["state_dict"], rtol=tolerance, atol=tolerance
+    )
+    if not tolerance:
+        assert_same(found, expected)
 
 
 def with_eval(optimizer):
