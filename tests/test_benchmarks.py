@@ -131,11 +131,17 @@ def test_memory_of_every_rank_is_measured(capsys, what):
 @pytest.mark.slow
 def test_a_head_is_planned_alone_and_in_chunks(capsys):
     assert chunked_loss.main(["plan", "--small"]) == 0
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    for _, with_blocks, as_cut, num_blocks, whole, at_once, in_chunks in rows:
+    sizes, times = (
+        [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+        for table in capsys.readouterr().out.split("\n\n")
+    )
+    for _, with_blocks, as_cut, num_blocks, whole, at_once, in_chunks in sizes:
         assert float(as_cut) < float(with_blocks)
         assert num_blocks == "0"
         assert float(in_chunks) < float(at_once) < float(whole)
+    for _, with_blocks, as_cut, at_once, in_chunks in times:
+        assert 1 < float(as_cut) < float(with_blocks)
+        assert float(as_cut) <= float(at_once) < float(in_chunks)
 
 
 COMMAND = [sys.executable, "-m", "examples.benchmarks.auto_choice", "--wall"]

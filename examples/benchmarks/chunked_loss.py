@@ -9,7 +9,8 @@
 * ``plan``: by counted operations and bytes of shapes, 4096 tokens in bf16, 8 ranks, 16 microbatches
   of ZB-H1: the busiest rank's work over the mean, where the last stage has blocks and as it is cut;
   GiB of the last rank's activations with whole logits, with the head's weight gradient in B, and
-  with 16 chunks.
+  with 16 chunks; and the simulated time from one step to the next over the mean rank's work, of
+  each of these.
 
 With ``--small`` models have a few MiB, to see that it runs.
 """
@@ -31,10 +32,11 @@ from examples.benchmarks.harness import run_ranks, write_results
 from examples.benchmarks.memory import KEEP_NOTHING, MIB, Figures, fit, of_all_ranks, print_table
 from lightning_pipeoffload import chunked_loss
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
-from lightning_pipeoffload.runtime.cut.partition import CutSettings, cut
+from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, Stage, cut
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.schedule import build, lower
+from lightning_pipeoffload.schedule import Costs, build, lower
+from lightning_pipeoffload.schedule.simulation.simulate import steady_period
 
 CHUNKS = (0, 1, 4, 16)
 MOST_OFF = 0.1
@@ -141,6 +143,13 @@ def make_models(is_small: bool) -> dict[str, Any]:
     return made
 
 
+def period_of(costs: SegmentCosts, stages: Sequence[Stage]) -> float:
+    """Return the time from one step to the next, in that of an average block's F."""
+    kinds = costs.forward, costs.backward_input, costs.backward_weight
+    f, b, w = ([sum(kind[n] for n in stage.segments) for stage in stages] for kind in kinds)
+    return steady_period(build("zb_h1", NUM_RANKS, NUM_MICROBATCHES), Costs(f, b, w), False)
+
+
 def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> Figures:
     """Return the busiest rank's share and the last rank's activations, by shapes alone."""
     with making_shapes():
@@ -152,11 +161,12 @@ def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> F
     (part,) = pipeline.cut_batch(tokens, 1, step, "train", 0)
     costs = pipeline.cut.segment_costs
     whole = replace(costs, impossible=costs.impossible | {len(pipeline.chain)})
-    busiest = []
+    busiest, periods = [], []
     for each in (whole, costs):
         stages = cut(pipeline.chain, each, settings.stage_ranks)
         loads = [sum(each.work[segment] for segment in stage.segments) for stage in stages]
         busiest.append(max(loads) / (sum(loads) / len(loads)))
+        periods.append(period_of(each, stages))
     needs = MemoryNeeds.of(pipeline, part)
     ranks = needs.of_ranks(lower(build("zb_h1", NUM_RANKS, NUM_MICROBATCHES)))
     pipeline.detach()
@@ -165,18 +175,30 @@ def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> F
         "as cut": busiest[1],
         "blocks of the last": len(pipeline.cut.stages[-1].blocks),
         "GiB": (ranks[-1].activations + ranks[-1].workspace) / GIB,
+        "periods": periods,
+        "work": NUM_MICROBATCHES * sum(costs.work) / NUM_RANKS,
     }
 
 
 def print_plans(is_small: bool) -> None:
     """Print the table of models."""
-    rows = []
+    rows, times = [], []
     for name, make in make_models(is_small).items():
         found, at_once = (plan(make, 0, head, is_small) for head in ("W", "B"))
         chunked = plan(make, 16, "W", is_small)
         more = {"GiB, head in B": at_once["GiB"], "GiB, 16 chunks": chunked["GiB"]}
+        (with_blocks, as_cut), work = found.pop("periods"), found.pop("work")
         rows.append({"model": name, **found, **more})
+        periods = {
+            "with blocks": with_blocks,
+            "as cut": as_cut,
+            "head in B": at_once["periods"][1],
+            "16 chunks": chunked["periods"][1],
+        }
+        times.append({"model": name, **{what: each / work for what, each in periods.items()}})
     print_table(rows)
+    print()
+    print_table(times)
 
 
 def main(line: Sequence[str] | None = None) -> int:
