@@ -13,7 +13,7 @@ from typing import Any
 from .actions import MemoryLimitError, ScheduleError
 from .builders.classic import gpipe, interleaved_1f1b, late_weight_gradients, one_f_one_b
 from .builders.grouped import grouped, offloaded, repeated
-from .builders.sliced import seq_1f1b, seq_zb
+from .builders.sliced import seq_1f1b, seq_v, seq_zb
 from .builders.v_shape import one_f_one_b_v, v, v_half, v_min
 from .builders.zb import zb, zb_in_activations
 from .builders.zb_v import zb_v
@@ -257,4 +257,5 @@ FAMILIES = {
     "po_f": Recipe(offloaded, 2, None, given={"amount": "full"}, order="uniform"),
     "seq_1f1b": Recipe(seq_1f1b),
     "seq_zb": Recipe(seq_zb),
+    "seq_v": Recipe(seq_v, 2, 2, v_placement),
 }

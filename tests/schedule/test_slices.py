@@ -8,6 +8,7 @@ import pytest
 from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
+    MemoryLimitError,
     Schedule,
     ScheduleError,
     Slices,
@@ -86,6 +87,29 @@ def test_the_first_rank_holds_a_microbatch_and_the_ranks_before_it():
     assert few.makespan < 0.5 * simulate(build("zb_h1", 8, 2), Costs.unit()).makespan
 
 
+@pytest.mark.parametrize("name", ["seq_zb", "seq_v"])
+def test_a_search_keeps_any_limit_from_one_microbatch_on_and_more_memory_is_no_slower(name):
+    chunks = FAMILIES[name].num_chunks
+    costs = replace(UNEVEN_4, activation=1 / chunks, weight_residue=0.6 / chunks)
+    spans = []
+    for limit in (1.3, 1.6, 2.2, 3.0, 4.0):
+        found = build(name, 4, 6, costs=costs, memory_limit=limit, num_sequence_slices=4)
+        timeline = simulate(found, costs)
+        assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+        spans.append(round(max(timeline.span), 9))
+    assert spans == sorted(spans, reverse=True)
+    assert spans[-1] < 0.9 * spans[0]
+    with pytest.raises(MemoryLimitError, match=rf"that one microbatch needs; .* for {name}"):
+        build(name, 4, 6, costs=costs, memory_limit=0.9, num_sequence_slices=4)
+
+
+def test_on_a_v_two_microbatches_fill_eight_ranks():
+    costs = Costs(0.5, 0.5, 0.5, activation=0.5)
+    found = build("seq_v", 8, 2, costs=costs, num_sequence_slices=8)
+    assert simulate(found, costs).makespan < 1.15 * 2 * 3
+    assert simulate(build("zb_v", 8, 2, costs=costs), costs).makespan > 1.8 * 2 * 3
+
+
 FAULTS = {
     "forwards out of order": (
         "0F1 0F0 0BW1 0BW0",
@@ -127,7 +151,7 @@ def test_weights_may_come_in_any_order_and_microbatches_between_each_other():
         (
             lambda: build("zb_v", 2, 4, num_sequence_slices=4),
             r"num_sequence_slices \(4\) must be 1 for zb_v, which runs whole sequences; use that, "
-            "or schedule=seq_1f1b, seq_zb",
+            "or schedule=seq_1f1b, seq_zb, seq_v",
         ),
         (lambda: build("seq_zb", 2, 4, num_sequence_slices=0), r"num_sequence_slices \(0\) must"),
         (lambda: plan("0F0 0BW0", num_sequence_slices=0), r"num_sequence_slices \(0\) must be"),

@@ -1,9 +1,10 @@
-"""Schedules of sequences in slices: 1F1B and ZB-H1 whose units are slices of microbatches.
+"""Schedules of sequences in slices: 1F1B, ZB-H1 and a V whose units are slices of microbatches.
 
 A unit is a slice of a microbatch. Units run forward in order; backward they run by microbatch, each
 microbatch's slices in reverse, for a slice's keys and values get gradients from all later ones. So
 the last stage begins a microbatch's backward when it has all of its slices, and every rank has as
-many more forwards in its warm-up as there are slices but one.
+many more forwards in its warm-up as there are slices but one. On a V, and under a limit, a search
+puts F, B and W where they fit (see ``SlicesInFlight``).
 
 Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model
 Training", 2024, section 3.
@@ -12,12 +13,26 @@ Training", 2024, section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
+from math import inf
 
 from ..actions import Action, Kind
-from ..schedule import Schedule
+from ..costs import Costs
+from ..schedule import Schedule, loop_placement, v_placement
+from ..search.list_schedule import Search
+from ..search.order_rules import SlicesInFlight
+from ..search.problem import ROUNDING, Problem
+from ..simulation.memory import peak_memory
 from .classic import delayed_weights, one_stage_per_rank
 
-__all__ = ["seq_1f1b", "seq_zb"]
+__all__ = ["seq_1f1b", "seq_v", "seq_zb"]
+
+# The search varies the share that a rank holds of what the limit allows beyond one microbatch, and,
+# in shares of an F, how long it waits through short gaps, and to start a B in time.
+SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)
+PATIENCE = (0.0, 0.5)
+PUNCTUALITY = (0.0, 0.5)
+MOST_ACTIONS = 600_000
 
 
 def seq_1f1b(
@@ -42,7 +57,13 @@ def seq_1f1b(
 
 
 def seq_zb(
-    num_ranks: int, num_microbatches: int, num_chunks: int, *, num_sequence_slices: int = 1
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    num_sequence_slices: int = 1,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
 ) -> Schedule:
     """ZB-H1 with slices as its units; with one slice it is ZB-H1.
 
@@ -53,10 +74,71 @@ def seq_zb(
 
     Args:
         num_sequence_slices: Slices of each sequence.
+        costs: The costs of the stages; None: equal times, and an activation of 1.
+        memory_limit: The most memory of a rank, in the unit of ``costs``. Where that order needs
+            more, the shortest that a search finds; None: any.
+
+    Raises:
+        MemoryLimitError: The limit is too small for a single microbatch.
     """
-    num_units = num_microbatches * num_sequence_slices
+    costs, num_units = costs or Costs.unit(), num_microbatches * num_sequence_slices
     warm_ups = _warm_ups(num_ranks, num_sequence_slices)
-    return _in_reverse(delayed_weights(num_units, warm_ups, range(num_ranks)), num_sequence_slices)
+    units = delayed_weights(num_units, warm_ups, range(num_ranks))
+    schedule = _in_reverse(units, num_sequence_slices)
+    limit = inf if memory_limit is None else memory_limit * (1 + ROUNDING)
+    if num_sequence_slices == 1 or max(peak_memory(schedule, costs)) <= limit:
+        return schedule
+    sizes = loop_placement(num_ranks, 1), num_microbatches, costs, inf, num_sequence_slices
+    return _shortest(Problem(*sizes).limited_to(limit, "seq_zb"))
+
+
+def seq_v(
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int,
+    *,
+    num_sequence_slices: int = 1,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The shortest schedule of slices that a search finds on a V, whose last stage is on rank 0.
+
+    The search times 28 candidates at most, each in time proportional to its actions.
+
+    ``draw(build("seq_v", 2, 1, num_sequence_slices=2))``::
+
+        rank 0 0F0 0F1 ....3F0 ....3F1 3B1 3B0 3W1 0B1 3W0 0B0 0W1 0W0 ....
+        rank 1 ....1F0 2F0 1F1 2F1 ........2B1 1B1 2B0 1B0 2W1 1W1 2W0 1W0
+
+    Args:
+        num_sequence_slices: Slices of each sequence.
+        costs: The costs of the stages; None: equal times, and an activation of 1.
+        memory_limit: The most memory of a rank, in the unit of ``costs``; None: what p microbatches
+            hold on a rank, which is the memory of 1F1B.
+
+    Raises:
+        MemoryLimitError: The limit is too small for a single microbatch.
+    """
+    sizes = v_placement(num_ranks), num_microbatches, costs or Costs.unit(), inf
+    problem = Problem(*sizes, num_sequence_slices)
+    limit = num_ranks * problem.smallest_limit if memory_limit is None else memory_limit
+    return _shortest(problem.limited_to(limit, "seq_v"))
+
+
+def _shortest(problem: Problem) -> Schedule:
+    search = Search(problem, MOST_ACTIONS)
+    forward = max(problem.operations.seconds[: problem.num_stages])
+    of_one = [sum(problem.growth[stage] for stage in stages) for stages in problem.stages]
+    limits = [problem.memory_limit - headroom for headroom in problem.headroom]
+    # From few to many in flight: of equally short ones that with the least memory stays.
+    for share, patience, punctuality in product(SHARES, PATIENCE, PUNCTUALITY):
+        held = [
+            one + share * max(0.0, min(limit, problem.num_microbatches * one) - one)
+            for one, limit in zip(of_one, limits, strict=True)
+        ]
+        rule = SlicesInFlight(problem, held, punctuality * forward)
+        search.consider(rule, patience * forward)
+    return _in_reverse(search.shortest(), problem.num_slices)
 
 
 def _warm_ups(num_ranks: int, num_slices: int) -> Sequence[int]:

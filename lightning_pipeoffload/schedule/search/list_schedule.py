@@ -99,12 +99,16 @@ class ListScheduler:
         self._run(rank, self.pending[rank].popleft(), time)
 
     def _run(self, rank: int, started: Pass, time: float) -> float:
-        done, operation = self.done[rank], started[0]
+        operation = started[0]
+        return self._place(rank, started, time, self._seconds[operation], self._growth[operation])
+
+    def _place(self, rank: int, started: Pass, time: float, seconds: float, growth: float) -> float:
+        done = self.done[rank]
         if done:
             self.idle[rank] += time - self.clock[rank]
         done.append(started)
-        self.memory[rank] += self._growth[operation]
-        end = self.clock[rank] = time + self._seconds[operation]
+        self.memory[rank] += growth
+        end = self.clock[rank] = time + seconds
         return end
 
     def arrived(self, rank: int, arrival: float) -> None:
@@ -165,7 +169,7 @@ class Filler(ListScheduler):
     """Puts W into an order of F and B."""
 
     def __init__(self, problem: Problem, rule: OrderRule) -> None:
-        super().__init__(problem.operations, problem.num_microbatches, problem.growth)
+        super().__init__(problem.operations, problem.num_units, problem.growth)
         self.problem, self.rule = problem, rule
         self.longest = max(problem.work)
 
@@ -184,7 +188,7 @@ class Filler(ListScheduler):
     def filled(self) -> Filled:
         """Return the result."""
         num_actions = sum(map(len, self.done))
-        complete = num_actions == 3 * self.problem.num_microbatches * self.problem.num_stages
+        complete = num_actions == 3 * self.problem.num_units * self.problem.num_stages
         return Filled(self.done if complete else None, self.longest, num_actions)
 
 
@@ -230,6 +234,34 @@ class _ByClock(Filler):
         return self.rule.instead(self, rank, now) or weight
 
 
+class _SlicesByClock(_ByClock):
+    """The same for slices, of which the last stage returns none before it has a microbatch's last.
+
+    The k-th backward of a stage is of its microbatch's k-th slice from the end.
+    """
+
+    def __init__(self, problem: Problem, rule: OrderRule, patience: float | None) -> None:
+        super().__init__(problem, rule, patience)
+        self._num_slices = problem.num_slices
+        self._unit_seconds, self._unit_growth = problem.unit_seconds, problem.unit_growth
+
+    def start(self, rank: int, operation: int, time: float) -> None:
+        if operation != self._num_stages - 1:
+            super().start(rank, operation, time)
+            return
+        unit = self.num_started[operation]
+        self.num_started[operation] = unit + 1
+        end = self._run(rank, (operation, unit), time)
+        if (unit + 1) % self._num_slices == 0:
+            self.arrivals[operation + 1] += [end] * self._num_slices
+            self.arrived(rank, end)
+
+    def _run(self, rank: int, started: Pass, time: float) -> float:
+        operation, place = started[0], started[1] % self._num_slices
+        seconds, growth = self._unit_seconds[operation][place], self._unit_growth[operation][place]
+        return self._place(rank, started, time, seconds, growth)
+
+
 def fill_gaps(
     problem: Problem, rule: OrderRule, patience: float | None, shorter_than: float = inf
 ) -> Filled:
@@ -247,7 +279,8 @@ def fill_gaps(
             what comes next is late.
         shorter_than: The run is given up when the longest span reaches this many seconds.
     """
-    filler = _ByClock(problem, rule, patience)
+    by_clock = _ByClock if problem.num_slices == 1 else _SlicesByClock
+    filler = by_clock(problem, rule, patience)
     filler.run(shorter_than)
     return filler.filled()
 

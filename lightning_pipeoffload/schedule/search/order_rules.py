@@ -1,15 +1,16 @@
-"""Rules for the next F or B of a rank: a fixed order, or a limit on microbatches in flight."""
+"""Rules for the next F or B of a rank: a fixed order, or a limit on what is in flight."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import inf
 
 from .list_schedule import Filler, Wanted
-from .problem import Order, Problem
+from .problem import ROUNDING, Order, Problem
 
-__all__ = ["FixedOrder", "InFlight"]
+__all__ = ["FixedOrder", "InFlight", "SlicesInFlight"]
 
 
 class FixedOrder:
@@ -143,6 +144,69 @@ class InFlight:
                 wanted = Wanted(last - stage, ready, self._problem.room(last - stage))
                 first = _earlier(first, wanted, now)
         return first
+
+
+class SlicesInFlight(InFlight):
+    """The same for slices of microbatches, whose backward waits for the last slice's forward.
+
+    A slice of a later microbatch leaves room for all of the first one whose forwards are not done,
+    so that these never wait for memory.
+
+    Args:
+        limits: The most activations of every rank, as memory; at least those of one microbatch.
+        punctuality: As for :class:`InFlight`.
+    """
+
+    def __init__(self, problem: Problem, limits: Sequence[float], punctuality: float = 0.0) -> None:
+        super().__init__(problem, [], punctuality)
+        self._limits = [limit * (1 + ROUNDING) for limit in limits]
+        stages = range(problem.num_stages)
+        # Of each stage the memory of a microbatch's first slices, by their number.
+        self._of_first = [[*accumulate(problem.unit_growth[s], initial=0.0)] for s in stages]
+
+    def _next_forward(
+        self, filler: Filler, rank: int, stages: Sequence[int], now: float
+    ) -> Wanted | None:
+        first = None
+        for stage in stages:
+            ready = filler.next_ready(stage)
+            if ready == inf or not self._leaves_room(filler, rank, stage):
+                continue
+            room = self._growth(filler, stage) + self._problem.headroom[rank]
+            if (ready <= now and filler.pending[rank]) or filler.has_room(rank, room):
+                first = _earlier(first, Wanted(stage, ready, room), now)
+        return first
+
+    def _growth(self, filler: Filler, stage: int) -> float:
+        place = filler.num_started[stage] % self._problem.num_slices
+        return self._problem.unit_growth[stage][place]
+
+    def _leaves_room(self, filler: Filler, rank: int, stage: int) -> bool:
+        stages, count = self._problem.stages[rank], self._problem.num_slices
+        num_started = {own: filler.num_started[own] for own in stages}
+        unfinished = min(num_started.values()) // count
+        held = sum(self._kept(own, n) - self._freed(filler, own) for own, n in num_started.items())
+        if num_started[stage] // count > unfinished:
+            first = (unfinished + 1) * count
+            later = sum(
+                self._kept(own, max(first, n)) - self._kept(own, first)
+                for own, n in num_started.items()
+            )
+            held = max(held, later + sum(self._of_first[own][-1] for own in stages))
+        return held + self._growth(filler, stage) <= self._limits[rank]
+
+    def _kept(self, stage: int, num_forward: int) -> float:
+        """Return the memory of so many forwards of a stage."""
+        microbatches, slices = divmod(num_forward, self._problem.num_slices)
+        of_first = self._of_first[stage]
+        return microbatches * of_first[-1] + of_first[slices]
+
+    def _freed(self, filler: Filler, stage: int) -> float:
+        """Return the memory of the forwards whose backward has begun, of the last slices first."""
+        backward = filler.num_started[2 * self._problem.num_stages - 1 - stage]
+        microbatches, slices = divmod(backward, self._problem.num_slices)
+        of_first = self._of_first[stage]
+        return (microbatches + 1) * of_first[-1] - of_first[self._problem.num_slices - slices]
 
 
 def _earlier(first: Wanted | None, second: Wanted, now: float) -> Wanted:

@@ -13,16 +13,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from ..actions import Action, Kind, MemoryLimitError
+from ..actions import MEMORY_EFFECTS, Action, Kind, MemoryLimitError
 from ..costs import Costs
 from ..replay import replay_numbers
 from ..schedule import Schedule, stages_on
+from ..simulation.memory import memory_changes, part_sizes
 
 __all__ = ["ROUNDING", "Operations", "Order", "Pass", "Problem"]
 
 # The rounding error of sums of memory, as a share of the limit.
 ROUNDING = 1e-12
+
+_LIFE = (Kind.F, Kind.B, Kind.W)
 
 Pass = tuple[int, int]
 """An operation and a microbatch."""
@@ -85,17 +89,52 @@ class Problem:
         placement: The rank of every stage, in model order.
         costs: Seconds and memory of the stages.
         memory_limit: The most memory of a rank, in the unit of the costs.
+        num_slices: Slices of each microbatch, which the passes of an order count by.
     """
 
     placement: tuple[int, ...]
     num_microbatches: int
     costs: Costs
     memory_limit: float = float("inf")
+    num_slices: int = 1
 
     @cached_property
     def operations(self) -> Operations:
-        """The operations and their seconds."""
-        return Operations(self.placement, self.costs)
+        """The operations and their seconds, of slices the mean."""
+        return Operations(self.placement, _of_mean_slice(self.costs, self.num_slices))
+
+    @property
+    def num_units(self) -> int:
+        """Slices of all microbatches."""
+        return self.num_microbatches * self.num_slices
+
+    @cached_property
+    def unit_seconds(self) -> list[list[float]]:
+        """Seconds of every operation's slices, in the order in which they run."""
+        names = ("forward", "backward_input", "backward_weight")
+        columns = (self.costs.per_unit(n, self.num_stages, self.num_slices) for n in names)
+        return self._in_turn(*columns)
+
+    @cached_property
+    def unit_growth(self) -> list[list[float]]:
+        """Memory that every operation's slices add, in the order in which they run."""
+        sizes = part_sizes(self.costs, self.num_stages, self.num_slices)
+        changes = [
+            [*memory_changes(life, sizes, MEMORY_EFFECTS)]
+            for unit in range(self.num_stages * self.num_slices)
+            for life in [[Action(kind, *divmod(unit, self.num_slices)) for kind in _LIFE]]
+        ]
+        return self._in_turn(*zip(*changes, strict=True))
+
+    def _in_turn(
+        self, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+    ) -> list[list[float]]:
+        """Divide costs of all stages' slices by operation; B and W are last to first in both."""
+        count = self.num_slices
+        firsts = range(0, len(forward), count)
+        last_to_first = ([*of[::-1]] for of in (backward, weight))
+        ordered = (forward, *last_to_first)
+        return [[*of[first : first + count]] for of in ordered for first in firsts]
 
     @property
     def num_ranks(self) -> int:
@@ -121,7 +160,9 @@ class Problem:
         return [*activation, *b[::-1], *(-left for left in residue[::-1])]
 
     def room(self, operation: int) -> float:
-        """Return the memory that must be free before an F or B starts."""
+        """Return the memory that must be free before an F or B starts, of any slice."""
+        if self.num_slices > 1:
+            return max(0.0, *self.unit_growth[operation])
         return max(0.0, self.growth[operation])
 
     @cached_property
@@ -137,7 +178,7 @@ class Problem:
     def headroom(self) -> tuple[float, ...]:
         """Memory that every rank keeps free, so that B can always run."""
         last = 2 * self.num_stages - 1
-        return tuple(max(0.0, *(self.growth[last - s] for s in of)) for of in self.stages)
+        return tuple(max(0.0, *(self.room(last - s) for s in of)) for of in self.stages)
 
     @property
     def smallest_limit(self) -> float:
@@ -171,3 +212,16 @@ class Problem:
         activation = min(self.growth[stage] for stage in self.stages[rank])
         all_of_them = self.num_microbatches * len(self.stages[rank])
         return all_of_them if memory >= all_of_them * activation else int(memory / activation)
+
+
+def _of_mean_slice(costs: Costs, num_slices: int) -> Costs:
+    """Return the times of a slice of the mean length."""
+    if num_slices == 1:
+        return costs
+    names = ("forward", "backward_input", "backward_weight", "communication")
+    mean: dict[str, Any] = {}
+    for name in names:
+        value = getattr(costs, name)
+        is_one = isinstance(value, (int, float))
+        mean[name] = value / num_slices if is_one else [each / num_slices for each in value]
+    return replace(costs, **mean)
