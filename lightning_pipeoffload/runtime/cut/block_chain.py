@@ -25,6 +25,7 @@ from lightning_pipeoffload.runtime.cut.called_blocks import (
     containers_in,
     is_ambiguous,
     names_of_parents,
+    outermost,
     propose,
     spread,
 )
@@ -214,7 +215,8 @@ def _find_chain(module: nn.Module, name: str | Sequence[str] | None) -> BlockCha
         return _chain_of_patterns(module, name)
     if name is not None:
         return _named_chain(module, _lists_in(module), name)
-    best = _best_containers(module)
+    # The entries of a dict may be called in another order, which the first step refuses then.
+    best = _best_containers(module) or _best_of(module, containers_in(module))
     if not best:
         other = propose(module)
         raise ValueError(
@@ -240,11 +242,15 @@ def _lists_in(module: nn.Module) -> Containers:
 
 
 def _best_containers(module: nn.Module) -> list[tuple[str, Sequence[str]]]:
-    """Return the containers with the most parameters outside of their largest entry."""
-    containers = _lists_in(module)
+    """Return the lists with the most parameters outside of their largest entry."""
+    return _best_of(module, _lists_in(module))
+
+
+def _best_of(module: nn.Module, containers: Containers) -> list[tuple[str, Sequence[str]]]:
     spreads = {path: spread(module, names) for path, names in containers.items()}
     best = max(spreads.values(), default=(0, 0))
-    return [(path, containers[path]) for path, each in spreads.items() if each == best > (0, 0)]
+    found = [path for path, each in spreads.items() if each == best > (0, 0)]
+    return [(path, containers[path]) for path in outermost(found)]
 
 
 def _chain_of(module: nn.Module, name: str, blocks: Iterable[str]) -> BlockChain:

@@ -220,7 +220,7 @@ def propose(module: nn.Module, num_stages: int = 2) -> str:
         if sum(_trains(module.get_submodule(name)) for name in names) > 1
     }
     while containers:
-        names = [name for path in _outermost(containers) for name in containers.pop(path)]
+        names = [name for path in outermost(containers) for name in containers.pop(path)]
         if len(names) >= num_stages:
             return as_argument(module, names)
     children = _children(module)
@@ -231,11 +231,12 @@ def inner_blocks(module: nn.Module, name: str) -> Names:
     """Return the entries of the containers in a block, or else its children with parameters."""
     containers = containers_in(module)
     inside = [path for path in containers if path.startswith(f"{name}.")]
-    names = [entry for path in _outermost(inside) for entry in containers[path]]
+    names = [entry for path in outermost(inside) for entry in containers[path]]
     return names or _children(module.get_submodule(name), f"{name}.")
 
 
-def _outermost(paths: Iterable[str]) -> Names:
+def outermost(paths: Iterable[str]) -> Names:
+    """Return the modules that are in none of the others."""
     found = {*paths}
     return [path for path in paths if not _is_in(path, found - {path})]
 
@@ -265,7 +266,8 @@ def as_argument(module: nn.Module, names: Sequence[str]) -> str:
         own = list(group)
         container = module.get_submodule(parent)
         is_whole = own == [f"{parent}.{key}" for key, _ in container.named_children()]
-        if is_whole and own == list(names) and not isinstance(container, nn.ModuleDict):
+        is_list = isinstance(container, nn.ModuleList | nn.Sequential)
+        if is_whole and own == list(names) and is_list:
             return f'blocks="{parent}"'
         patterns += [f"{parent}.*"] if is_whole else own
     return "blocks=[" + ", ".join(f'"{pattern}"' for pattern in patterns) + "]"

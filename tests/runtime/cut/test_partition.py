@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
+from lightning_pipeoffload.runtime.cut.called_blocks import as_argument
 from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, cut
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
@@ -80,6 +81,20 @@ def test_nested_and_compiled_blocks_are_a_chain():
     assert find_chain(nn.Sequential(nn.Sequential(*nested))).name == "0"
     compiled = [torch.compile(block) for block in linear_blocks(2)]
     assert find_chain(Regression(compiled)).name == "blocks"
+    shared = [nn.Sequential(nn.Linear(4, 4))]  # as ALBERT's layer, which has its group alone
+    assert find_chain(Regression(shared)).name == "blocks"
+
+
+def test_children_of_a_module_are_named_by_a_pattern():
+    module = Outer(Regression(linear_blocks(2)))
+    assert as_argument(module, ["net.blocks.0", "net.blocks.1"]) == 'blocks="net.blocks"'
+    assert as_argument(module, ["net.embed", "net.blocks", "net.head"]) == 'blocks=["net.*"]'
+
+
+def test_a_dict_is_the_chain_where_there_is_no_list():
+    module = Regression(linear_blocks(2))
+    module.blocks = nn.ModuleDict(zip("ba", module.blocks, strict=True))
+    assert find_chain(module).names == ["blocks.b", "blocks.a"]
 
 
 NO_CHAIN = (
