@@ -109,7 +109,7 @@ class ProcessGroups:
 
     @property
     def are_current(self) -> bool:
-        """Whether the next trainer of this layout would share them."""
+        """Whether the next trainer of this layout would use these groups too."""
         return ProcessGroups._current is self and self._exist()
 
     def get(

@@ -138,7 +138,7 @@ class Transport:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether a message is a kernel on the device, for which a wait for the device waits."""
+        """Whether messages are kernels on the device, so that a wait for it waits for them too."""
         return False
 
 

@@ -77,7 +77,7 @@ class AlikeBlocks:
         work: SegmentWork,
         use: Callable[[Tensor], None],
     ) -> Any:
-        """Return a block's output: of a run, or as that of the first of its class.
+        """Return a block's output: of a run, or shapes as the first block of its class returned.
 
         Args:
             index: The block.
@@ -93,18 +93,18 @@ class AlikeBlocks:
         if done is not None and done.before == before:
             self.skipped.add(index)
             work.put(index, done.work)
-            for each, found in zip(flops, done.flops, strict=True):
-                each[index] = found
+            for each, count in zip(flops, done.flops, strict=True):
+                each[index] = count
             record.training_flops += done.training_flops
             return self._make_output(index, [*leaves_of(arguments)], done, use)
         training_flops = record.training_flops
         output = run()
-        made = output_tensors(output)
-        if index in self._stand_for_others and all(isinstance(x, ShapeOnly) for x in made):
+        outputs = output_tensors(output)
+        if index in self._stand_for_others and all(isinstance(x, ShapeOnly) for x in outputs):
             self._done[index] = _Done(
                 *(before, work.state(index), [each[index] for each in flops]),
                 *(record.training_flops - training_flops, output),
-                _inputs_behind(made, [*leaves_of(arguments)]),
+                _inputs_behind(outputs, [*leaves_of(arguments)]),
             )
         return output
 

@@ -169,9 +169,9 @@ def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutpu
 
 
 def find_firsts(chain: BlockChain, record: StepRecord) -> dict[int, int]:
-    """Map blocks to the first one of their class, which stands for them in a trace.
+    """Map each block that a trace may leave out to the first one of its class, which runs.
 
-    Neither they nor the code before them use other weights than their own, or write buffers.
+    Those that write a buffer, or whose segments use weights of others, are not among them.
     """
     classes = find_classes(chain, record, with_end=False)
     written = {id(part) for part, _ in record.written_in_place}
@@ -230,7 +230,7 @@ def _repeated(
 
 
 def describe_blocks(chain: BlockChain) -> str:
-    """Return a digest of how the blocks are made, the same in all processes."""
+    """Return a digest of the blocks' classes and attributes, the same in all processes."""
     makes = [(make.form, make.numbers) for make in _makes_of(chain)]
     return sha256(repr(makes).encode()).hexdigest()
 

@@ -67,7 +67,7 @@ class RecordFamily:
         self._checked: set[int] = set()  # those of the base that give a further record
 
     def add(self, lengths: Lengths, record: StepRecord) -> None:
-        """Add a traced record; one that the others do not give replaces them all."""
+        """Add a traced record; drop the others if they would have derived another one."""
         if lengths in self._lengths or record.sized_in is not None:
             return
         numbers: list[int] = []

@@ -302,16 +302,16 @@ def _leave_remote(
     """Replace tensors of other ranks with remote tensors; a tied weight under all its names."""
     _refuse_missing(module, blueprint, local_stages)
     slots = parameters_in(module)
-    found: dict[int, Tensor] = {
+    by_shape: dict[int, Tensor] = {
         id(slot.tensor): slot.tensor for slot in slots if blueprint.owners[slot.name] & local_stages
     }
     for slot in slots:
         key = id(slot.tensor)
-        if key not in found:
+        if key not in by_shape:
             place = " and ".join(places[stage] for stage in sorted(blueprint.owners[slot.name]))
             origin = f"{slot.name} (of {place})"
-            found[key] = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
-        slot.put(found[key])
+            by_shape[key] = RemoteTensor.standing_for(slot, origin, slot.tensor.device)
+        slot.put(by_shape[key])
         forget_state(slot)
 
 

@@ -142,16 +142,16 @@ class RegisteredParameters:
 
     def index_of(self, parameter: Tensor) -> int | None:
         """Return the index of a parameter, or of the shape that replaces it; None if it is new."""
-        known, index = self._known.get(id(parameter), (None, None))
-        return index if known is not None and known() is parameter else None
+        registered, index = self._known.get(id(parameter), (None, None))
+        return index if registered is not None and registered() is parameter else None
 
     def replace(self, index: int, parameter: Tensor) -> Tensor:
         """Return the parameter if it is real, else a shape that replaces it."""
-        found = parameter if self.is_real(index, parameter) else self._shape(index, parameter)
-        if found is not parameter:
+        kept = parameter if self.is_real(index, parameter) else self._shape(index, parameter)
+        if kept is not parameter:
             self._freed.note(parameter.nbytes)
-        self._know(found, index)
-        return found
+        self._know(kept, index)
+        return kept
 
     def _register(self, module: nn.Module, name: str, parameter: Tensor) -> Tensor:
         index = self.index_of(parameter)
@@ -171,9 +171,9 @@ class RegisteredParameters:
                 if isinstance(parameter, ShapeOnly):
                     self.note_sources(index, parameter.origins)
                 is_real = self.is_real(index, parameter)
-                made = plain(parameter, memo) if is_real else self._shape(index, parameter)
-                memo[id(parameter)] = made
-                self._know(made, index)
+                new = plain(parameter, memo) if is_real else self._shape(index, parameter)
+                memo[id(parameter)] = new
+                self._know(new, index)
             copied: Tensor = memo[id(parameter)]
             return copied
 

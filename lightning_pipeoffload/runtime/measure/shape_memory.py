@@ -133,7 +133,7 @@ def _measure(pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> l
         raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
     finally:
         measuring.let_go()
-    return measuring.found
+    return measuring.memories
 
 
 class _MeasuringPass(StepTrace):
@@ -149,7 +149,7 @@ class _MeasuringPass(StepTrace):
         alike = self._find_alike(pipeline)
         self.outputs = {index: part.record.outputs[index] for index in alike}
         self._num_alike = Counter(alike.values())  # how many others a block counts for
-        self.found = [SavedMemory() for _ in stages]
+        self.memories = [SavedMemory() for _ in stages]
         self._is_backward = False
         self._cheap: CheapRecompute | None = None
         self._hooks: list[RemovableHandle] = []
@@ -165,7 +165,7 @@ class _MeasuringPass(StepTrace):
         resident = self._note_resident()
         lanes = make_lanes(torch.device("cpu"))  # nothing is copied
         settings = OffloadSettings(self._part.device, lanes, HostMemory(pinned=False))
-        names = (f"stage {stage}" for stage in range(len(self.found)))
+        names = (f"stage {stage}" for stage in range(len(self.memories)))
         stores = (_ShapeStore(n, resident, settings, counts_shapes=True) for n in names)
         self._stores = StageStores([*stores])
         self._queue = WeightGradQueue(keeper=self._stores, has_at_once=bool(self._at_once))
@@ -181,7 +181,7 @@ class _MeasuringPass(StepTrace):
 
     def _note_resident(self) -> set[int]:
         """Mark the shapes of parameters as parameters; return the storages that stay resident."""
-        found = [leaf for leaf in batch_leaves(self._part.part) if isinstance(leaf, Tensor)]
+        resident = [leaf for leaf in batch_leaves(self._part.part) if isinstance(leaf, Tensor)]
         for slot in find_slots(self._module):
             tensor: Any = slot.tensor
             if slot.kind == "_parameters":
@@ -191,8 +191,8 @@ class _MeasuringPass(StepTrace):
                     mark_at_once(tensor)
                 if tensor.requires_grad:  # to which a backward adds, as later microbatches do
                     tensor.grad = ShapeOnly.like(tensor, slot.name)
-            found.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
-        return {*map(address_of, found)}
+            resident.append(tensor.meta if isinstance(tensor, ShapeOnly) else tensor)
+        return {*map(address_of, resident)}
 
     @override
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,8 +207,8 @@ class _MeasuringPass(StepTrace):
         self._begin_stage(self._stage_of[self.record.calls.position_behind(call)])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
-                found = partial(self._come_back_to, self._stage_of[index], index)
-                self._hooks.append(leaf.register_hook(found))
+                come_back = partial(self._come_back_to, self._stage_of[index], index)
+                self._hooks.append(leaf.register_hook(come_back))
         return output
 
     @override
@@ -216,8 +216,8 @@ class _MeasuringPass(StepTrace):
     def around_chunks(self) -> Iterator[None]:
         with LiveBytes() as live:
             yield
-        found = self.found[self._stores.turn]
-        found.workspace_bytes = max(found.workspace_bytes, live.peak)
+        memory = self.memories[self._stores.turn]
+        memory.workspace_bytes = max(memory.workspace_bytes, live.peak)
 
     @override
     def _drop(self, written: Tensor) -> bool:
@@ -244,10 +244,10 @@ class _MeasuringPass(StepTrace):
 
     def _leave_out(self, index: int, arguments: Any) -> Any:
         output = self.outputs[index]
-        found = self._part.device, self.chain.output_origins(index)
-        made = [ShapeOnly(meta, *found) for meta in output.metas]
+        form = self._part.device, self.chain.output_origins(index)
+        shapes = [ShapeOnly(meta, *form) for meta in output.metas]
         given = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
-        return output.fill(_LeftOut.apply(output, made, *given))
+        return output.fill(_LeftOut.apply(output, shapes, *given))
 
     @contextmanager
     def _again_in_block(self) -> Iterator[None]:
@@ -259,8 +259,8 @@ class _MeasuringPass(StepTrace):
 
     def run_backward(self, loss: Tensor) -> None:
         """Run the B of all stages."""
-        for found, store in zip(self.found, self._stores.stores, strict=True):
-            found.measure_forward(store)
+        for memory, store in zip(self.memories, self._stores.stores, strict=True):
+            memory.measure_forward(store)
         self._is_backward = True
         with backward_on(self._part.device), self._queue:
             torch.autograd.backward(loss)
@@ -281,7 +281,7 @@ class _MeasuringPass(StepTrace):
                 return
         while self._stores.turn > stage:
             turn = self._stores.turn
-            self.found[turn].measure_backward(self._queue, self._stores.stores[turn])
+            self.memories[turn].measure_backward(self._queue, self._stores.stores[turn])
             if not turn:
                 return
             self._stores.turn -= 1
@@ -293,14 +293,14 @@ class _LeftOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: BlockOutput, made: list[ShapeOnly], *given: Tensor
+        ctx: Any, output: BlockOutput, shapes: list[ShapeOnly], *given: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.given = [(TensorSpec.of(leaf), leaf.device) for leaf in given]
-        pairs = zip(made, output.payload, strict=True)
+        pairs = zip(shapes, output.payload, strict=True)
         ctx.mark_non_differentiable(*(leaf for leaf, spec in pairs if not spec.requires_grad))
-        return tuple(made)
+        return tuple(shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        made = (ShapeOnly(spec.empty("meta"), device, frozenset()) for spec, device in ctx.given)
-        return None, None, *made
+        shapes = (ShapeOnly(spec.empty("meta"), device, frozenset()) for spec, device in ctx.given)
+        return None, None, *shapes

@@ -97,10 +97,10 @@ class KernelsOnZeros:
 
     def copy(self) -> KernelsOnZeros:
         """Return others that start with the same Functions and modules."""
-        made = KernelsOnZeros()
-        made._functions, made._modules = {*self._functions}, {**self._modules}
-        made._reported = self._reported
-        return made
+        copied = KernelsOnZeros()
+        copied._functions, copied._modules = {*self._functions}, {**self._modules}
+        copied._reported = self._reported
+        return copied
 
     def take_in(self, error: BaseException, blocks: Iterable[nn.Module]) -> bool:
         """Add the innermost Function or module in which an error has asked for an address.
@@ -210,9 +210,9 @@ def _function_of(frame: FrameType) -> Any:
 
 
 def _subclasses_of(kind: Any) -> Iterator[Any]:
-    for found in kind.__subclasses__():
-        yield found
-        yield from _subclasses_of(found)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses_of(subclass)
 
 
 def _code_of(function: Any) -> Any:
@@ -402,8 +402,8 @@ def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Res
             with products:
                 output = kernel.run(*args, **kwargs)
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-            reason = f"{kernel.name} calls it, and fails on zeros too ({found})"
+            failure = f"{type(error).__name__}: {error}"
+            reason = f"{kernel.name} calls it, and fails on zeros too ({failure})"
             raise AddressNeededError(origins, reason) from error
         return _Result.of(output, [*zeros.values()], saved, products.found)
 

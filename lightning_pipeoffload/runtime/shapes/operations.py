@@ -112,8 +112,8 @@ def run_members(
     return [results[index] for index in range(count)] if results else None
 
 
-def _listed(indices: list[int], found: Any) -> dict[int, Any]:
-    return {} if found is None else dict(zip(indices, found, strict=True))
+def _listed(indices: list[int], values: Any) -> dict[int, Any]:
+    return {} if values is None else dict(zip(indices, values, strict=True))
 
 
 def _run_alone(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,10 +34,10 @@ def is_4bit(tensor: Tensor) -> bool:
 
 def state_of(slot: Slot) -> Any:
     """Return the quantization state of the weight in a slot; None if it has none."""
-    found = getattr(slot.tensor, "quant_state", None)
-    if found is None and slot.attribute == "weight":
+    state = getattr(slot.tensor, "quant_state", None)
+    if state is None and slot.attribute == "weight":
         return getattr(slot.module, "quant_state", None)  # as the layer looks for it
-    return found
+    return state
 
 
 def options_of(weight: Any) -> dict[str, Any]:
@@ -46,12 +46,12 @@ def options_of(weight: Any) -> dict[str, Any]:
     return {name: getattr(weight, name) for name in names if hasattr(weight, name)}
 
 
-def carry_options(made: Any, weight: Any) -> None:
+def carry_options(shape: Any, weight: Any) -> None:
     """Copy the attributes of a 4-bit weight to its shape."""
     for name, value in options_of(weight).items():
-        setattr(made, name, value)
+        setattr(shape, name, value)
     state = getattr(weight, "quant_state", None)
-    made.quant_state = None if state is None else state_of_shapes(state, made)
+    shape.quant_state = None if state is None else state_of_shapes(state, shape)
 
 
 def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
@@ -125,9 +125,9 @@ def state_of_shapes(state: Any, shape: ShapeOnly) -> Any:
     def shape_of(tensor: Tensor) -> ShapeOnly:
         return ShapeOnly(ShapeOnly.like(tensor, "").meta, shape.device, shape.origins)
 
-    made = map_state(state, shape_of)
-    made.as_dict = partial(_saved_shapes, made, shape)  # it would ask for the value of offset
-    return made
+    shapes = map_state(state, shape_of)
+    shapes.as_dict = partial(_saved_shapes, shapes, shape)  # it would ask for the value of offset
+    return shapes
 
 
 def _saved_shapes(state: Any, shape: ShapeOnly, packed: bool = False) -> dict[str, Any]:
@@ -146,14 +146,14 @@ def map_state(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     The scales come in a fixed order. The table of codes is shared.
     """
-    made = copy.copy(state)
-    vars(made).pop("as_dict", None)
-    made.absmax = change(state.absmax)
+    mapped = copy.copy(state)
+    vars(mapped).pop("as_dict", None)
+    mapped.absmax = change(state.absmax)
     if state.offset is not None:
-        made.offset = change(state.offset)
+        mapped.offset = change(state.offset)
     if state.state2 is not None:  # the scales are quantized too
-        made.state2 = map_state(state.state2, change)
-    return made
+        mapped.state2 = map_state(state.state2, change)
+    return mapped
 
 
 def scales_of(tensor: Tensor) -> list[Tensor]:
@@ -204,12 +204,12 @@ def quantize(weight: Any, device: torch.device) -> None:
 
 def with_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
     """Return ``send(tensor)``; send the quantization state of a quantized weight too."""
-    found, state = send(tensor), getattr(tensor, "quant_state", None)
+    sent, state = send(tensor), getattr(tensor, "quant_state", None)
     if state is not None:
-        made = map_state(state, send)
-        if found is not tensor:
-            found.quant_state = made  # type: ignore[attr-defined]
-    return found
+        sent_state = map_state(state, send)
+        if sent is not tensor:
+            sent.quant_state = sent_state  # type: ignore[attr-defined]
+    return sent
 
 
 def take_state(slot: Slot, value: Tensor) -> None:

@@ -120,9 +120,9 @@ class RemoteGradient(ShapeOnly):
     def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> RemoteGradient:
         """Make the gradient of ``parameter``; ``size`` is None if it is unknown."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
-        made = cls(parameter.meta, parameter.device, origins)
-        made.know(size)
-        return made
+        gradient = cls(parameter.meta, parameter.device, origins)
+        gradient.know(size)
+        return gradient
 
     @classmethod
     def of_replica(cls, gradient: Tensor, name: str, replica: int) -> RemoteGradient:
@@ -134,9 +134,9 @@ class RemoteGradient(ShapeOnly):
             replica: The replica that has the sum.
         """
         origin = f"{GRADIENT_OF}{name} (of replica {replica})"
-        made = cls.like(gradient, origin)
-        assert isinstance(made, cls)
-        return made
+        shape = cls.like(gradient, origin)
+        assert isinstance(shape, cls)
+        return shape
 
     def know(self, size: KnownSize | None) -> None:
         """Set the gradient's size; None: it is unknown."""

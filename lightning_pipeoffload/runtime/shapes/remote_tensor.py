@@ -77,28 +77,28 @@ class RemoteTensor(ShapeOnly):
             device: The device on which the rank computes; the module may still be on the host.
         """
         meta = cls.like(slot.tensor, origin).meta
-        made = cls.like_weight(slot.tensor, meta, device, origin)
+        stand_in = cls.like_weight(slot.tensor, meta, device, origin)
         # Private: isinstance(_, nn.Parameter) reads it.
-        made._is_param = slot.kind == "_parameters"
-        carry_quantization(made, slot)
-        return made
+        stand_in._is_param = slot.kind == "_parameters"
+        carry_quantization(stand_in, slot)
+        return stand_in
 
     @classmethod
     def like_weight(cls, tensor: Tensor, meta: Tensor, device: torch.device, origin: str) -> Self:
         """Make a shape like ``tensor``; it is a ``Params4bit`` too for a 4-bit weight."""
         kind = remote_kind(cls, type(tensor)) if is_4bit(tensor) else cls
-        made = kind(meta, device, frozenset((origin,)), tensor.requires_grad)
+        shape = kind(meta, device, frozenset((origin,)), tensor.requires_grad)
         if is_4bit(tensor):
-            carry_options(made, tensor)
-        return made
+            carry_options(shape, tensor)
+        return shape
 
     def on_device(self, device: torch.device) -> RemoteTensor:
         """Return the same shape on another device."""
         (origin,) = self.origins
         kind = getattr(self, "pickled_kind", type(self))
-        made: RemoteTensor = kind.like_weight(self, self.meta, device, origin)
-        made._is_param = self._is_param
-        return made
+        shape: RemoteTensor = kind.like_weight(self, self.meta, device, origin)
+        shape._is_param = self._is_param
+        return shape
 
     @override
     def written_from(self, origins: frozenset[str]) -> None:
@@ -122,12 +122,12 @@ class RemoteTensor(ShapeOnly):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
-        made = type(self)(self.meta, self.device, self.origins, self.requires_grad)
-        made._is_param = self._is_param
+        copied = type(self)(self.meta, self.device, self.origins, self.requires_grad)
+        copied._is_param = self._is_param
         if is_4bit(self):
-            carry_options(made, self)
-        memo[id(self)] = made
-        return made
+            carry_options(copied, self)
+        memo[id(self)] = copied
+        return copied
 
 
 @cache

@@ -83,7 +83,7 @@ class ShapeOnly(Tensor):
         # is no inference tensor, must be none either.
         with torch._C._InferenceMode(False):
             # Private: the only way to make a tensor that has a device but no storage.
-            made: ShapeOnly = Tensor._make_wrapper_subclass(
+            tensor: ShapeOnly = Tensor._make_wrapper_subclass(
                 cls,
                 meta.shape,
                 strides=meta.stride(),
@@ -94,10 +94,10 @@ class ShapeOnly(Tensor):
                 requires_grad=requires_grad,
             )
         # Private: kernels in C++ would get a null pointer without asking Python.
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        made.meta = meta
-        made.origins = origins
-        return made
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        tensor.meta = meta
+        tensor.origins = origins
+        return tensor
 
     @classmethod
     def like(
@@ -122,9 +122,9 @@ class ShapeOnly(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the shape and the origins."""
         _warn_of_saving()
-        made = self.meta, self.device, self.origins, self.requires_grad
+        arguments = self.meta, self.device, self.origins, self.requires_grad
         kind = getattr(self, "pickled_kind", type(self))  # one that is made as needed has no name
-        return _rebuild, (kind, made, self.__dict__.get("_is_param", False))
+        return _rebuild, (kind, arguments, self.__dict__.get("_is_param", False))
 
     @property
     def data(self) -> Tensor:
@@ -299,8 +299,8 @@ def has_shapes(tree: Any) -> bool:
     return next(shape_only_leaves(tree), None) is not None
 
 
-def _rebuild(kind: type[ShapeOnly], made: tuple[Any, ...], is_param: bool) -> ShapeOnly:
-    rebuilt = kind(*made)
+def _rebuild(kind: type[ShapeOnly], arguments: tuple[Any, ...], is_param: bool) -> ShapeOnly:
+    rebuilt = kind(*arguments)
     if is_param:
         rebuilt._is_param = True
     return rebuilt
@@ -404,9 +404,9 @@ class Awaited(ShapeOnly):
     @classmethod
     def of(cls, leaf: ShapeOnly) -> Awaited:
         """Make a stand-in for ``leaf``."""
-        made = cls(leaf.meta, leaf.device, leaf.origins)
-        assert isinstance(made, Awaited)
-        return made
+        stand_in = cls(leaf.meta, leaf.device, leaf.origins)
+        assert isinstance(stand_in, Awaited)
+        return stand_in
 
     def receive(self, value: Tensor) -> None:
         """Set the value, which torch functions get from now on."""
