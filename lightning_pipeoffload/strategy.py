@@ -71,6 +71,9 @@ class PipeOffloadStrategy(CheckpointHooks):
         num_microbatches: Slices of one batch along dimension 0; "auto": the smallest divisor of the
             first batch that the schedule allows and that is at least twice the ranks, else the
             largest that it allows.
+        num_sequence_slices: Slices of each microbatch along its sequences, on which the blocks of a
+            causal model run one after the other in training; each attends to the keys and values of
+            those before it. Only ``schedule="seq_1f1b"`` and ``"seq_zb"`` have more than 1.
         num_chunks: Stages of each rank; "auto": the schedule's own.
         schedule: A name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":
@@ -162,6 +165,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         rank_order: str = "pipeline_inner",
         sharding: str = "none",
         num_microbatches: int | str = "auto",
+        num_sequence_slices: int = 1,
         num_chunks: int | str = "auto",
         schedule: ScheduleLike = "auto",
         offload: float | str = "auto",  # jsonargparse tries the types from left to right
@@ -205,6 +209,7 @@ class PipeOffloadStrategy(CheckpointHooks):
             rank_order=rank_order,
             sharding=sharding,
             num_microbatches=num_microbatches,
+            num_sequence_slices=num_sequence_slices,
             num_chunks=num_chunks,
             schedule=schedule,
             blocks=blocks,

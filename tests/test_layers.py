@@ -32,6 +32,7 @@ LAYERS = (
     "runtime/weight_grad",
     "runtime/compiled",
     "runtime/memory",
+    "runtime/sequence",
     "runtime/cut",
     "runtime/making",
     "runtime/step",

@@ -43,6 +43,7 @@ GIVEN = {
     "compile": [("true", True), ("{mode: max-autotune-no-cudagraphs}", ...)],
     "gradient_accumulation_fusion": [("true", True)],
     "head_weight_grad": [("B", "B")],
+    "num_sequence_slices": [("1", 1)],
     "derive_lengths": [("false", False)],
     "solver_seconds": [("5", 5.0)],
     "plan_cache": [("folder", "folder")],

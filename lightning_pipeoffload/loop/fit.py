@@ -74,7 +74,7 @@ from lightning_pipeoffload.processes.rank_differences import (
 )
 from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
 
 
 class Fit:
@@ -352,9 +352,10 @@ class Fit:
             sizes, shares = split.shares(inputs, slices)
             of_replica = split.share_of_replica()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
+            num_slices = training.schedule.num_sequence_slices
             results = split.executor.run_to_backward(
                 training.of_training(len(slices), accumulation.is_last),
-                placed(slices, weights, backward.differentiate),
+                in_slices(placed(slices, weights, backward.differentiate), num_slices),
                 settle,
                 (split.reduction or self._early_step) if accumulation.is_last else None,
             )

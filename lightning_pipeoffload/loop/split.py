@@ -131,8 +131,11 @@ class Split:
         if action is None:
             return ""
         replica = f"replica {self.group.replica}, " if self.group.num_replicas > 1 else ""
-        kind, microbatch = action.kind.value, action.microbatch
-        return f"{replica}stage {action.stage}, {kind} of microbatch {microbatch}"
+        num_slices = self.executor.plan.num_sequence_slices
+        microbatch, part = divmod(action.microbatch, num_slices)
+        of_slice = f"slice {part} of " if num_slices > 1 else ""
+        kind = action.kind.value
+        return f"{replica}stage {action.stage}, {kind} of {of_slice}microbatch {microbatch}"
 
     # Cutting a training batch
 

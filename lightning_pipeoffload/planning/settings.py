@@ -68,6 +68,7 @@ class PipelineSettings:
     rank_order: str = "pipeline_inner"
     sharding: str = "none"
     num_microbatches: int | str = "auto"
+    num_sequence_slices: int = 1
     num_chunks: int | str = "auto"
     schedule: ScheduleLike = "auto"
     blocks: str | Sequence[str] | None = None
@@ -126,9 +127,20 @@ class PipelineSettings:
             value = getattr(self, name)
             is_count = _is_int(value) and value >= 1
             _require(value == "auto" or is_count, name, '"auto" or a positive int', value)
-        if self.num_microbatches != "auto" and int(self.num_microbatches) > MOST_MICROBATCHES:
+        slices = self.num_sequence_slices
+        is_count = _is_int(slices) and slices >= 1
+        _require(is_count, "num_sequence_slices", "a positive int", slices)
+        if slices > 1 and self.is_chosen:
+            can = " or ".join(name for name, recipe in FAMILIES.items() if recipe.can_slice)
             raise ValueError(
-                f"num_microbatches ({self.num_microbatches}) is more than {MOST_MICROBATCHES}, the "
+                f"num_sequence_slices={slices} needs a schedule of slices, and schedule="
+                f"{self.schedule!r} chooses one of whole sequences; set schedule={can}"
+            )
+        most = MOST_MICROBATCHES // slices
+        if self.num_microbatches != "auto" and int(self.num_microbatches) > most:
+            in_slices = f" in {slices} slices" if slices > 1 else ""
+            raise ValueError(
+                f"num_microbatches ({self.num_microbatches}{in_slices}) is more than {most}, the "
                 f"most that messages between ranks can tell apart, and its plan would take long to "
                 f"build; use fewer, larger microbatches: a few for each rank fill a pipeline"
             )
@@ -225,6 +237,7 @@ class PipelineSettings:
             self.gradient_accumulation_fusion,
             self.derive_lengths,
             self.heads_to_try[0],
+            self.num_sequence_slices,
         )
 
     @property
@@ -283,7 +296,16 @@ class PipelineSettings:
         """
         option = self.option(num_microbatches)
         sizes = num_ranks, num_microbatches, option.num_chunks
-        schedule = build_by(self._recipe[1], option.schedule, sizes)
+        is_named, num_slices = _is_name(self.schedule), self.num_sequence_slices
+        slices: dict[str, Any] = (
+            {"num_sequence_slices": num_slices} if is_named and num_slices > 1 else {}
+        )
+        schedule = build_by(self._recipe[1], option.schedule, sizes, **slices)
+        if schedule.num_sequence_slices != num_slices:
+            raise ScheduleError(
+                f"schedule {schedule.name} has {schedule.num_sequence_slices} slices of each "
+                f"sequence; set num_sequence_slices={schedule.num_sequence_slices}"
+            )
         if schedule.has_copies and self.offload not in ("auto", "none"):
             raise ScheduleError(
                 f"schedule {schedule.name} says itself what it offloads, and offload="

@@ -285,7 +285,7 @@ class Executor:
         if self._pending:
             receive = self._with_weights(receive)
         output = stage.forward(microbatch, receive, self._keep, store)
-        if not self.mailbox.give(action, output):
+        if not self.mailbox.give(action, output) and microbatch.has_result:
             self._results[action.microbatch] = output
         self._finish(action)
 

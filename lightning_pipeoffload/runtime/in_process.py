@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
@@ -50,6 +50,7 @@ class InProcessPipeline:
         **options: Any,
     ) -> None:
         self.plan = lower(schedule)
+        options["num_sequence_slices"] = schedule.num_sequence_slices
         self._step = step
         device = next(module.parameters()).device if device is None else device
         self.ranks = [
@@ -83,7 +84,7 @@ class InProcessPipeline:
             step = partial(_call, self._step, pipeline.module)
             slices = pipeline.cut_batch(own, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
-            microbatches = placed(slices, weights)
+            microbatches = in_slices(placed(slices, weights), self.plan.num_sequence_slices)
             executor.stages = pipeline.stages
             runs.append(_actions(executor, self.plan, microbatches))
         for pipeline in self.ranks:

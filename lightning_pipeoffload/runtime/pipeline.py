@@ -34,6 +34,7 @@ from lightning_pipeoffload.runtime.cut.checks import (
     CallsError,
     check_recompute_full,
     check_shared_weights,
+    check_slices,
     check_step,
     impossible_cuts,
 )
@@ -55,6 +56,7 @@ from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.sequence.attention import install_attention
 from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
@@ -332,11 +334,14 @@ class Pipeline:
             if not record.is_known:
                 self._take_in(record)
                 record.is_known = True
+            if self._num_slices > 1 and record.sequence is None:
+                check_slices(record, self.chain, bool(self.settings.compile))
+                record.sequence = self.records.find_sequence(part, step, own_seed)
             records.append(record)
             run: Callable[[StepCall], Any] = partial(step, part)
             if record.changes_batch:
                 own = without_shared(part, batch) if index < len(cut.parts) - 1 else part
-                run = CallOnCopies(step, own, len(self.stages))
+                run = CallOnCopies(step, own, len(self.stages) * self._num_slices)
             slices.append(Microbatch(part, num_samples, run, record, self.device, own_seed))
         if torch.is_grad_enabled():
             check_shared_weights(self._shared_weights)
@@ -345,6 +350,11 @@ class Pipeline:
         for record in new:
             record.has_run = True
         return slices
+
+    @property
+    def _num_slices(self) -> int:
+        """The number of slices in which the blocks run; an evaluation runs whole."""
+        return self.settings.num_sequence_slices if torch.is_grad_enabled() else 1
 
     def _find_record(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
         try:
@@ -443,6 +453,8 @@ class Pipeline:
             self.ownership.move()
         install_split()
         weight_grad_kernels.install_kernels(self.device.type)
+        if self.settings.num_sequence_slices > 1:
+            install_attention(self.device.type)
         install_replay()
         install_draws()
         _attached.add(self)

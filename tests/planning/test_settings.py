@@ -13,6 +13,7 @@ BAD_ARGUMENTS = {
     "rank_order": ("inner", 'rank_order must be "pipeline_inner" .* or "data_inner" '),
     "pipeline_parallel_size": (0, 'pipeline_parallel_size must be "auto" or a positive int, not 0'),
     "num_microbatches": ("many", "num_microbatches must be \"auto\" or a positive int, not 'many'"),
+    "num_sequence_slices": (0, "num_sequence_slices must be a positive int, not 0"),
     "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
     "schedule": ("1f2b", "schedule '1f2b' does not exist; use .*, auto, the path of a .csv"),
     "blocks": (["a.*", 1], r"or a list of patterns of its blocks' names, not \['a.\*', 1\]"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.crossings import Crossing
@@ -98,7 +99,7 @@ class CallChecks:
             )
 
     def _check_checkpoint(self, index: int) -> None:
-        outer, self._checkpoint = self._checkpoint, _checkpoint_around()
+        outer, self._checkpoint = self._checkpoint, checkpoint_around()
         if outer is not None and outer is self._checkpoint:
             raise ValueError(
                 f"the step checkpoints {self._chain.block_name(self._last)} and "
@@ -144,7 +145,7 @@ def _count_hooks(block: nn.Module) -> int:
     return len(block._forward_hooks) + len(block._forward_pre_hooks)
 
 
-def _checkpoint_around() -> Any:
+def checkpoint_around() -> Any:
     """Return an object that identifies the running checkpoint; None if none runs."""
     # Private: no public API shows that a checkpoint runs, whose blocks are called again in B.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -187,6 +188,47 @@ def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
     for write in record.writes:
         if write.is_users and (write.point.is_in_block or id(write.variable.part) in in_blocks):
             return f"the step writes {write.variable.label}{in_brackets(write.line)}"
+    return ""
+
+
+def check_slices(record: StepRecord, chain: BlockChain, compile: bool) -> None:
+    """Refuse ``num_sequence_slices`` for a step whose blocks alone do not carry its sequences.
+
+    Raises:
+        ValueError: With the block or the line, and what to do.
+    """
+    for reason in _obstacles_to_slices(record, chain, compile):
+        raise ValueError(
+            f"num_sequence_slices needs a step that hands its sequences from block to block only: "
+            f"{reason}; change that, or use num_sequence_slices=1"
+        )
+
+
+def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -> Iterator[str]:
+    if not record.calls.is_once:
+        yield "the step calls blocks several times"
+    if record.starts_backward:
+        yield "the step starts a backward of its own"
+    for crossing in record.crossings:
+        line = in_brackets(crossing.line)
+        yield f"it uses what was computed from {_origins(crossing.origins)} behind blocks{line}"
+    for write in record.writes:
+        if write.is_users and write.point.is_in_block:
+            name = chain.block_name(write.point.segment)
+            yield f"{name} writes {write.variable.label}{in_brackets(write.line)}"
+    for index, block in enumerate(chain.blocks):
+        does = _obstacle_in(block, compile, record.shapes_suffice(index))
+        if does:
+            yield f"{chain.block_name(index)} {does}"
+
+
+def _obstacle_in(block: nn.Module, compile: bool, has_shapes: bool) -> str:
+    if not has_shapes:
+        return "returns more than tensors, or puts some into an attribute, an argument or a hook"
+    if compile or is_compiled(block):
+        return "is compiled"
+    if any(hasattr(child, "track_running_stats") for child in block.modules()):
+        return "has a norm over samples and tokens (BatchNorm)"
     return ""
 
 

@@ -37,6 +37,7 @@ class CutSettings:
     gradient_accumulation_fusion: bool = False  # see weight_grad.queue.add_product_in_float32
     derive_lengths: bool = True  # see derived_records
     head_weight_grad: str = "W"  # or "B": what computes weight gradients behind the blocks
+    num_sequence_slices: int = 1  # of a microbatch in training
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ it. Only the bytes that autograd saves need another run, since they depend on th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import InitVar, dataclass, field, fields
@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder
+from lightning_pipeoffload.runtime.sequence.slices import SequenceDims, SequenceSlice
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
@@ -187,6 +188,12 @@ class StepRecord:
     result_counts: frozenset[int] | None = frozenset()
     """Numbers of samples for which the step's result has a row for each; None: it is None."""
 
+    # Where blocks run on slices of the sequence.
+    sequence: SequenceDims | None = None
+    sequence_slice: SequenceSlice | None = None
+    """The slice that this is the record of, see :meth:`in_slices`."""
+    sequence_slices: Sequence[SequenceSlice] = ()  # all of them
+
     is_derived: bool = False  # see derived_records
     is_short: bool = False  # see alike_blocks
     is_known: bool = False  # the pipeline has been cut for it
@@ -201,6 +208,7 @@ class StepRecord:
         self._carried: dict[int, list[Crossing]] = {}
         self._payloads: dict[int, list[TensorSpec]] = {}
         self._of_stages: dict[tuple[int, int, bool], StageRecord] = {}
+        self._of_slices: list[StepRecord] = []
 
     @property
     def holds_for_shapes(self) -> bool:
@@ -221,8 +229,20 @@ class StepRecord:
             setattr(derived, name, value)
         derived.flags = self.flags.with_sized(calls, constants)
         derived._carried, derived._payloads, derived._of_stages = {}, {}, {}
+        derived._of_slices = []
         derived.is_derived, derived.is_known, derived.has_run = True, False, False
         return derived
+
+    def in_slices(self, num_slices: int) -> list[StepRecord]:
+        """Return a record for each slice of the sequence, which differ in what stages send."""
+        if len(self._of_slices) != num_slices:
+            assert self.sequence is not None
+            parts = self.sequence.slices(self.outputs[0].payload, num_slices)
+            self._of_slices = [copy(self) for _ in parts]
+            for record, part in zip(self._of_slices, parts, strict=True):
+                record.sequence_slice, record.sequence_slices = part, parts
+                record._payloads, record._of_stages = {}, {}
+        return self._of_slices
 
     @property
     def derivation(self) -> str:
@@ -273,10 +293,17 @@ class StepRecord:
     def payload_over(self, block: int) -> list[TensorSpec]:
         """Return the specs of all tensors that cross the cut before ``block``."""
         if block not in self._payloads:
-            outputs = [s for call in self.handed_over(block) for s in self.outputs[call].payload]
+            outputs = [s for call in self.handed_over(block) for s in self._payload_of(call)]
             carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
             self._payloads[block] = [*outputs, *carried]
         return self._payloads[block]
+
+    def _payload_of(self, call: int) -> list[TensorSpec]:
+        whole, part = self.outputs[call].payload, self.sequence_slice
+        if part is None or self.sequence is None:
+            return whole
+        dims = self.sequence.outputs[call]
+        return [part.cut_spec(spec, dim) for spec, dim in zip(whole, dims, strict=True)]
 
     def of_stage(self, blocks: range, is_last: bool) -> StageRecord:
         """Return what the record says about the stage of some blocks; see :class:`StageRecord`."""
@@ -297,6 +324,7 @@ _SIZED = (
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("is_derived", "is_short", "is_known", "has_run"),
+    *("sequence", "sequence_slice", "sequence_slices"),
     "pairs",  # of samples, which are as many at any length
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }

@@ -25,11 +25,13 @@ from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.checks import CallsError, OrderError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
+from lightning_pipeoffload.runtime.cut.sequence_dims import BlockShapes, find_dims
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
 from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
+from lightning_pipeoffload.runtime.sequence.slices import SequenceDims
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
@@ -179,6 +181,22 @@ class StepRecords:
         self._flags[shapes].pop(answers, None)
         if record.has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
+
+    def find_sequence(self, part: Any, step: UsersStep, seed: int) -> SequenceDims:
+        """Find the sequence in what blocks get and return.
+
+        Raises:
+            ValueError: There is none, or it is not found everywhere.
+        """
+
+        def trace(some: Any) -> BlockShapes:
+            trial = self._trial(some, step, seed)
+            shapes = BlockShapes(*self._traced, compared=self._written_long)
+            trial.record = shapes.record
+            shapes.trace(trial)
+            return shapes
+
+        return find_dims(part, trace)
 
     def propose(self, part: Any, step: UsersStep, seed: int) -> str:
         """Return how an error goes on if a step could be cut at other blocks, which it names."""

@@ -47,6 +47,7 @@ from torch.autograd.graph import GradientEdge
 from lightning_pipeoffload.runtime.cut.record import StageRecord
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.payload import Received
+from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.step_writes import Left
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
@@ -68,6 +69,7 @@ class InFlight:
         left: The attributes that the user's steps write, as F has left them.
         seen: The values of tensors that the step writes in place, as F has seen them, where later
             F's have written them and B or W may read them.
+        earlier: What slices of a microbatch on this stage keep for later ones; None: it is whole.
         awaits_weight: Whether B has run.
     """
 
@@ -80,4 +82,12 @@ class InFlight:
     sent: tuple[GradientEdge, ...] = ()
     left: Left | None = None
     seen: TensorValues | None = None
+    earlier: EarlierSlices | None = None
     awaits_weight: bool = False
+
+    @property
+    def slice(self) -> SequenceSlice:
+        """The slice of the sequence of a microbatch in slices."""
+        part = self.microbatch.record.sequence_slice
+        assert part is not None
+        return part

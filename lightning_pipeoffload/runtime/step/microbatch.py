@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ class Microbatch:
     differentiate: Callable[[Tensor], None] = Tensor.backward
     answers: dict[ReadPlace, list[Any]] | None = None
 
+    @property
+    def has_result(self) -> bool:
+        """Whether its step comes to an end: on slices of the sequence, that on the last one."""
+        part = self.record.sequence_slice
+        return part is None or part.is_last
+
 
 def placed(
     slices: Sequence[Microbatch],
@@ -61,3 +68,24 @@ def placed(
         microbatch.index, microbatch.weight = index, weight
         microbatch.differentiate = differentiate
     return slices
+
+
+def in_slices(microbatches: Sequence[Microbatch], num_slices: int) -> Sequence[Microbatch]:
+    """Return each microbatch once for each slice of its sequences, in their places of a plan."""
+    if num_slices == 1:
+        return microbatches
+    return [
+        replace(
+            whole,
+            index=whole.index * num_slices + place,
+            record=record,
+            run=whole.run if place == num_slices - 1 else partial(_run_to_blocks, whole.run),
+        )
+        for whole in microbatches
+        for place, record in enumerate(whole.record.in_slices(num_slices))
+    ]
+
+
+def _run_to_blocks(run: Callable[[StepCall], Any], call: StepCall) -> Any:
+    """Run a step that is left behind the blocks: what it logs counts with the last slice."""
+    return run(StepCall())

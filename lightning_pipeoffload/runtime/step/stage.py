@@ -20,11 +20,13 @@ from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
+from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
 from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.step.sliced_pass import SlicedPass
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import refuse_late_writes
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
@@ -102,7 +104,11 @@ class StageRunner:
         received = Received(record.specs_in) if keep else None
         flight = InFlight(microbatch, record, queue, received, store)
         is_answered = microbatch.record.reads.are_repeated(len(context.ownership.local_stages))
-        step = (AnsweredPass if is_answered else StagePass)(context, flight, receive)
+        if microbatch.record.sequence_slice is None:
+            step = (AnsweredPass if is_answered else StagePass)(context, flight, receive)
+        else:
+            flight.earlier = self._earlier_of(flight)
+            step = SlicedPass(context, flight, receive)
         if context.writes.may_write_tensors:
             queue.operands = set()
             self._keep_seen()
@@ -119,11 +125,15 @@ class StageRunner:
             if store is not None:
                 self.memory.measure_forward(store)
         if self.is_last:
-            if not keep:
+            if not keep or not microbatch.has_result:
                 return output
             flight.loss = loss_in(output)
             return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
         return self._hand_on(flight, output)
+
+    def _earlier_of(self, flight: InFlight) -> EarlierSlices | None:
+        before = None if flight.slice.index == 0 else self.in_flight[flight.microbatch.index - 1]
+        return EarlierSlices() if before is None else before.earlier
 
     def _hand_on(self, flight: InFlight, output: list[Tensor]) -> list[Tensor]:
         specs = flight.record.specs_out
@@ -173,13 +183,17 @@ class StageRunner:
         return to_send
 
     def _differentiate(self, flight: InFlight, gradients: list[Tensor]) -> None:
+        roots = flight.sent
+        if flight.earlier is not None:
+            edges, of_later = flight.earlier.pop(flight.slice)
+            roots, gradients = (*roots, *edges), [*gradients, *of_later]
         try:
-            if flight.sent:
+            if roots:
                 # Private: what torch.autograd.backward() calls once it has compared the shapes,
                 # which the received gradients have by their specs. In a small block's B that
                 # comparison takes as long as the engine.
                 _engine_run_backward(
-                    flight.sent, tuple(gradients), False, False, (),
+                    roots, tuple(gradients), False, False, (),
                     allow_unreachable=True, accumulate_grad=True,
                 )  # fmt: skip
             elif flight.loss is not None:
@@ -282,6 +296,7 @@ class StageRunner:
             if compares or writes.is_by_users
             else NOTHING,
             self._context.around(),
+            NOTHING if flight.microbatch.has_result else writes.undone(),
         )
 
     def abandon(self) -> None:

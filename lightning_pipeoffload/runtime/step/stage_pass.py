@@ -94,6 +94,7 @@ class StageContext:
         head_is_at_once: Whether the last stage's B computes weight gradients behind the blocks.
         is_first: Whether the step starts here.
         is_last: Whether the step ends here.
+        checked_on_slices: The blocks that are found to compute on slices what they do on the whole.
     """
 
     stage: Stage
@@ -112,6 +113,7 @@ class StageContext:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
         self.draws_beside_torch = False
+        self.checked_on_slices: set[int] = set()
 
     @cached_property
     def call(self) -> StepCall:
@@ -304,7 +306,7 @@ class StagePass:
 
     def _call_of(self, index: int) -> Callable[..., Any]:
         context, record = self._context, self._step_record
-        run = context.chain.plain_call(index)
+        run = self._plain_call(index)
         # A value that leaves an open block through a hook would come from its first run only.
         if self._received is None or index in record.opened:
             return run
@@ -313,6 +315,9 @@ class StagePass:
             beside = written, self._generators
             return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *beside)
         return run
+
+    def _plain_call(self, index: int) -> Callable[..., Any]:
+        return self._context.chain.plain_call(index)
 
     def _computed_output(
         self, output: BlockOutput, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -214,6 +214,23 @@ class StepWrites:
         Returns:
             A function that restores it, as if no stage had run a microbatch since.
         """
+        restore = self._snapshot(buffers)
+
+        def put_back() -> None:
+            self._values_of.clear()
+            self._num_passes = dict.fromkeys(self._num_passes, 0)
+            restore()
+
+        return put_back
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a step writes inside: of a microbatch in slices the last one's writes count."""
+        restore = self._snapshot(())
+        yield
+        restore()
+
+    def _snapshot(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
         held = [v.value for v in self._written.values() if v.attribute in self._in_place]
         values = TensorValues([*(v for v in held if type(v) is Tensor), *buffers])
         snapshot = Snapshot(v.attribute for v in self._written.values())
@@ -227,8 +244,6 @@ class StepWrites:
         def put_back() -> None:
             for space, name, value in places:  # stages have had copies there
                 space[name] = value
-            self._values_of.clear()
-            self._num_passes = dict.fromkeys(self._num_passes, 0)
             snapshot.put_back()
             values.put_back()
 

@@ -20,7 +20,10 @@ from lightning_pipeoffload.runtime.weight_grad.calls import (
 from lightning_pipeoffload.runtime.weight_grad.node import apply_deferred
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue, has_hooks
 
-_Original = Callable[..., Tensor]
+Original = Callable[..., Tensor]
+"""Runs an operation as torch does; gets the dispatcher's keys first."""
+
+MakeKernel = Callable[[Original], Callable[..., Tensor]]
 
 _MARK = "_pipeoffload_deferred"
 # Views and casts save no tensors, so backward may pass them once per use.
@@ -78,7 +81,7 @@ def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
     return may_wait(bias if bias.is_leaf else _viewed(bias.grad_fn))
 
 
-def _linear(original: _Original) -> Callable[..., Tensor]:
+def _linear(original: Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _takes_part(weight, bias):
             return apply_deferred(Linear(weight, bias), x)
@@ -100,7 +103,7 @@ def _product(
     return kernel
 
 
-def _addmm(original: _Original) -> Callable[..., Tensor]:
+def _addmm(original: Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
         unscaled = all(scale == 1 for scale in scales.values())
         if unscaled and bias.dim() == 1 and _takes_part(right, bias):
@@ -110,7 +113,7 @@ def _addmm(original: _Original) -> Callable[..., Tensor]:
     return kernel
 
 
-def _grouped_mm(original: _Original) -> Callable[..., Tensor]:
+def _grouped_mm(original: Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Tensor:
         by_rows = left.dim() == 2 and right.dim() == 3 and len(options) == 1 and not named
         if by_rows and _takes_part(right, None):
@@ -120,7 +123,7 @@ def _grouped_mm(original: _Original) -> Callable[..., Tensor]:
     return kernel
 
 
-def _convolution(original: _Original) -> Callable[..., Tensor]:
+def _convolution(original: Original) -> Callable[..., Tensor]:
     def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
         if _takes_part(weight, bias):
             return apply_deferred(Convolution(weight, bias, *options), x)
@@ -129,7 +132,7 @@ def _convolution(original: _Original) -> Callable[..., Tensor]:
     return kernel
 
 
-_KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
+_KERNELS: dict[str, MakeKernel] = {
     "linear": _linear,
     "mm": partial(_product, MatrixProduct),
     "bmm": partial(_product, BatchedProduct),  # of einsum too
@@ -139,8 +142,8 @@ _KERNELS: dict[str, Callable[[_Original], Callable[..., Tensor]]] = {
 }
 # The names of these operations' nodes when they are not deferred.
 _PRODUCTS = {f"{name.title().replace('_', '')}Backward0" for name in _KERNELS}
-# By type of device; global, as torch's dispatcher is.
-_libraries: dict[str, torch.library.Library] = {}
+# By operation and type of device; global, as torch's dispatcher is.
+_libraries: dict[tuple[str, str], torch.library.Library] = {}
 
 
 def install_kernels(device_type: str) -> None:
@@ -148,18 +151,25 @@ def install_kernels(device_type: str) -> None:
 
     They cost 2 to 4 us a call while nothing is deferred; :func:`remove_kernels` removes them.
     """
-    if device_type in _libraries:
+    for name, make_kernel in _KERNELS.items():
+        install_kernel(name, make_kernel, PLAIN_CALLS[name], device_type)
+
+
+def install_kernel(
+    name: str, make_kernel: MakeKernel, call: Callable[..., Tensor], device_type: str
+) -> None:
+    """Install a kernel of an operation for one type of device, once; ``call`` is torch's own."""
+    if (name, device_type) in _libraries:
         return
     key = f"Autograd{device_type.upper()}"
     library = torch.library.Library("aten", "IMPL")
     # Overriding is allowed by default from torch 2.12 on.
     options = {"with_keyset": True, "allow_override": True}
-    for name, make_kernel in _KERNELS.items():
-        library.impl(name, make_kernel(_original(name, key)), key, **options)
-    _libraries[device_type] = library
+    library.impl(name, make_kernel(_original(name, key, call)), key, **options)
+    _libraries[name, device_type] = library
 
 
-def _original(name: str, key: str) -> _Original:
+def _original(name: str, key: str, call: Callable[..., Tensor]) -> Original:
     """Return a function that calls the original operation and releases the GIL meanwhile.
 
     A kernel that is called directly holds the GIL while it runs: for ever if an accelerator's queue
@@ -169,7 +179,6 @@ def _original(name: str, key: str) -> _Original:
     kernel = torch.library.get_kernel(f"aten::{name}", key)
     if repr(kernel) != repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther")):
         return kernel.call_boxed
-    call = PLAIN_CALLS[name]
     # Private: no public API continues dispatch at a given key. An operator's redispatch() takes
     # 4 us more.
     keys = torch._C.DispatchKey.__members__
@@ -188,12 +197,13 @@ def _original(name: str, key: str) -> _Original:
 
 def remove_kernels() -> None:
     """Restore the dispatcher's own kernels."""
+    names = {name for name, _ in _libraries}
     while _libraries:
         # Private: a Library unregisters only when it is garbage-collected.
         _libraries.popitem()[1]._destroy()
     # Private: what was compiled meanwhile has cached that these keys have a kernel, and what is
     # compiled later would find none there, so that parameters got no gradient.
-    for name in _KERNELS:
+    for name in names:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             getattr(packet, overload)._dispatch_cache.clear()

@@ -1,0 +1,196 @@
+"""Attention of a slice of a sequence: to itself, and to the keys and values of earlier slices.
+
+A kernel at the dispatcher's autograd key takes the place of torch's attention while a block runs on
+a slice, also where torch calls it itself, as in ``nn.MultiheadAttention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
+from lightning_pipeoffload.runtime.weight_grad.kernels import Original, install_kernel
+from lightning_pipeoffload.runtime.weight_grad.node import Hooks, saving_hooks
+
+_INSTEAD = (
+    "; slices attend by scaled_dot_product_attention with is_causal=True, or with a mask of "
+    'queries and keys that the block gets as an argument (attn_implementation="sdpa" of '
+    "transformers): use that, or num_sequence_slices=1"
+)
+
+
+class BlockOnSlice:
+    """One call of a block on a slice.
+
+    Args:
+        block: The block's name.
+        call: The number of the call.
+        part: The slice.
+        earlier: What earlier slices of the microbatch have kept.
+    """
+
+    def __init__(self, block: str, call: int, part: SequenceSlice, earlier: EarlierSlices) -> None:
+        self._block, self._call = block, call
+        self.part, self._earlier = part, earlier
+        self._num_attentions = 0
+        self._around: Any = None
+
+    def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block; in a backward again, for ``recompute="full"``."""
+        self._num_attentions, self._around = 0, _modes()
+        with IN_FORCE.during(self):
+            return block(*args, **kwargs)
+
+    def attend(
+        self,
+        plain: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Attend to the keys and values of this slice and of earlier ones."""
+        self._check(query, key, mask, is_causal)
+        part = self.part
+        slices = self._earlier.keys_and_values[self._call, self._num_attentions]
+        self._num_attentions += 1
+        if len(slices) == part.index:  # not when the block runs again
+            slices.append((self._earlier.share(part, key), self._earlier.share(part, value)))
+        keys, values = zip(*slices[: part.index], (key, value), strict=True)
+        with _JoinedTensors() as joined:
+            key, value = joined.join(keys), joined.join(values)
+            if is_causal and part.index:
+                return _attend_lower_right(plain, query, key, value, options)
+            return plain(query, key, value, mask, is_causal=is_causal, **options)
+
+    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+        size, reason = self.part.stop - self.part.start, ""
+        if _modes() != self._around:
+            raise ValueError(
+                f"{self._block} is checkpointed inside (gradient_checkpointing of transformers, or "
+                f"torch.utils.checkpoint), and its attention would not find the slice again; leave "
+                f'that out, and use recompute="full"'
+            )
+        if query.shape[-2] != size or key.shape[-2] != size:
+            reason = f"has {query.shape[-2]} queries and {key.shape[-2]} keys in a slice of {size}"
+        elif mask is None and not is_causal:
+            reason = "attends to later tokens"
+        elif mask is not None and mask.shape[-1] != self.part.stop:
+            reason = f"has a mask of {mask.shape[-1]} keys, and {self.part.stop} keys until there"
+        if reason:
+            raise ValueError(
+                f"the sequences of {self._block} cannot be cut into slices: its attention "
+                f"{reason}{_INSTEAD}"
+            )
+
+
+class _JoinedTensors:
+    """Saves joined keys and values as those of the slices, which join again in the backward.
+
+    They are there for later slices anyway, and stay on the device: the hooks around, of an offload
+    say, do not get them.
+    """
+
+    def __init__(self) -> None:
+        self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by address
+        around: Hooks = saving_hooks() or (_same, _same)
+        self._pack_around, self._unpack_around = around
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+
+    def join(self, slices: Sequence[Tensor]) -> Tensor:
+        """Return the slices' keys or values as one tensor."""
+        joined = slices[0] if len(slices) == 1 else torch.cat([*slices], -2)
+        self._joined[joined.data_ptr()] = joined, [part.detach() for part in slices]
+        return joined
+
+    def __enter__(self) -> _JoinedTensors:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._joined.clear()  # the graph holds this object
+
+    def _pack(self, tensor: Tensor) -> Any:
+        joined, slices = self._joined.get(tensor.data_ptr(), (None, []))
+        if joined is None or joined.shape != tensor.shape or joined.stride() != tensor.stride():
+            return self._pack_around(tensor)
+        return _Slices(slices)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Slices):
+            return self._unpack_around(packed)
+        return packed.tensors[0] if len(packed.tensors) == 1 else torch.cat(packed.tensors, -2)
+
+
+class _Slices(NamedTuple):
+    tensors: list[Tensor]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _modes() -> Any:
+    """Return what a checkpoint changes: saved-tensors hooks, or whether there is a graph."""
+    hooks = saving_hooks()
+    return hooks and hooks[0], torch.is_grad_enabled()
+
+
+def _attend_lower_right(
+    plain: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend causally where the last query is at the place of the last key."""
+    size = query.shape[-2], key.shape[-2]
+    if query.device.type == "cpu":
+        mask = torch.ones(size, dtype=torch.bool).tril(size[1] - size[0])
+        return plain(query, key, value, mask, is_causal=False, **options)
+    # Private: what F.scaled_dot_product_attention() does with this mask; torch functions are off.
+    bias = CausalBias(CausalVariant.LOWER_RIGHT, *size)
+    return CausalBias._dispatch(query, key, value, bias, **options)
+
+
+def _attention(original: Original) -> Callable[..., Tensor]:
+    def kernel(
+        keys: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        def plain(*args: Any, **kwargs: Any) -> Tensor:
+            return original(keys, *args, **kwargs)
+
+        running = IN_FORCE.latest(BlockOnSlice)
+        options["dropout_p"] = dropout_p
+        if running is None:
+            return plain(query, key, value, attn_mask, is_causal=is_causal, **options)
+        return running.attend(plain, query, key, value, attn_mask, is_causal, options)
+
+    return kernel
+
+
+def install_attention(device_type: str) -> None:
+    """Let blocks that run on slices attend to earlier ones, on one type of device; once.
+
+    It costs 2 to 4 us a call; ``remove_kernels`` removes it.
+    """
+    call = functional.scaled_dot_product_attention
+    install_kernel("scaled_dot_product_attention", _attention, call, device_type)

@@ -1,0 +1,131 @@
+"""Slices of a microbatch along its sequences, and what earlier ones keep for later ones.
+
+The blocks run on one slice after the other; each attends to the keys and values of those before it.
+The code behind the blocks gets the outputs of all slices, joined. What a later slice uses of an
+earlier one is a leaf of the later one's graph, whose gradient adds up until the earlier one's B::
+
+    F of slice 0    keys, values  ->  leaves
+    F of slice 1                      used   keys, values  ->  leaves
+    F of slice 2                      used                     used
+    B of slice 2                      .grad                    .grad
+    B of slice 1                      .grad += ...             starts from its .grad
+    B of slice 0                      starts from its .grad
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_pipeoffload.runtime.payload import TensorSpec, dense_stride
+from lightning_pipeoffload.schedule import cut_positions
+
+Dims = tuple[int, ...]
+"""The dimensions of a tensor that are as long as the sequence; a second one counts keys."""
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """One slice of a microbatch's sequences.
+
+    Attributes:
+        index: Its number.
+        start: The place of its first token.
+        stop: The place behind its last token.
+        length: The tokens of a whole sequence.
+    """
+
+    index: int
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends the sequence."""
+        return self.stop == self.length
+
+    def cut(self, tensor: Tensor, dims: Dims) -> Tensor:
+        """Return the slice's part of a tensor; of a second dimension, all up to its end."""
+        for place, dim in enumerate(dims):
+            start = 0 if place else self.start
+            tensor = tensor.narrow(dim, start, self.stop - start)
+        return tensor
+
+    def cut_spec(self, spec: TensorSpec, dims: Dims) -> TensorSpec:
+        """Return the spec of a tensor's part."""
+        part = self.cut(spec.empty("meta"), dims)
+        return replace(spec, shape=part.shape, stride=dense_stride(part))
+
+
+@dataclass(frozen=True)
+class SequenceDims:
+    """Where the sequence is in what blocks get and return, by call.
+
+    Attributes:
+        arguments: For each leaf of a call's arguments its dimensions; () of what is not cut.
+        outputs: For each tensor of its output.
+        linear: Operations of the blocks for each token.
+        quadratic: Operations for each pair of tokens.
+    """
+
+    arguments: Sequence[Sequence[Dims]]
+    outputs: Sequence[Sequence[Dims]]
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def slices(self, outputs: Sequence[TensorSpec], num_slices: int) -> list[SequenceSlice]:
+        """Return slices of equal work, of sequences as long as the first block's output.
+
+        Raises:
+            ValueError: They would have less than two tokens.
+        """
+        (dim, *_) = self.outputs[0][0]
+        length = outputs[0].shape[dim]
+        work = self.linear * length, self.quadratic * length**2
+        ends = (0, *cut_positions(length, num_slices, *work))
+        return [SequenceSlice(i, ends[i], ends[i + 1], length) for i in range(num_slices)]
+
+
+class SharedValue(NamedTuple):
+    """A value of a slice that later slices use."""
+
+    edge: GradientEdge
+    leaf: Tensor  # what they use
+
+
+class EarlierSlices:
+    """What the slices of a microbatch on one stage keep for later ones.
+
+    Attributes:
+        outputs: The outputs of the last block, of each slice.
+        keys_and_values: Those of each slice, by attention: the block's call and its number there.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[list[Tensor]] = []
+        self.keys_and_values: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]]
+        self.keys_and_values = defaultdict(list)
+        self._shared: defaultdict[int, list[SharedValue]] = defaultdict(list)
+
+    def share(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
+        """Return a leaf with the value of a slice's tensor, for the graphs of later slices."""
+        leaf = tensor.detach()
+        if tensor.requires_grad:
+            leaf.requires_grad_()
+            self._shared[part.index].append(SharedValue(get_gradient_edge(tensor), leaf))
+        return leaf
+
+    def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return where a slice's backward begins beside what it sends, with the gradients."""
+        del self.outputs[part.index :]
+        for of_attention in self.keys_and_values.values():
+            del of_attention[part.index :]
+        used = [value for value in self._shared.pop(part.index, ()) if value.leaf.grad is not None]
+        gradients = [value.leaf.grad for value in used if value.leaf.grad is not None]
+        return [value.edge for value in used], gradients

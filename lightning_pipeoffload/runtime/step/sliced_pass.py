@@ -1,0 +1,141 @@
+"""One F of a stage on a slice of the sequence (``num_sequence_slices``).
+
+The step's code sees whole sequences: before the blocks it runs on the whole microbatch, and what it
+passes on from one block to the next stands for the whole output of the block. Only the blocks run
+on the slice. On the last stage the step is left behind them, but for the last slice, whose step
+gets the outputs of all slices, joined. Two blocks on one stage, two slices::
+
+    training_step   embedding   block 0          block 1                head, loss
+    slice 0         runs        on slice 0  ->   on slice 0, exit
+    slice 1         runs        on slice 1  ->   on slice 1, joined ->  runs, returns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see runtime/leaves
+from typing_extensions import override
+
+from lightning_pipeoffload.runtime.cut.block_chain import StageExit
+from lightning_pipeoffload.runtime.cut.checks import checkpoint_around
+from lightning_pipeoffload.runtime.leaves import output_tensors
+from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
+from lightning_pipeoffload.runtime.sequence.block_check import BlockCheck
+from lightning_pipeoffload.runtime.sequence.slices import Dims
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.in_flight import InFlight
+from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+
+class SlicedPass(StagePass):
+    """One F on a slice."""
+
+    def __init__(
+        self, context: StageContext, flight: InFlight, receive: Callable[[], list[Tensor]]
+    ) -> None:
+        super().__init__(context, flight, receive)
+        dims, earlier = self._step_record.sequence, flight.earlier
+        assert dims is not None
+        assert earlier is not None
+        self._dims, self._earlier, self._part = dims, earlier, flight.slice
+        self._values: dict[int, tuple[ShapeOnly, Tensor]] = {}  # by the ids of what stands for them
+
+    @override
+    def run(self) -> Any:
+        try:
+            return super().run()
+        finally:
+            self._values.clear()  # a checkpoint in the stage's graph holds this
+
+    @override
+    def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index not in self._context.checked_on_slices:
+            self._check(call, index, (args, kwargs))
+        args, kwargs = self._cut(call, index, (args, kwargs))
+        # The code before the blocks has drawn the same for each slice.
+        seed = mix_seed(self._microbatch.seed, call, self._part.index)
+        self._seed_segment(seed)
+        if self._generators.exist:
+            self._generators.seed(seed)
+        output = super()._run_own(call, index, args, kwargs)
+        return output if call == self._record.exit else self._hand_on(call, output_tensors(output))
+
+    @override
+    def _plain_call(self, index: int) -> Callable[..., Any]:
+        plain = super()._plain_call(index)
+        name = self._context.chain.block_name(index)
+        return partial(BlockOnSlice(name, index, self._part, self._earlier).run, plain)
+
+    @override
+    def _hand_over(self, call: int, output: Any) -> Any:
+        if call not in self._entered:
+            self._enter_stage()
+        return self._hand_on(call, self._entered.pop(call))
+
+    def _hand_on(self, call: int, tensors: Sequence[Tensor]) -> Any:
+        """Return the whole output of a call; before the last block it has no values."""
+        output, context = self._step_record.outputs[call], self._context
+        if call == len(self._record.calls) - 1:
+            return output.fill(self._join(call, tensors))
+        origins = context.chain.output_origins(self._record.calls[call])
+        device = self._microbatch.device
+        shapes = [ShapeOnly(meta, device, origins) for meta in output.metas]
+        self._values = {id(s): (s, t) for s, t in zip(shapes, tensors, strict=True)}
+        return output.fill(shapes)
+
+    def _join(self, call: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if not self._part.is_last:
+            kept = [self._earlier.share(self._part, tensor) for tensor in tensors]
+            self._earlier.outputs.append(kept)
+            self._left = True
+            raise StageExit([])
+        slices = zip(*self._earlier.outputs, tensors, strict=True)
+        dims = (dim for (dim, *_) in self._dims.outputs[call])
+        return [torch.cat(parts, dim) for parts, dim in zip(slices, dims, strict=True)]
+
+    def _check(self, call: int, index: int, arguments: Any) -> None:
+        """Check that a block may run on slices, once for each."""
+        if checkpoint_around() is not None:
+            raise ValueError(
+                f"the step checkpoints {self._context.chain.block_name(index)}, which would run "
+                f'again on whole sequences; leave that out, and use recompute="full"'
+            )
+        self._context.checked_on_slices.add(index)
+        chain, dims, record = self._context.chain, self._dims, self._step_record
+        given = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
+        plain = super()._plain_call(index)
+        BlockCheck(chain.block_name(index), chain.blocks[index], plain, *given).check()
+
+    def _cut(self, call: int, index: int, arguments: Any) -> Any:
+        leaves, form = tree_flatten(arguments)
+        dims = self._dims.arguments[call]
+        if len(leaves) != len(dims):
+            raise ValueError(
+                f"{self._context.chain.block_name(index)} gets {len(leaves)} arguments, and got "
+                f"{len(dims)} when the step ran without values; with num_sequence_slices they "
+                f"cannot depend on values{self._step_record.derivation}"
+            )
+        cut = [self._cut_leaf(index, leaf, of) for leaf, of in zip(leaves, dims, strict=True)]
+        return tree_unflatten(cut, form)
+
+    def _cut_leaf(self, index: int, leaf: Any, dims: Dims) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if isinstance(leaf, ShapeOnly):
+            _, value = self._values.get(id(leaf), (None, None))
+            if value is None:
+                raise ValueError(
+                    f"the step computes what {self._context.chain.block_name(index)} gets"
+                    f"{in_brackets(calling_line())} from outputs of blocks; with "
+                    f"num_sequence_slices there is a slice of these only: let a block compute it, "
+                    f"or use num_sequence_slices=1"
+                )
+            return value
+        return self._part.cut(leaf, dims) if dims else leaf

@@ -1,0 +1,89 @@
+"""Fits of real processes whose blocks run on slices of the sequence, beside one device."""
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeoffload.demos.gpt import GPT
+from tests.support import fits
+from tests.support.pairs import slow
+
+EXACT = {"rel": 1e-10, "abs": 1e-12}
+SIZES = {"vocab_size": 16, "context": 12, "width": 8, "depth": 8, "heads": 2, "dropout": 0.0}
+
+
+class Counting(GPT):
+    """The demo's GPT in float64, whose steps count before the blocks."""
+
+    def __init__(self, **options):
+        super().__init__(**{**SIZES, **options})
+        self.double()
+        self.num_steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.num_steps += 1
+        self.log("count", float(self.num_steps), reduce_fx="max", on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Losses(L.Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.found.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def loader():
+    tokens = torch.randint(16, (18, 13), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), 8)  # the last has 2
+
+
+def fit(num_ranks, path, ckpt_path=None, max_epochs=2, **pipeline):
+    L.seed_everything(7, verbose=False)
+    losses = Losses()
+    pipeline = {"schedule": "seq_zb", "num_sequence_slices": 3, **pipeline}
+    trainer = fits.trainer(num_ranks, pipeline, callbacks=[losses], max_epochs=max_epochs)
+    module = Counting(tie_weights=True)
+    trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(path)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return losses.found, metrics
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return fit(0, tmp_path_factory.mktemp("plain") / "end.ckpt")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        slow({"schedule": "seq_1f1b", "recompute": "full"}),
+        slow({"offload": "full"}),
+        slow({"optimizer_sync": "post_validation"}),
+        slow({"recompute": "cheap", "num_sequence_slices": 6}),
+    ],
+    ids=str,
+)
+def test_a_fit_in_slices_is_that_of_one_device(ranks, plain, tmp_path, options):
+    losses, metrics = plain
+    for found in ranks(2).run(_fit, 2, str(tmp_path / "end.ckpt"), options):
+        assert found[0] == pytest.approx(losses, **EXACT)
+        assert found[1]["val_loss"] == pytest.approx(metrics["val_loss"], **EXACT)
+        assert found[1]["count"] == 18  # microbatches of two samples
+
+
+@pytest.mark.slow
+def test_a_fit_in_slices_goes_on_where_it_was_saved(ranks, plain, tmp_path):
+    path = str(tmp_path / "middle.ckpt")
+    ranks(2).run(_fit, 2, path, {"max_epochs": 1})
+    resumed = {"ckpt_path": path, "num_sequence_slices": 4, "schedule": "seq_1f1b"}
+    for found in ranks(2).run(_fit, 2, str(tmp_path / "end.ckpt"), resumed):
+        assert found[0] == pytest.approx(plain[0][3:], **EXACT)
+
+
+def _fit(num_ranks, path, options):
+    return fit(num_ranks, path, **options)

@@ -1,0 +1,322 @@
+"""Blocks that run on slices of the sequence give the plain module's losses and gradients."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipeoffload.runtime.in_process import InProcessPipeline
+from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
+from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, build, offload_activations
+from tests.support.comparison import train_plain
+from tests.support.families import (
+    FAMILIES,
+    HF,
+    PLAIN,
+    TEXT,
+    Family,
+    call_step,
+    next_token_padded,
+)
+from tests.support.offloaded import memory_of_all
+from tests.support.pairs import slow
+from tests.support.small_modules import (
+    DemoGPT,
+    Outcome,
+    assert_same,
+    run_pipeline,
+    run_plain,
+)
+
+VOCABULARY, LENGTH = 16, 12
+
+
+def tokens(count):
+    return torch.randint(1, VOCABULARY, (count, LENGTH))
+
+
+def sliced(name, num_ranks, count, num_slices):
+    return build(name, num_ranks, count, num_sequence_slices=num_slices)
+
+
+@cache
+def plain(**options):
+    torch.manual_seed(0)
+    module = DemoGPT(context=LENGTH, **options).double()
+    batch = tokens(8)
+    return module, batch, run_plain(module, batch, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_slices", "options"),
+    [
+        ("seq_1f1b", 2, 4, {}),
+        ("seq_zb", 2, 3, {"recompute": "full"}),
+        ("seq_zb", 4, 4, {}),
+        slow(("seq_zb", 3, 2, {"recompute": "cheap"})),
+        slow(("seq_1f1b", 1, 5, {"recompute": "full"})),
+        slow(("seq_zb", 3, 4, {"split": [4, 4, 0]})),
+    ],
+)
+def test_gradients_are_the_plain_modules(name, num_ranks, num_slices, options):
+    module, batch, expected = plain(tie_weights=True)
+    found = run_pipeline(module, sliced(name, num_ranks, 4, num_slices), batch, 2, **options)
+    assert_same(found, expected)
+
+
+def test_slices_of_several_stages_of_a_rank_are_exact():
+    units, stages = range(6), [(0, 3), (1, 2)]  # a V, all forwards first
+    ranks = [
+        [Action(Kind.F, stage, unit) for stage in of_rank for unit in units]
+        + [Action(Kind.BW, s, m * 3 + k) for s in of_rank[::-1] for m in (0, 1) for k in (2, 1, 0)]
+        for of_rank in stages
+    ]
+    module, batch, _ = plain()
+    found = run_pipeline(module, Schedule.of(ranks, num_sequence_slices=3), batch, 4)
+    assert_same(found, run_plain(module, batch, 4))
+
+
+def test_what_is_offloaded_changes_no_bit():
+    module, batch, _ = plain()
+    schedule = sliced("seq_zb", 2, 4, 3)
+    costs = Costs(1, 1, 1, weight_residue=0.5, offload=0.1, reload=0.1)
+    plan, _ = offload_activations(schedule, costs, "full")
+    assert plan.has_copies
+    found = run_pipeline(module, plan, batch, 2, memory=memory_of_all)
+    expected = run_pipeline(module, schedule, batch, 2)
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(found.gradients[name], gradient), name
+
+
+def test_dropout_is_drawn_anew_for_each_slice_and_alike_for_every_plan():
+    module, batch, _ = plain(dropout=0.2)
+    expected = run_pipeline(module, sliced("seq_1f1b", 1, 4, 3), batch, 2)
+    for name, num_ranks in (("seq_zb", 2), ("seq_1f1b", 4)):
+        found = run_pipeline(module, sliced(name, num_ranks, 4, 3), batch, 2)
+        assert all(map(torch.equal, found.losses, expected.losses))
+        for of, gradient in expected.gradients.items():
+            assert torch.equal(found.gradients[of], gradient), of
+
+
+class Dropping(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(count))
+        self.drop = nn.Dropout(0.5)
+        self.count, self.masks = 0, []
+
+    def step(self, x):
+        self.count += 1
+        self.masks.append(torch.rand(()))  # of the code before the blocks
+        x = self.drop(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def test_the_code_before_the_blocks_counts_once_and_draws_alike_for_each_slice():
+    torch.manual_seed(0)
+    module, batch = Dropping(4).double(), tokens(4)
+    outcomes = []
+    for num_slices in (1, 3):
+        pipeline = InProcessPipeline(module, sliced("seq_1f1b", 2, 2, num_slices), sum_step)
+        losses = pipeline.run(batch, 2)
+        outcomes.append(Outcome(losses, pipeline.named_gradients()))
+        assert [rank.module.count for rank in pipeline.ranks] == [2, 2]
+        assert [len(rank.module.masks) for rank in pipeline.ranks] == [2, 2]
+    assert_same(outcomes[1], outcomes[0])
+
+
+def sum_step(module, part):
+    return module.step(part)
+
+
+def test_a_wrong_gradient_of_earlier_keys_and_values_shows(monkeypatch):
+    module, batch, expected = plain()
+    pop = EarlierSlices.pop
+
+    def wrong(self, part):
+        edges, gradients = pop(self, part)
+        return edges, [gradient * 1.001 for gradient in gradients]
+
+    monkeypatch.setattr(EarlierSlices, "pop", wrong)
+    with pytest.raises(AssertionError):
+        assert_same(run_pipeline(module, sliced("seq_zb", 2, 4, 3), batch, 2), expected, 1e-5)
+
+
+# Models as people bring them
+
+
+class CausalEncoder(nn.Module):
+    """Torch's own layers, which call attention in C++, with a causal mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(8)]
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x):
+        x = self.embed(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return self.head(x)
+
+
+def next_of(model, batch):
+    return functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def padded_left(count):
+    mask = (torch.arange(LENGTH) >= torch.arange(count)[:, None] % 4).long()
+    return {"input_ids": tokens(count), "attention_mask": mask}
+
+
+ONE_HEAD = {**TEXT, "num_key_value_heads": 1}
+OWN = {
+    "causal_encoder": Family(CausalEncoder, next_of, tokens),
+    "mistral": Family(HF("MistralForCausalLM", **ONE_HEAD, sliding_window=4), PLAIN, tokens),
+    "llama_padded_left": Family(HF("LlamaForCausalLM", **ONE_HEAD), next_token_padded, padded_left),
+    "llama_tied": Family(
+        HF("LlamaForCausalLM", **ONE_HEAD, tie_word_embeddings=True), PLAIN, tokens
+    ),
+    "qwen2": Family(HF("Qwen2ForCausalLM", **ONE_HEAD), PLAIN, tokens),
+    "phi3": Family(HF("Phi3ForCausalLM", **ONE_HEAD), PLAIN, tokens),
+    "neox": Family(HF("GPTNeoXForCausalLM", **TEXT, max_position_embeddings=16), PLAIN, tokens),
+    "olmo2": Family(HF("Olmo2ForCausalLM", **ONE_HEAD), PLAIN, tokens),
+    "granite": Family(HF("GraniteForCausalLM", **ONE_HEAD), PLAIN, tokens),
+    "smollm3": Family(HF("SmolLM3ForCausalLM", **ONE_HEAD), PLAIN, tokens),
+    "opt": Family(
+        HF("OPTForCausalLM", **TEXT, ffn_dim=16, word_embed_proj_dim=8, dropout=0.0), PLAIN, tokens
+    ),
+    "olmoe": Family(
+        HF("OlmoeForCausalLM", **ONE_HEAD, num_experts=2, num_experts_per_tok=1),
+        PLAIN,
+        tokens,
+        dtype=torch.float32,
+    ),
+    "deepseek_v3": Family(
+        HF(
+            "DeepseekV3ForCausalLM",
+            **{**TEXT, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 1},
+            **{"topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 4},
+            **{"q_lora_rank": 4, "kv_lora_rank": 4, "qk_rope_head_dim": 4, "v_head_dim": 4},
+            **{"qk_nope_head_dim": 4, "n_shared_experts": 1},
+        ),
+        PLAIN,
+        tokens,
+        dtype=torch.float32,
+    ),
+}
+
+
+def train_family(family, num_slices=3, num_ranks=2, name="seq_zb", **options):
+    torch.manual_seed(0)
+    module, batch = family.task(), family.samples(4)
+    if family.blocks:
+        options["blocks"] = family.blocks
+    plan = sliced(name, num_ranks, 2, num_slices)
+    pipeline = InProcessPipeline(module, plan, call_step, **options)
+    found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients(), pipeline.named_buffers())
+    assert_same(found, train_plain(module, batch, 2), family.tolerance)
+
+
+SLOW = [*OWN][3:]
+
+
+@pytest.mark.parametrize("name", ["llama_padding_mask", slow("llama_cache"), slow("gpt2")])
+def test_families_of_the_other_tests_are_exact(name):
+    train_family(FAMILIES[name])
+
+
+@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in OWN])
+def test_more_families_are_exact(name):
+    train_family(OWN[name])
+
+
+# What is refused
+
+
+REFUSED = {
+    "bert": "attends to later tokens",
+    "mamba": "something else on slices",
+    "scaled_gpt": "attends to later tokens",
+    "dense_convolutions": "BatchNorm",
+    "mixtral_router_loss": "hands its sequences from block to block only",
+    "llama_hidden_states": "hands its sequences from block to block only",
+    "llama_checkpointed": 'use recompute="full"',
+    "vit": "on half of it",
+    "t5": "num_sequence_slices=1",
+}
+BY_DEFAULT = {"bert", "llama_hidden_states", "llama_checkpointed"}
+
+
+@pytest.mark.parametrize("name", [n if n in BY_DEFAULT else slow(n) for n in REFUSED])
+def test_families_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        train_family(FAMILIES[name])
+
+
+class Between(nn.Module):
+    """A step with a function of its own between blocks, or around their calls."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(4))
+        self.call = call
+
+    def step(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x.pow(2).mean()
+
+
+class Eager(nn.Module):
+    def forward(self, x):
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (x @ x.mT).masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1) @ x
+
+
+def pooled(block, x):
+    return block(x).mean(1)[:, None].expand_as(x)
+
+
+def count(block, x):
+    block.calls = getattr(block, "calls", 0) + 1
+    return block(x)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda block, x: block(x) + x.mean(1, keepdim=True), "from block to block only"),
+        (lambda block, x: block(x).relu(), "from outputs of blocks"),
+        (partial(checkpoint, use_reentrant=False), "checkpoints blocks.0"),
+        (lambda block, x: block(x[:, ::2]).repeat_interleave(2, 1), "num_sequence_slices=1"),
+    ],
+)
+def test_work_between_blocks_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        run_pipeline(Between(call).double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
+
+
+def test_eager_attention_is_refused():
+    module = Between(lambda block, x: block(x))
+    module.blocks[1].append(Eager())
+    with pytest.raises(ValueError, match=r"blocks.1 computes something else on slices"):
+        run_pipeline(module.double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
+
+
+def test_slices_of_one_token_are_refused():
+    module, batch, _ = plain()
+    with pytest.raises(ValueError, match="at most 6"):
+        run_pipeline(module, sliced("seq_1f1b", 2, 4, 7), batch, 2)
