@@ -24,6 +24,7 @@ from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.nn.attention.bias import CausalBias
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
@@ -130,6 +131,7 @@ OWNERS = [
     (torch.ops.aten, "_local_scalar_dense _to_copy _unique2"),
     (torch.amp.GradScaler("cpu"), "_scale _growth_tracker _unscale_grads_"),
     (torch.ops.aten.add.Tensor, "_schema _dispatch_cache"),
+    (CausalBias, "_dispatch"),
     (torch.library.Library, "_destroy"),
     (nn.Module().state_dict(), "_metadata"),
     (
