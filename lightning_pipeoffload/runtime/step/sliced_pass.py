@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_pipeoffload.runtime.cut.block_chain import StageExit
 from lightning_pipeoffload.runtime.cut.checks import checkpoint_around
 from lightning_pipeoffload.runtime.leaves import output_tensors
+from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
 from lightning_pipeoffload.runtime.sequence.block_check import BlockCheck
@@ -74,9 +75,7 @@ class SlicedPass(StagePass):
         return partial(BlockOnSlice(name, index, self._part, self._earlier).run, plain)
 
     @override
-    def _hand_over(self, call: int, output: Any) -> Any:
-        if call not in self._entered:
-            self._enter_stage()
+    def _hand_over(self, call: int, output: BlockOutput) -> Any:
         return self._hand_on(call, self._entered.pop(call))
 
     def _hand_on(self, call: int, tensors: Sequence[Tensor]) -> Any:

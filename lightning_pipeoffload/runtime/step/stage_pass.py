@@ -269,11 +269,14 @@ class StagePass:
         if call == self._record.entry:
             self._enter_stage()
         if call in self._entered:
-            return output.fill(self._entered.pop(call))
+            return self._hand_over(call, output)
         shapes = self._context.shapes_of(index, output, self._microbatch.device)
         if isinstance(shapes, ShapeOnly) and suffices and call != self._record.entry:
             self._outputs[call] = shapes, shapes.meta
         return shapes
+
+    def _hand_over(self, call: int, output: BlockOutput) -> Any:
+        return output.fill(self._entered.pop(call))
 
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _are_values(args, kwargs) and has_shapes((args, kwargs)):
