@@ -221,6 +221,25 @@ class Crossing(nn.Module):
         return (x * start.exp()).sum(-1, keepdim=True)
 
 
+class TwoViews(nn.Module):
+    """SimCLR with a projector between the calls, and a residual around the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+        self.projector = nn.Sequential(nn.Linear(64, 32), nn.Tanh())
+
+    def encode(self, x):
+        x = start = self.first(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.projector(x * start.exp())
+
+    def forward(self, x):
+        return self.encode(x) * self.encode(x.flip(-1)).exp()
+
+
 class Adapted(nn.Module):
     """A frozen layer with an adapter, whose W is short."""
 
@@ -241,6 +260,8 @@ def make(name):
     if name.startswith("gpt_"):
         options = {"dropout": 0.1 * ("dropout" in name), "tie_weights": "tied" in name}
         return gpt(10 if "deep" in name else 4, **options), (tokens(), tokens())
+    if name == "two_views":
+        return Task(TwoViews(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
     if name == "crossing":
         return Task(Crossing(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
     family = FAMILIES[name]
@@ -256,7 +277,9 @@ def make(name):
         ("gpt_tied", "zb_v", 2, "none"),
         ("gpt_plain", "zb_v", 2, "cheap"),
         ("crossing", "interleaved_1f1b", 2, "none"),
+        ("two_views", "zb_v", 2, "none"),
         ("llama_checkpointed", "zb_h1", 2, "none"),
+        slow(("two_views", "1f1b", 2, "full")),
         slow(("llama_padding_mask", "zb_h1", 3, "cheap")),
         slow(("mixtral", "1f1b", 2, "full")),
         slow(("t5", "zb_h1", 2, "none")),

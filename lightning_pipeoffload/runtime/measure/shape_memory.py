@@ -9,7 +9,7 @@ that the stages' stores count later on the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -176,7 +177,11 @@ class _MeasuringPass(StepTrace):
         ):
             if self._recompute == "cheap":
                 self._cheap = CheapRecompute((Tensor, ShapeOnly))
-            with self._cheap.saving() if self._cheap else nullcontext():
+            is_once = self.record.calls.is_once
+            with (
+                self._cheap.saving() if self._cheap else nullcontext(),
+                nullcontext() if is_once else _Turns(self._begin_stage_of),
+            ):
                 yield
 
     def _note_resident(self) -> set[int]:
@@ -223,6 +228,10 @@ class _MeasuringPass(StepTrace):
     def _drop(self, written: Tensor) -> bool:
         """Drop writes behind the blocks too, as of metrics: nothing reads them here."""
         return super()._drop(written) or self.segment == len(self.chain)
+
+    def _begin_stage_of(self, operands: Any) -> None:
+        if not self._is_in_block:
+            self._begin_stage(self._stage_of[self.segment_of(operands)])
 
     def _begin_stage(self, stage: int) -> None:
         if self._cheap and stage != self._stores.turn:
@@ -286,6 +295,21 @@ class _MeasuringPass(StepTrace):
                 return
             self._stores.turn -= 1
         self._stores.count_for(1 + self._num_alike[block])
+
+
+class _Turns(TorchFunctionMode):
+    """Begins the stage of each call of a function between blocks that are called again."""
+
+    def __init__(self, begin: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._begin = begin
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._begin((args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 class _LeftOut(torch.autograd.Function):
