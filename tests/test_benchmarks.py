@@ -18,6 +18,7 @@ from examples.benchmarks import (
     offload_gpu,
     packed_rows,
     replica_bytes,
+    sequence_slices,
 )
 from examples.benchmarks.auto_wall import HEADER, settings
 from examples.benchmarks.offload_gpu import Size, Variant, measure
@@ -198,3 +199,14 @@ def test_packed_rows_take_less_than_padded_ones():
     padded, by_length, packed, dense = packed_rows.ratios(build("zb_h1", 2, 4), "chat", 2)
     assert 1 < packed < by_length < padded
     assert packed < dense
+
+
+def test_slices_take_less_than_whole_sequences(capsys):
+    sequence_slices.main(["--ranks", "4", "--microbatches", "2", "--limit", "1.5"])
+    rows = [
+        line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines() if "| 2 |" in line
+    ]
+    for cells in rows:
+        whole, *sliced = ([*map(float, cell.split(", "))] for cell in cells)
+        assert all(time < whole[0] for time, _ in sliced)
+    assert all(memory <= 1.5 for memory in (float(cell.split(", ")[1]) for cell in rows[1]))
