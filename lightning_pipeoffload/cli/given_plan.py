@@ -39,7 +39,13 @@ from lightning_pipeoffload.schedule import (
     with_copy_ratio,
 )
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
-from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_limit, check_sizes
+from lightning_pipeoffload.schedule.families import (
+    FAMILIES,
+    Recipe,
+    check_limit,
+    check_sizes,
+    check_slices,
+)
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.solver.optpipe import solved
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
@@ -144,6 +150,8 @@ class GivenPlans:
         if self.has_default_copies:
             self.costs = with_copy_ratio(self.costs, 1.0)
         self.units = MEASURED if config.costs_file else Units.of(self.costs)
+        self._num_slices = config.get("num_sequence_slices", 1)
+        check_sizes(num_sequence_slices=self._num_slices)
         self._has_barrier = has_barrier(config)
         self._steps_early = not needs_all_gradients(config)
 
@@ -152,7 +160,7 @@ class GivenPlans:
         return PlanRequest(
             self._config.num_ranks,
             wanted,
-            lambda option: _costs_of_stage(self.costs, option.num_chunks),
+            lambda option: _costs_of(option, self.costs, self._config.num_ranks),
             has_barrier=lambda option: self._has_barrier,
             steps_early=lambda option: self._steps_early,
             **values,
@@ -164,7 +172,8 @@ class GivenPlans:
         chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
         sizes = {"num_ranks": config.num_ranks, "num_microbatches": config.num_microbatches}
         check_sizes(**sizes, **chunks)
-        return options([config.num_microbatches], None, config.num_chunks)
+        sizes = [config.num_microbatches], None, config.num_chunks
+        return options(*sizes, num_sequence_slices=self._num_slices)
 
     def plan(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
         """Return the plan of ``strategy.schedule``, and what JSON says of it."""
@@ -192,6 +201,7 @@ class GivenPlans:
     def _solved(self) -> PlannedStep:
         """Return a solver's plan; it starts from the best of all families."""
         limit = self._limit
+        check_slices("optpipe", SCHEDULES["optpipe"], self._num_slices)
         auto = self.request(self.all_options(), memory_limit=limit, offload="auto")
         with progress("Planning all schedules") as show:
             best = make_plan(replace(auto, show=show))
@@ -216,7 +226,10 @@ class GivenPlans:
         for key in given:
             if key in ("num_ranks", "num_microbatches", "num_chunks", "costs", "memory_limit"):
                 raise ScheduleError(f"options.{key} is an argument of its own; set {key}")
-        option = Option(name, num_chunks, self._config.num_microbatches)
+        # In a comparison slices are for those that have any, as num_chunks are.
+        is_whole = self._config.compare and not recipe.can_slice
+        num_slices = 1 if is_whole else self._num_slices
+        option = Option(name, num_chunks, sizes["num_microbatches"], num_sequence_slices=num_slices)
         check_limit(self._limit)
         request = self.request(
             [option],
@@ -455,6 +468,14 @@ def _cell(plan: Candidate | None, best: Candidate | None) -> str:
         return "-"
     is_best = best is not None and _seconds(plan) <= _seconds(best) * _ROUNDING
     return f"[bold]{_seconds(plan):.4g}[/]" if is_best else f"{_seconds(plan):.4g}"
+
+
+def _costs_of(option: Option, costs: Costs, num_ranks: int) -> Costs:
+    """Return the costs of an option's stages; slices take equal time unless they have sizes."""
+    of_stage, num_slices = _costs_of_stage(costs, option.num_chunks), option.num_sequence_slices
+    if num_slices == 1 or (costs.slices is not None and costs.slices.sizes):
+        return of_stage
+    return of_stage.with_equal_slices(num_ranks * option.num_chunks, num_slices)
 
 
 def _costs_of_stage(costs: Costs, num_chunks: int) -> Costs:

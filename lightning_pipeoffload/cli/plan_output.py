@@ -52,7 +52,7 @@ def step_figures(step: PlannedStep) -> dict[str, Any]:
     rank sends in a step.
     """
     schedule, timeline = step.schedule, step.timeline
-    sizes = ("num_ranks", "num_chunks", "num_microbatches")
+    sizes = ("num_ranks", "num_chunks", "num_microbatches", "num_sequence_slices")
     totals = ("makespan", "bubble", "bubble_unsynchronized", "peak_memory", "peak_host_memory")
     return {
         "schedule": schedule.name,
@@ -157,7 +157,8 @@ def _headline(step: PlannedStep) -> str:
     schedule = step.schedule
     stages = "1 stage" if schedule.num_chunks == 1 else f"{schedule.num_chunks} stages"
     sizes = f"{schedule.num_ranks} ranks of {stages}, {schedule.num_microbatches} microbatches"
-    return f"{schedule.name}: {sizes}"
+    slices = schedule.num_sequence_slices
+    return f"{schedule.name}: {sizes}" + f", {slices} slices of a sequence" * (slices > 1)
 
 
 def _about_copies(ratio: float, share: float, figures: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 
 from .actions import Kind, ScheduleError
-from .slices import PerStage, Slices, of_every_stage
+from .slices import PerStage, Slices, cut_positions, of_every_stage
 
 __all__ = [
     "Costs",
@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 _LEAST, _MOST = 1e-100, 1e100
+
+_MANY_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,24 @@ class Costs:
         """Return the seconds of F, B and W of every stage."""
         names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
         return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
+
+    def with_equal_slices(
+        self, num_stages: int, num_slices: int, num_tokens: int = _MANY_TOKENS
+    ) -> Costs:
+        """Return the same costs with slices of such lengths that all cost about the same.
+
+        Args:
+            num_stages: Stages on all ranks together.
+            num_slices: Slices of each sequence.
+            num_tokens: Tokens of a sequence; without them cuts are between shares of one.
+        """
+        slices = self.slices or Slices()
+        names = ("forward", "backward_input", "backward_weight")
+        parts = [slices.parts(name, self.per_stage(name, num_stages)) for name in names]
+        linear, quadratic = map(sum, zip(*parts, strict=True))
+        ends = cut_positions(num_tokens, num_slices, linear, quadratic)
+        sizes = tuple(end - start for start, end in zip((0, *ends), ends, strict=False))
+        return replace(self, slices=replace(slices, sizes=sizes))
 
     def hops(self, placement: Sequence[int]) -> tuple[float, ...]:
         """Return the P2P latency from every stage to the next one, 0 if both are on one rank."""

@@ -8,7 +8,7 @@ sequences, behind the last slice. Sources: Li et al., "TeraPipe", ICML 2021; Sun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from math import inf, sqrt
@@ -104,14 +104,8 @@ class Slices:
         sizes = self.shares(num_slices)
         ends = [0.0, *accumulate(sizes)]
         squares = [end**2 - start**2 for start, end in zip(ends, ends[1:], strict=False)]
-        shares = (
-            of_every_stage(
-                f"slices.{part}_{name}", getattr(self, f"{part}_{name}", 0.0), len(costs)
-            )
-            for part in ("quadratic", "end")
-        )
         found = []
-        for cost, quadratic, behind in zip(costs, *shares, strict=True):
+        for cost, quadratic, behind in zip(costs, *self._shares_of(name, len(costs)), strict=True):
             linear = 1.0 - quadratic - behind
             of_stage = [
                 cost * (linear * size + quadratic * square)
@@ -120,6 +114,17 @@ class Slices:
             of_stage[-1] += cost * behind
             found += of_stage
         return found
+
+    def parts(self, name: str, costs: Sequence[float]) -> tuple[float, float]:
+        """Return of a cost of all stages' blocks the linear part and the quadratic one."""
+        stages = [*zip(costs, *self._shares_of(name, len(costs)), strict=True)]
+        quadratic = sum(cost * share for cost, share, _ in stages)
+        return sum(cost * (1 - behind) for cost, _, behind in stages) - quadratic, quadratic
+
+    def _shares_of(self, name: str, num_stages: int) -> Iterator[tuple[float, ...]]:
+        """Yield the quadratic share at every stage, and that which is behind the blocks."""
+        for share in (f"quadratic_{name}", f"end_{name}"):
+            yield of_every_stage(f"slices.{share}", getattr(self, share, 0.0), num_stages)
 
 
 def _check_shares(name: str, value: PerStage) -> None:

@@ -84,3 +84,21 @@ def test_offload_variants_stand_beside_the_schedule(compare):
     assert half["schedule"] == "uniform+half"
     assert max(half["peak_memory"]) < max(alone["peak_memory"])
     assert max(half["peak_host_memory"]) > max(alone["peak_host_memory"]) == 0
+
+
+def test_slices_of_sequences_shorten_a_step_of_few_microbatches(capsys):
+    words = ["num_ranks=4", "num_microbatches=2", "num_sequence_slices=4", "format=json"]
+    attention = ["costs.slices={quadratic_forward:0.4,quadratic_backward_input:0.6}"]
+    plan(composed("plan", *words, "compare=[1f1b,seq_1f1b,seq_zb]"))
+    rows = json.loads(capsys.readouterr().out)["compare"]
+    assert [row["num_sequence_slices"] for row in rows] == [1, 4, 4]
+    assert rows[2]["makespan"] < rows[1]["makespan"] < 0.7 * rows[0]["makespan"]
+    plan(composed("plan", *words, "schedule=auto", *attention))
+    found = json.loads(capsys.readouterr().out)
+    assert {each["schedule"] for each in found["candidates"]} == {"seq_1f1b", "seq_zb", "seq_v"}
+    assert found["period"] < 0.7 * rows[0]["period"]
+    plan(composed("plan", *words[:3], "schedule=seq_v"))
+    assert "2 microbatches, 4 slices of a sequence" in capsys.readouterr().out
+    for name in ("zb_v", "optpipe"):
+        with pytest.raises(ScheduleError, match=rf"slices \(4\) must be 1 for {name}, which runs"):
+            plan(composed("plan", *words, f"schedule={name}"))
