@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -44,12 +45,12 @@ def costs_of(num_tokens: int, num_chunks: int, num_slices: int, is_equal: bool =
     square = 0 if is_equal else 3 * quadratic
     ends = cut_positions(num_tokens, num_slices, 3 * LINEAR, square)
     slices = Slices(
-        [end - start for start, end in zip((0, *ends), ends, strict=False)],
+        tuple(end - start for start, end in zip((0, *ends), ends, strict=False)),
         quadratic_forward=quadratic / seconds["forward"],
         quadratic_backward_input=2 * quadratic / seconds["backward_input"],
         key_values=4 * KEY_VALUES / SAVED,
     )
-    times = {name: cost / unit for name, cost in seconds.items()}
+    times: dict[str, Any] = {name: cost / unit for name, cost in seconds.items()}
     return Costs(**times, activation=1 / num_chunks, slices=slices)
 
 
@@ -77,7 +78,7 @@ def sliced(
     """Return the cell of a schedule with slices."""
     name, num_slices = column
     costs = costs_of(size.tokens, FAMILIES[name].num_chunks, num_slices, size.equal)
-    given = {"costs": costs, "memory_limit": limit} if FAMILIES[name].heeds_limit else {}
+    given: dict[str, Any] = {"costs": costs, "memory_limit": limit}
     sizes = size.ranks, num_microbatches
     try:
         schedule = build(name, *sizes, num_sequence_slices=num_slices, **given)

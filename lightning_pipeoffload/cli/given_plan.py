@@ -172,8 +172,8 @@ class GivenPlans:
         chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
         sizes = {"num_ranks": config.num_ranks, "num_microbatches": config.num_microbatches}
         check_sizes(**sizes, **chunks)
-        sizes = [config.num_microbatches], None, config.num_chunks
-        return options(*sizes, num_sequence_slices=self._num_slices)
+        counts = [config.num_microbatches]
+        return options(counts, None, config.num_chunks, num_sequence_slices=self._num_slices)
 
     def plan(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
         """Return the plan of ``strategy.schedule``, and what JSON says of it."""
