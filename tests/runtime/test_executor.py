@@ -131,8 +131,9 @@ def test_after_backward_only_the_queue_is_alive(monkeypatch):
     assert found["0W0"] == 0
     # inputs and output gradients of 4 linear layers, 3 rows of 4 doubles; the head's has 1 column,
     # and the first one's input is the batch, which is there anyway
-    memory = pipeline.ranks[0].stages[0].memory
-    assert memory.residue_bytes == 8 * 3 * (3 * 4 + 3 * 4 + 1)
+    stage = pipeline.ranks[0].stages[0]
+    assert not stage.in_flight
+    assert stage.memory.residue_bytes == 8 * 3 * (3 * 4 + 3 * 4 + 1)
 
 
 @pytest.mark.usefixtures("without_gc")
@@ -157,6 +158,7 @@ def test_a_step_that_is_dropped_frees_what_its_forwards_saved(monkeypatch):
     assert Watched.__alive__
     for executor in pipeline.executors:
         executor.abandon()
+        assert not any(stage.in_flight for stage in executor.stages.values())
     assert not Watched.__alive__
 
 
