@@ -8,8 +8,8 @@ before the first B of a plan, and what it does behind it after the last::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +20,36 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation, Scaling
 from lightning_pipeoffload.planning.training_plan import Accumulation
 from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 
 _BEFORE_BACKWARD = "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward"
+
+
+class WrittenMemory(TorchDispatchMode):
+    """Collects in ``written`` the memory that operations inside write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = tensors_in([*written_arguments(func, args, kwargs or {})])
+        self.written.update(map(memory_of, found))
+        return result
 
 
 def scaler_of(precision: Precision) -> GradScaler | None:
@@ -93,7 +112,7 @@ class BatchBackward(BackwardHooks):
         Args:
             results: What steps have returned on this rank by then.
         """
-        with self._between_steps():
+        with self._between_steps(), self._refusing_writes():
             self._zero()
             self._begin(_loss_of(results[-1]) if results else None)
         if self._is_summed:
@@ -104,6 +123,30 @@ class BatchBackward(BackwardHooks):
         if self._collected is None or not self._runs_hooks:
             return nullcontext()
         return self._collected.between_steps()
+
+    @contextmanager
+    def _refusing_writes(self) -> Iterator[None]:
+        """Refuse hooks that write weights of the step, which each plan would run between others.
+
+        Where one microbatch alone has run, as with one stage, it is as on one device.
+        """
+        flights = [len(stage.in_flight) for stage in self._pipeline.stages.values()]
+        if not self._runs_hooks or max(flights, default=0) < 2:
+            yield
+            return
+        used = {name for record in self._pipeline.batch_records for name in record.segments}
+        local = self._pipeline.ownership.local_tensors()
+        before = {name: memory_of(local[name]) for name in sorted(used & local.keys())}
+        with WrittenMemory() as found:
+            yield
+        now = self._pipeline.ownership.local_tensors()
+        for name, memory in before.items():
+            if memory in found.written or memory_of(now[name]) != memory:
+                raise ValueError(
+                    f"{' or '.join(_BEFORE_BACKWARD)} writes {name}, which some microbatches of "
+                    f"the batch have used and others will: write it in on_train_batch_end or "
+                    f"on_train_batch_start"
+                )
 
     @cached_property
     def _runs_hooks(self) -> bool:

@@ -308,3 +308,27 @@ def refusal(kind):
     with pytest.raises(RuntimeError) as refused:
         trainer.fit(kind(), fits.loader())
     return str(refused.value)
+
+
+class Shrinking(Net):
+    def on_before_zero_grad(self, optimizer):
+        for parameter in self.parameters():
+            self.shrink(parameter)
+
+    def shrink(self, parameter):
+        parameter.data.mul_(0.9)
+
+
+class ShrinkingAnew(Shrinking):
+    def shrink(self, parameter):
+        parameter.data = parameter.data * 0.9
+
+
+@pytest.mark.parametrize("kind", [Shrinking, ShrinkingAnew])
+def test_a_weight_that_is_written_among_a_batchs_forwards_is_refused(kind):
+    one, all_first = (
+        fits.trainer(1, {"schedule": schedule}, max_steps=1) for schedule in ("1f1b", "gpipe")
+    )
+    one.fit(kind(), fits.loader())  # behind the first microbatch's forward, as on one device
+    with pytest.raises(ValueError, match=r"zero_grad or .* writes .*: write it in on_train_batch"):
+        all_first.fit(kind(), fits.loader())
