@@ -31,10 +31,13 @@ the middle, with the numbers of what happens below::
     what it has saved; weights' products get into the queue, with the tensors that these need.
 12. The gradients in ``received`` get into the Mailbox,
 13. and to the previous stage.
-14. Until W the queue is all that is left, and what hooks on its weights may read (``seen``).
+14. Until W the queue is left, and values of tensors that later F's write and W reads (``seen``).
 15. W: ``StageRunner.weight`` empties the queue. BW adds all gradients at once and ends here too.
 16. ``StageRunner.free`` drops the InFlight. After an error ``abandon`` drops all of a stage, and
     ``take_back`` those whose forwards run again.
+
+Where blocks run on slices of sequences, each slice is a Microbatch with its own InFlight; what the
+slices of a microbatch keep for each other on a stage is in the EarlierSlices that they share.
 """
 
 from __future__ import annotations
