@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,9 @@ from lightning_pipeoffload.schedule import (
     as_it_runs,
 )
 from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
+from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes, check_slices
 from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
-from lightning_pipeoffload.schedule.text import bytes_text, share_text
+from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["estimate_model", "plan_for_device"]
 
 _GIB, _MIB = 1 << 30, 1 << 20
+# Slices of sequences are proposed for a gain of this share, and not if shorter than so many tokens.
+_NUMBERS_OF_SLICES, _LEAST_GAIN, _LEAST_TOKENS = (2, 4, 8, 16), 0.05, 512
 _HEADS = {
     "parameters": "param-\neters",
     "gradients": "gradi-\nents",
@@ -81,10 +84,47 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
     as_run = as_it_runs(plan.schedule, plan.costs, early)
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
     needs = planner.rank_needs(plan, config.num_ranks)
+    proposal = _proposed_slices(planner, plan, config)
     speed = _speed(planner, step, config)
     figures |= {"memory": describe_needs(needs), **speed}
+    if proposal is not None:
+        figures |= {"sequence_slices": proposal}
     answer: list[str | Table] = [_table_of_ranks(needs), *_answer(needs, speed, planner, config)]
+    answer += _about_slices(proposal)
     return step, described(plan, with_candidates=True) | figures, answer
+
+
+def _proposed_slices(
+    planner: ModelPlanner, plan: Plan, config: DictConfig
+) -> dict[str, Any] | None:
+    """Return the fewest slices of sequences that gain about as much as any; None if they do not."""
+    length, before = planner.probe.num_tokens_of_sequence, plan.best.period
+    if planner.num_slices > 1 or length is None or not before:
+        return None
+    found: dict[int, float] = {}
+    for count in _NUMBERS_OF_SLICES:
+        wanted = [replace(plan.best.option, schedule="seq_zb", num_chunks=1)]
+        wanted = [replace(option, num_sequence_slices=count) for option in wanted]
+        if length >= count * _LEAST_TOKENS:
+            with suppress(ScheduleError):
+                request = planner.request(wanted, config.num_ranks, planner.settings)
+                found[count] = make_plan(request).best.period or before
+    least = min(found.values(), default=before)
+    if least > before * (1 - _LEAST_GAIN):
+        return None
+    count = next(n for n, period in found.items() if period <= least + 0.1 * (before - least))
+    period = found[count]
+    return {"num_sequence_slices": count, "period": period, "gain": 1 - period / before}
+
+
+def _about_slices(proposal: Mapping[str, Any] | None) -> list[str]:
+    if proposal is None:
+        return []
+    return [
+        f"in slices of its sequences a step would take {seconds_text(proposal['period'])}, "
+        f"{share_text(proposal['gain'])} less, if short slices are computed as fast: "
+        f"num_sequence_slices={proposal['num_sequence_slices']} schedule=seq_zb"
+    ]
 
 
 def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict[str, float | None]:
@@ -137,9 +177,13 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
             f"schedule ({name}) cannot be planned for a device; use auto or one of "
             f"{', '.join(FAMILIES)}"
         )
+    if name != "auto":
+        check_slices(name, FAMILIES[name], planner.num_slices)
+        if FAMILIES[name].can_slice and planner.num_slices == 1:
+            raise ScheduleError(f"{name} is for slices of sequences; set num_sequence_slices=8")
     sizes = [config.num_microbatches], None, config.num_chunks, [config.strategy.recompute]
-    heads = planner.settings.heads_to_try
-    wanted = [option for option in options(*sizes, heads) if name in ("auto", option.schedule)]
+    found = options(*sizes, planner.settings.heads_to_try, planner.num_slices)
+    wanted = [option for option in found if name in ("auto", option.schedule)]
     if not wanted:
         raise ScheduleError(f"{name} does not accept num_chunks ({config.num_chunks})")
     request = planner.request(wanted, config.num_ranks, planner.settings)
@@ -170,6 +214,11 @@ def estimate_model(config: DictConfig) -> None:
     """
     with progress("Counting what the model needs") as show:
         planner = ModelPlanner(config, show)
+        if planner.num_slices > 1:
+            raise ScheduleError(
+                f"num_sequence_slices ({planner.num_slices}) is for a device, whose times are "
+                f"known: add device=h100, or leave it at 1"
+            )
         limit = planner.memory
         found, refusals = _estimates(planner, config)
         if not found:

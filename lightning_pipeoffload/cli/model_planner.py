@@ -26,11 +26,12 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, RankNeeds, 
 from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
-from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, lower
+from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.schedule import stages_on
+from lightning_pipeoffload.schedule.slices import of_every_stage
 from lightning_pipeoffload.schedule.text import seconds_text
 
 if TYPE_CHECKING:
@@ -115,8 +116,10 @@ class ModelPlanner:
             check_sizes(devices_per_machine=config.devices_per_machine)
         self._config = config
         self._num_chunks, self._count = config.num_chunks, config.num_microbatches
+        self.num_slices = config.get("num_sequence_slices", 1)
         chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
-        check_sizes(num_microbatches=self._count, **chunks)
+        counts = {"num_microbatches": self._count, "num_sequence_slices": self.num_slices}
+        check_sizes(**counts, **chunks)
         self.settings = settings_of(config, _COUNTING, _INSTEAD, schedule="auto")
         self._has_barrier = has_barrier(config)
         self._is_clipped = needs_all_gradients(config)
@@ -174,6 +177,8 @@ class ModelPlanner:
         if option.recompute == "full":
             pairs = zip(compute["backward_input"], compute["forward"], strict=True)
             compute["backward_input"] = [b + f for b, f in pairs]
+        if option.num_sequence_slices > 1:
+            compute["slices"] = self._slices(needs, option)
         if self.device is None:
             copies = [sum(work) / 2 for work in zip(*compute.values(), strict=True)]
             return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
@@ -188,6 +193,25 @@ class ModelPlanner:
         if needs.is_on_host:
             compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
+
+    def _slices(self, needs: MemoryNeeds, option: Option) -> Slices | None:
+        """Return slices that take equal time, and how costs divide among them."""
+        slices, num_stages = needs.slices, len(needs.owned)
+        if option.recompute == "full":  # B has the shares of F as well
+            both = [needs.costs.per_stage(name, num_stages) for name in _COMPUTE[:2]]
+            shares = [
+                of_every_stage(
+                    f"quadratic_{name}", getattr(slices, f"quadratic_{name}"), num_stages
+                )
+                for name in _COMPUTE[:2]
+            ]
+            stages = zip(*both, *shares, strict=True)
+            mixed = tuple((f * a + b * c) / ((f + b) or 1.0) for f, b, a, c in stages)
+            slices = replace(slices, quadratic_backward_input=mixed)
+        costs = replace(needs.costs, slices=slices)
+        num_slices, length = option.num_sequence_slices, self.probe.num_tokens_of_sequence
+        given = (num_slices,) if length is None else (num_slices, length)
+        return costs.with_equal_slices(num_stages, *given).slices
 
     def _message_seconds(
         self, sent: Sequence[int], placement: Sequence[int], device: Device
@@ -215,7 +239,7 @@ class ModelPlanner:
     def rank_needs(self, plan: Plan, num_ranks: int) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""
         needs = self._with_optimizer(self.needs_of(plan.best.option, num_ranks), self.settings)
-        return needs.of_ranks(lower(plan.schedule))
+        return needs.in_slices(plan.costs).of_ranks(lower(plan.schedule))
 
     def taken(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
         """Return the bytes of the fullest rank besides activations."""

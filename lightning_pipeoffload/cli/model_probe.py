@@ -114,6 +114,11 @@ class ModelProbe:
         return next((leaf.numel() for leaf in whole if not leaf.is_floating_point()), None)
 
     @property
+    def num_tokens_of_sequence(self) -> int | None:
+        """Tokens of each sequence of the batch; None: it has none."""
+        return None if self.num_tokens is None else self.num_tokens // self.batch_size
+
+    @property
     def batch_flops(self) -> int:
         """Operations of training with the batch, forward and backward, without recomputation.
 

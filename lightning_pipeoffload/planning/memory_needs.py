@@ -24,12 +24,16 @@ from lightning_pipeoffload.schedule import (
     Costs,
     Kind,
     Schedule,
+    Slices,
     forward_only,
     lower,
     peak_host_memory,
     peak_memory,
     peak_message_memory,
 )
+
+_MOST_OF = 0.9  # of the bytes of parameters and buffers
+_SECONDS = ("forward", "backward_input", "backward_weight")
 
 ON_DEVICE = ("parameters", "gradients", "optimizer", "activations", "workspace", "messages")
 """The kinds of memory on a device, by their names in the report."""
@@ -95,6 +99,7 @@ class MemoryNeeds:
         workspace: Bytes that an F or B of each stage takes and frees again; one runs at a time.
         num_sharing: The number of replicas that share out optimizer states.
         stand_ins: The tensors that the optimizer steps in place of parameters; None: it has none.
+        slices: How the costs divide among slices of a sequence, where that is known.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
@@ -104,6 +109,7 @@ class MemoryNeeds:
     workspace: Sequence[float]
     num_sharing: int = 1
     stand_ins: StandIns | None = None
+    slices: Slices = Slices()
 
     @classmethod
     def of(
@@ -145,7 +151,36 @@ class MemoryNeeds:
         sent = {k: [self.sent[k][end(s.segments)] for s in stages] for k, end in ends.items()}
         owned = [self._tensors_of(sorted(stage.segments)) for stage in stages]
         workspace = [max(self.workspace[segment] for segment in s.segments) for s in stages]
-        return replace(self, owned=owned, costs=costs, sent=sent, workspace=workspace)
+        joined = replace(self, owned=owned, costs=costs, sent=sent, workspace=workspace)
+        return replace(joined, slices=self._slices_of(stages, costs))
+
+    def _slices_of(self, stages: Sequence[Stage], joined: Costs) -> Slices:
+        """Return how costs of stages divide among slices: by attention, and code behind the blocks.
+
+        In blocks that train, attention is what F has more than W. Where some do not, nothing is
+        known of it.
+        """
+        num_segments = len(self.owned)
+        sizes = [sizes for segment in self.owned for sizes in segment.values()]
+        trained = sum(size for size, gradient, _ in sizes if gradient)
+        trains = trained > _MOST_OF * sum(size for size, _, _ in sizes)
+        weight = self.costs.per_stage("backward_weight", num_segments)
+        shares: dict[str, Any] = {}
+        for name in ("forward", "backward_input"):
+            of_segment = self.costs.per_stage(name, num_segments)
+            beyond = [max(0.0, a - b) for a, b in zip(of_segment, weight, strict=True)]
+            beyond[-1] = 0.0
+            found = [sum(beyond[s] for s in stage.segments) * trains for stage in stages]
+            shares[f"quadratic_{name}"] = _shares(found, joined, name)
+        for name in (*_SECONDS, "activation", "weight_residue", "weight_input"):
+            behind = self.costs.per_stage(name, num_segments)[-1]
+            found = [behind * (num_segments - 1 in stage.segments) for stage in stages]
+            shares[f"end_{name}"] = _shares(found, joined, name)
+        return Slices(**shares)
+
+    def in_slices(self, costs: Costs) -> MemoryNeeds:
+        """Return these needs with the slices of a plan's costs."""
+        return replace(self, costs=replace(self.costs, slices=costs.slices))
 
     def scaled(self, factor: float) -> MemoryNeeds:
         """Return the needs of microbatches with ``factor`` times the samples."""
@@ -165,7 +200,7 @@ class MemoryNeeds:
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a lowered plan of these stages."""
         activations = peak_memory(plan, self.costs)
-        messages = peak_message_memory(plan, self._size_of, lower(forward_only(plan)))
+        messages = self._messages_of(plan)
         hosts = peak_host_memory(plan, self.costs)
         peaks = zip(activations, messages, hosts, strict=True)
         found = []
@@ -175,6 +210,22 @@ class MemoryNeeds:
             needs = *self._kept_by(stages), int(peak), *beside, self._on_host(stages)
             found.append(RankNeeds(*needs))
         return found
+
+    def _messages_of(self, plan: Schedule) -> Sequence[float]:
+        evaluation = lower(forward_only(plan))
+        if plan.num_sequence_slices == 1:
+            return peak_message_memory(plan, self._size_of, evaluation)
+        shares = (self.costs.slices or Slices()).shares(plan.num_sequence_slices)
+
+        def size_of_slice(send: Action) -> float:
+            return self._size_of(send) * shares[send.microbatch % len(shares)]
+
+        # Evaluations run whole sequences, whose messages are whole as well.
+        pairs = (
+            peak_message_memory(plan, size_of_slice),
+            peak_message_memory(evaluation, self._size_of),
+        )
+        return [*map(max, *pairs)]
 
     def taken_by(self, stages: Sequence[int]) -> float:
         """Return the bytes of some stages besides activations and messages."""
@@ -260,6 +311,12 @@ class MemoryNeeds:
             return 0
         assert self.stand_ins is not None
         return 0 if self.stand_ins.by_bucket else 2 * gradient
+
+
+def _shares(parts: Sequence[float], whole: Costs, name: str) -> list[float]:
+    costs = whole.per_stage(name, len(parts))
+    pairs = zip(parts, costs, strict=True)
+    return [min(1.0, part / cost) if cost else 0.0 for part, cost in pairs]
 
 
 def describe_needs(needs: Sequence[RankNeeds]) -> dict[str, list[int]]:

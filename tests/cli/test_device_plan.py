@@ -189,3 +189,52 @@ def test_a_precision_has_its_rate():
     kinds = {"32-true": "fp32", "bf16-true": "bf16", "16-mixed": "fp16", "64-true": "fp64"}
     assert {name: kind_of_precision(name) for name in kinds} == kinds
     assert all({*kinds.values()} == {*device.flops} for device in DEVICES.values())
+
+
+LONG = (
+    *("model.width=64", "model.heads=2", "data.context=8192", "data.batch_size=2"),
+    *("num_ranks=4", "num_microbatches=2", "num_chunks=1"),
+)
+
+
+def test_slices_of_long_sequences_are_proposed_with_their_gain_and_planned(capsys):
+    before = planned(capsys, *LONG, "schedule=zb_h1")
+    proposal = before["sequence_slices"]
+    count = proposal["num_sequence_slices"]
+    assert count > 1
+    assert proposal["period"] == pytest.approx((1 - proposal["gain"]) * before["period"])
+    sliced = planned(capsys, *LONG, "schedule=seq_zb", f"num_sequence_slices={count}")
+    # Of about equal ones that with less memory is taken.
+    assert sliced["period"] == pytest.approx(proposal["period"], rel=2e-3)
+    assert "sequence_slices" not in sliced
+    assert sliced["memory"]["activations"][0] <= before["memory"]["activations"][0]
+    plan(plan_config(*LONG, "schedule=zb_h1", "format=text"))
+    assert f"less, if short slices are computed as fast: num_sequence_slices={count}" in re.sub(
+        r"\s+", " ", capsys.readouterr().out
+    )
+
+
+def test_slices_of_a_model_take_equal_time_by_its_attention():
+    planner = ModelPlanner(plan_config(*LONG, "num_sequence_slices=4"))
+    costs = planner.costs_of(Option("seq_zb", 1, 2, num_sequence_slices=4), 4, planner.settings)
+    seconds = [
+        sum(of)
+        for of in zip(
+            *(costs.per_unit(n, 4, 4) for n in ("forward", "backward_input", "backward_weight")),
+            strict=True,
+        )
+    ]
+    assert seconds[:4] == pytest.approx([sum(seconds[:4]) / 4] * 4, rel=0.05)
+    first, *_, last = costs.slices.sizes
+    assert first > 1.5 * last  # 8192 tokens in blocks as narrow as this are mostly attention
+    assert costs.slices.end_forward[:3] == (0, 0, 0) < costs.slices.end_forward[3:]
+
+
+def test_slices_without_a_device_or_a_family_that_has_them_are_refused():
+    for words, message in {
+        ("num_sequence_slices=4", "schedule=zb_v"): r"must be 1 for zb_v, .* schedule=seq_1f1b",
+        ("schedule=seq_zb",): "seq_zb is for slices of sequences; set num_sequence_slices=8",
+        ("num_sequence_slices=4", "device=null", "schedule=seq_zb"): "add device=h100",
+    }.items():
+        with pytest.raises(ScheduleError, match=message):
+            plan(plan_config(*words))
