@@ -73,7 +73,7 @@ class PipeOffloadStrategy(CheckpointHooks):
             largest that it allows.
         num_sequence_slices: Slices of each microbatch along its sequences, on which the blocks of a
             causal model run one after the other in training; each attends to the keys and values of
-            those before it. Only ``schedule="seq_1f1b"`` and ``"seq_zb"`` have more than 1.
+            those before it. For schedules "seq_1f1b", "seq_zb", "seq_v" and "auto".
         num_chunks: Stages of each rank; "auto": the schedule's own.
         schedule: A name, a :class:`~lightning_pipeoffload.schedule.Schedule`, a callable
             ``(num_ranks, num_microbatches) -> Schedule``, or the path of a .csv file. "auto":

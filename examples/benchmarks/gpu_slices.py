@@ -1,30 +1,32 @@
 """A Llama layer in slices of its sequence, for ``gpu_check.py``: what shorter kernels cost.
 
-Each slice is a forward and a backward of its own. Its attention reads the keys and values of the
-slices before it, whose gradients add up until their own backwards, which run in reverse order.
+Each slice is a forward and a backward of its own, as ``num_sequence_slices`` runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from examples.benchmarks.gpu_llama import Size
 from examples.benchmarks.gpu_parts import difference
 from examples.benchmarks.gpu_process import is_accelerated
+from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice, install_attention
+from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.timing import finished_at
+from lightning_pipeoffload.runtime.weight_grad.kernels import remove_kernels
 
 _COUNTS, _REPETITIONS = (1, 2, 4, 8), 5
 _ROUNDING = 0.05  # of bfloat16
 
 
 class Layer(nn.Module):
-    """A layer without rotary embedding, which takes earlier slices' keys and values."""
+    """A layer without rotary embedding."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -36,38 +38,44 @@ class Layer(nn.Module):
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Tensor, earlier: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the layer's output, and the keys and values of this slice in one tensor."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend causally, and transform each position."""
         read = self.attended(self.first_norm(x)).unflatten(-1, (3, self.heads, -1))
-        queries, *own = read.permute(2, 0, 3, 1, 4)
-        joined = torch.stack(own)
-        keys, values = torch.cat([*earlier, joined], 3)
-        mask = causal_lower_right(queries.shape[-2], keys.shape[-2])
-        found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        found = functional.scaled_dot_product_attention(
+            *read.permute(2, 0, 3, 1, 4), is_causal=True
+        )
         x = x + self.out(found.transpose(1, 2).flatten(2))
         y = self.second_norm(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y)), joined
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
 def _run(layer: Layer, x: Tensor, grad: Tensor, count: int) -> tuple[float, float]:
     """Return the seconds of all slices' F, and of their B and W."""
+    length, earlier = x.shape[1], EarlierSlices()
+    ends = pairwise(length * number // count for number in range(count + 1))
+    slices = [SequenceSlice(index, *each, length) for index, each in enumerate(ends)]
     started = finished_at()
-    runs: list[tuple[Tensor, Tensor, Tensor]] = []
-    for part in x.chunk(count, 1):
-        output, joined = layer(part.requires_grad_(), [later for *_, later in runs])
-        runs.append((output, joined, joined.detach().requires_grad_()))
+    outputs = []
+    for part in slices:
+        given = part.cut(x, (1,)).requires_grad_()
+        outputs.append(BlockOnSlice("the layer", 0, part, earlier).run(layer, given))
     between = finished_at()
-    for (output, joined, later), given in zip(runs[::-1], grad.chunk(count, 1)[::-1], strict=True):
-        tensors, grads = [output], [given]
-        if later.grad is not None:
-            tensors.append(joined)
-            grads.append(later.grad)
-        torch.autograd.backward(tensors, grads)
+    for part, output in zip(slices[::-1], outputs[::-1], strict=True):
+        edges, gradients = earlier.pop(part)
+        torch.autograd.backward((output, *edges), (part.cut(grad, (1,)), *gradients))
     return between - started, finished_at() - between
 
 
 def block_slices(device: torch.device) -> Iterator[str]:
     """A layer in 1, 2, 4 and 8 slices of its sequence: F, and B with W; its gradients are alike."""
+    install_attention(device.type)
+    try:
+        yield from _rows(device)
+    finally:
+        remove_kernels()
+
+
+def _rows(device: torch.device) -> Iterator[str]:
     size = Size.on(device)
     dtype = torch.bfloat16 if is_accelerated(device) else torch.float32
     layer = Layer(size).to(device, dtype)

@@ -159,7 +159,8 @@ class AutoChoice:
             self._recomputations(),
         )
         if torch.are_deterministic_algorithms_enabled():
-            found = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
+            reads = self._group.reports and self._settings.num_sequence_slices == 1
+            found = self._group.world.broadcast(cache.find() if reads else None, 0)
             if found is None:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
@@ -329,7 +330,10 @@ class AutoChoice:
         return [
             option
             for recompute, count in cut_costs.by_recompute
-            for option in options([count], None, asked, [recompute], self._heads(cut_costs))
+            for option in options(
+                *([count], None, asked, [recompute], self._heads(cut_costs)),
+                num_sequence_slices=self._settings.num_sequence_slices,
+            )
             if cut_costs.covers(option)
         ]
 
@@ -377,7 +381,10 @@ class AutoChoice:
             Candidate(option, str(self._settings.offload), reason)
             for recompute, reason in reasons.items()
             if recompute not in tried
-            for option in options(counts, None, asked, [recompute])
+            for option in options(
+                *(counts, None, asked, [recompute]),
+                num_sequence_slices=self._settings.num_sequence_slices,
+            )
             if cut_costs.covers(option)
         ]
 

@@ -316,7 +316,7 @@ class Plans:
         sizes = [used.num_microbatches], None, used.num_chunks, [self.settings.recompute], heads
         return [
             option
-            for option in options(*sizes)
+            for option in options(*sizes, num_sequence_slices=used.num_sequence_slices)
             if option.placement(used.num_ranks) == used.placement
             and not FAMILIES[option.schedule].takes_seconds
         ]

@@ -130,11 +130,11 @@ class PipelineSettings:
         slices = self.num_sequence_slices
         is_count = _is_int(slices) and slices >= 1
         _require(is_count, "num_sequence_slices", "a positive int", slices)
-        if slices > 1 and self.is_chosen:
-            can = " or ".join(name for name, recipe in FAMILIES.items() if recipe.can_slice)
+        if slices > 1 and (self.is_solved or self.memory_limit is not None):
             raise ValueError(
-                f"num_sequence_slices={slices} needs a schedule of slices, and schedule="
-                f"{self.schedule!r} chooses one of whole sequences; set schedule={can}"
+                f"num_sequence_slices={slices} is not planned by a solver nor for a memory limit, "
+                f"since the memory of slices is not measured; leave out memory_limit and "
+                f"schedule='optpipe', and set offload to a share, or use more slices"
             )
         most = MOST_MICROBATCHES // slices
         if self.num_microbatches != "auto" and int(self.num_microbatches) > most:
@@ -222,6 +222,8 @@ class PipelineSettings:
     @property
     def default_schedule(self) -> str:
         """The schedule in place of "auto" and "optpipe" until one is chosen, or if none can be."""
+        if self.num_sequence_slices > 1:
+            return "seq_zb" if self.num_chunks in ("auto", 1) else "seq_v"
         return DEFAULT_SCHEDULE if self.num_chunks in ("auto", 1) else "uniform"
 
     def cut_settings(self, group: PipelineGroup) -> CutSettings:
@@ -269,7 +271,8 @@ class PipelineSettings:
 
     def keeps_device_limit(self, on_accelerator: bool) -> bool:
         """Whether the limit is the memory that the devices have left."""
-        return on_accelerator and self.memory_limit is None and self.offload == "auto"
+        is_auto = self.memory_limit is None and self.offload == "auto"
+        return on_accelerator and is_auto and self.num_sequence_slices == 1
 
     def plans_memory(self, on_accelerator: bool) -> bool:
         """Whether activations may be offloaded, for a limit or because that is asked for."""
@@ -280,7 +283,8 @@ class PipelineSettings:
         name, recipe = self._recipe
         is_asked = _is_name(self.schedule) and isinstance(self.num_chunks, int)
         num_chunks = int(self.num_chunks) if is_asked else recipe.num_chunks
-        return Option(name, num_chunks, num_microbatches, self.recompute, self.heads_to_try[0])
+        given = name, num_chunks, num_microbatches, self.recompute, self.heads_to_try[0]
+        return Option(*given, self.num_sequence_slices if _is_name(self.schedule) else 1)
 
     @property
     def own_recipe(self) -> dict[str, Recipe]:

@@ -63,6 +63,8 @@ def plain(tmp_path_factory):
         {},
         slow({"schedule": "seq_1f1b", "recompute": "full"}),
         slow({"offload": "full"}),
+        slow({"schedule": "auto"}),
+        slow({"schedule": "seq_v", "num_sequence_slices": 2}),
         slow({"optimizer_sync": "post_validation"}),
         slow({"recompute": "cheap", "num_sequence_slices": 6}),
     ],

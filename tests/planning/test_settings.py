@@ -151,6 +151,20 @@ def test_a_first_batch_that_cannot_be_cut_is_refused(options, num_ranks, samples
         PipelineSettings(**options).choose_num_microbatches(num_ranks, samples)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "1f1b"}, "num_sequence_slices .2. must be 1 for 1f1b, .* schedule=seq_1f1b"),
+        ({"schedule": build("seq_zb", 2, 4)}, "has 1 slices of each sequence; set num_seq.*=1"),
+        ({"schedule": "seq_zb", "memory_limit": "1GiB"}, "leave out memory_limit"),
+        ({"schedule": "optpipe"}, "leave out memory_limit and schedule='optpipe'"),
+    ],
+)
+def test_slices_of_sequences_need_a_schedule_of_slices(options, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineSettings(num_sequence_slices=2, **options).make_schedule(2, 4)
+
+
 def test_a_schedule_is_a_name_a_function_or_a_file(tmp_path):
     assert PipelineSettings().make_schedule(2, 4) == build("zb_h1", 2, 4)
     settings = PipelineSettings(schedule="interleaved_1f1b", num_chunks=3)

@@ -85,8 +85,13 @@ class RankCosts:
 def measure_costs(
     executor: Executor, speed: CopySpeed, latencies: Mapping[int, float] = MappingProxyType({})
 ) -> RankCosts:
-    """Return the median costs over an executor's steps so far."""
-    seconds = executor.timer.action_seconds()
+    """Return the median costs of a microbatch over an executor's steps so far.
+
+    The slices of a sequence, where it has some, have equal work.
+    """
+    num_slices = executor.plan.num_sequence_slices
+    by_unit = executor.timer.action_seconds()
+    seconds = {action: num_slices * of_unit for action, of_unit in by_unit.items()}
     stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}
     return RankCosts(stages, speed.num_lanes, latencies)
 
@@ -94,8 +99,8 @@ def measure_costs(
 def _costs_of(
     executor: Executor, index: int, seconds: Mapping[tuple[Kind, int], float], speed: CopySpeed
 ) -> StageCosts:
-    memory = executor.stages[index].memory
-    activation = memory.activation_bytes or 0
+    memory, num_slices = executor.stages[index].memory, executor.plan.num_sequence_slices
+    activation = num_slices * (memory.activation_bytes or 0)
     # A fused backward is one measurement; no plan depends on how it divides into B and W.
     half = seconds.get((Kind.BW, index), 0.0) / 2
     return StageCosts(
@@ -103,8 +108,8 @@ def _costs_of(
         backward_input=seconds.get((Kind.B, index), half),
         backward_weight=seconds.get((Kind.W, index), half),
         activation=activation,
-        weight_input=memory.weight_input_bytes or 0,
-        weight_residue=memory.residue_bytes or 0,
+        weight_input=num_slices * (memory.weight_input_bytes or 0),
+        weight_residue=num_slices * (memory.residue_bytes or 0),
         offload=activation / speed.to_host * speed.slowed_by,
         reload=activation / speed.to_device * speed.slowed_by,
     )
