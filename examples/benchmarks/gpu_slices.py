@@ -41,9 +41,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend causally, and transform each position."""
         read = self.attended(self.first_norm(x)).unflatten(-1, (3, self.heads, -1))
-        found = functional.scaled_dot_product_attention(
-            *read.permute(2, 0, 3, 1, 4), is_causal=True
-        )
+        query, key, value = read.permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(found.transpose(1, 2).flatten(2))
         y = self.second_norm(x)
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
