@@ -28,7 +28,11 @@ from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.loop.backward import BatchBackward
 from lightning_pipeoffload.loop.fit import Fit
-from lightning_pipeoffload.loop.run_checks import check_run, explaining_optimizers
+from lightning_pipeoffload.loop.run_checks import (
+    check_run,
+    explaining_optimizers,
+    explaining_shards,
+)
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
@@ -63,6 +67,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         pipeline_parallel_size: Ranks of one pipeline; "auto": all devices, divided by the replicas.
         data_parallel_size: Replicas of the pipeline, each on its own share of the data; "auto": as
             many as there are devices for, where ``pipeline_parallel_size`` is given, else one.
+        tensor_parallel_size: Ranks of one stage; 1, for more are not built.
         rank_order: Which global ranks are neighbours, and so on one machine: those of a pipeline,
             "pipeline_inner", or the replicas of a stage, "data_inner".
         sharding: What is divided among replicas: "none"; "optimizer": the optimizer's step, its
@@ -162,6 +167,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         self,
         pipeline_parallel_size: int | str = "auto",
         data_parallel_size: int | str = 1,
+        tensor_parallel_size: int = 1,
         rank_order: str = "pipeline_inner",
         sharding: str = "none",
         num_microbatches: int | str = "auto",
@@ -206,6 +212,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         self.settings = PipelineSettings(
             pipeline_parallel_size=pipeline_parallel_size,
             data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
             rank_order=rank_order,
             sharding=sharding,
             num_microbatches=num_microbatches,
@@ -376,7 +383,7 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        with self.fit.making.making(self._split is None):
+        with explaining_shards(), self.fit.making.making(self._split is None):
             yield
         if self.fit.making.is_made:
             self._forget_module()

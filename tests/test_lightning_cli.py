@@ -23,6 +23,7 @@ def own(num_ranks, num_microbatches):
 GIVEN = {
     "pipeline_parallel_size": [("auto", "auto"), ("1", 1)],
     "data_parallel_size": [("auto", "auto"), ("1", 1)],
+    "tensor_parallel_size": [("1", 1)],
     "rank_order": [("data_inner", "data_inner")],
     "sharding": [("optimizer", "optimizer")],
     "num_microbatches": [("auto", "auto"), ("8", 8)],

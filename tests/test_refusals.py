@@ -6,6 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel
 
 from tests.support import fits
@@ -200,7 +202,10 @@ def test_it_is_refused(ranks, case):
 
 def _refusal(case):
     """Return the message that a fit is refused with; None if it ran."""
-    module, options, _ = CASES[case]
+    return _refusal_of(*CASES[case][:2])
+
+
+def _refusal_of(module, options):
     try:
         trainer = fits.trainer(2, options, max_steps=2)
         fits.outlive_failures(trainer)
@@ -208,3 +213,25 @@ def _refusal(case):
     except (ValueError, RuntimeError) as error:
         return str(error)
     return None
+
+
+def _shard(self):
+    mesh = init_device_mesh("cpu", (2,))
+    shard = DTensor.from_local(self.embed.weight.detach(), mesh, [Replicate()])
+    self.embed.weight = nn.Parameter(shard)
+
+
+SHARDING = [
+    (lambda self: self.device_mesh["tensor_parallel"], "configure_model shards layers (", ", and "),
+    (_shard, "is a DTensor, a shard of a weight, and ", "ModelParallelStrategy"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(SHARDING)))
+def test_shards_are_refused(ranks, case):
+    for refused in ranks(2).run(_refusal_of_shards, case):
+        assert all(words in refused for words in SHARDING[case][1:])
+
+
+def _refusal_of_shards(case):
+    return _refusal_of(net(configure_model=SHARDING[case][0]), {})

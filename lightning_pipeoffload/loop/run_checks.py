@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_pipeoffload.runtime.shapes.quantized_weight import SHARDED
+from lightning_pipeoffload.runtime.users_code.users_lines import users_line
 
 _STEP_OF = {
     TrainerFn.VALIDATING: "validation_step",
@@ -72,6 +76,23 @@ def explaining_optimizers() -> Iterator[None]:
             "batch; give one optimizer several groups of parameters: torch.optim.AdamW(["
             '{"params": self.encoder.parameters(), "lr": 1e-4}, {"params": ...}])'
         ) from None
+
+
+_SHARDING = {"parallelize_module", "distribute_module", "distribute_tensor", "fully_shard"}
+
+
+@contextmanager
+def explaining_shards() -> Iterator[None]:
+    """Refuse layers that ``configure_model`` shards, where that fails without a value or a mesh."""
+    try:
+        yield
+    except (TypeError, RuntimeError) as error:
+        called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        line = users_line(error)
+        has_no_mesh = "device_mesh" in line and "NoneType" in str(error)
+        if called.isdisjoint(_SHARDING) and not has_no_mesh:
+            raise
+        raise ValueError(f"configure_model shards layers ({line}), {SHARDED}") from None
 
 
 def _check_of_fit(callback: Callback, module: LightningModule) -> None:

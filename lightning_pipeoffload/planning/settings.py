@@ -53,6 +53,10 @@ _CHOICES = {
         "post_validation": "a step that was wrong is taken back",
     },
 }
+_TENSOR_PARALLEL = (
+    "1 (ranks that share a stage's layers are not built; use more pipeline ranks, or Lightning's "
+    "ModelParallelStrategy without a pipeline)"
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class PipelineSettings:
 
     pipeline_parallel_size: int | str = "auto"
     data_parallel_size: int | str = 1
+    tensor_parallel_size: int = 1
     rank_order: str = "pipeline_inner"
     sharding: str = "none"
     num_microbatches: int | str = "auto"
@@ -127,6 +132,8 @@ class PipelineSettings:
             value = getattr(self, name)
             is_count = _is_int(value) and value >= 1
             _require(value == "auto" or is_count, name, '"auto" or a positive int', value)
+        is_one = self.tensor_parallel_size == 1
+        _require(is_one, "tensor_parallel_size", _TENSOR_PARALLEL, self.tensor_parallel_size)
         slices = self.num_sequence_slices
         is_count = _is_int(slices) and slices >= 1
         _require(is_count, "num_sequence_slices", "a positive int", slices)

@@ -12,6 +12,10 @@ from lightning_pipeoffload.schedule import Schedule, ScheduleError, build, lower
 BAD_ARGUMENTS = {
     "rank_order": ("inner", 'rank_order must be "pipeline_inner" .* or "data_inner" '),
     "pipeline_parallel_size": (0, 'pipeline_parallel_size must be "auto" or a positive int, not 0'),
+    "tensor_parallel_size": (
+        2,
+        "tensor_parallel_size must be 1 .* ModelParallelStrategy .*, not 2",
+    ),
     "num_microbatches": ("many", "num_microbatches must be \"auto\" or a positive int, not 'many'"),
     "num_sequence_slices": (0, "num_sequence_slices must be a positive int, not 0"),
     "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),

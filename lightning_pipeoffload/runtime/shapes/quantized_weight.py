@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -23,6 +24,10 @@ from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
 from lightning_pipeoffload.runtime.stored_tensor import value_of
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
+SHARDED = (
+    "and each rank of a pipeline has its layers whole: leave parallelize_module and fully_shard "
+    "out and use more pipeline ranks, or Lightning's ModelParallelStrategy without a pipeline"
+)
 # Attributes of Params4bit that are also its arguments.
 _OPTIONS = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
 
@@ -75,6 +80,8 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
 
 def refuse_other_quantized(name: str, weight: Tensor) -> None:
     """Raise ``ValueError`` for an 8-bit weight, and for one that consists of several tensors."""
+    if isinstance(weight, DTensor):
+        raise ValueError(f"{name} is a DTensor, a shard of a weight, {SHARDED}")
     if hasattr(weight, "SCB"):
         raise ValueError(
             f"{name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
