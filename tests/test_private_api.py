@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.nn.attention.bias import CausalBias
 from torchmetrics import MeanMetric
@@ -157,6 +158,7 @@ OWNERS = [
     (TRAINER.strategy, "_checkpoint_io"),
     (ThroughputMonitor(len), "_throughputs"),
     (ModelParallelStrategy, "_setup_distributed"),
+    (DTensor, "_local_tensor"),
     (SHARDED, "_get_fsdp_state"),
     (SHARDED._get_fsdp_state(), "_fsdp_param_group"),
     (
