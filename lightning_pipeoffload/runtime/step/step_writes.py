@@ -118,6 +118,7 @@ class StepWrites:
             for block in stages[stage].blocks:
                 modules = self._chain.blocks[block].modules()
                 self._homes.update(dict.fromkeys(map(id, modules), stage))
+        self._refuse_shared(record)
         self._modules.update((id(child), child) for child, _ in record.written_in_place)
         for write in record.writes:
             self._written[write.variable.key] = write.variable
@@ -135,6 +136,22 @@ class StepWrites:
                         missing[write.variable.key] = write.variable, message
         self.is_by_users = bool(self._by_users)
         self.may_write_tensors = bool(self._weights or self._saved)
+
+    def _refuse_shared(self, record: StepRecord) -> None:
+        """Refuse a container of several homes: a stage has its own copy in some of them alone."""
+        first: dict[int, Variable] = {}
+        for variable in [write.variable for write in record.writes]:
+            is_in_place = variable.attribute in record.written_in_place
+            if not (is_in_place and isinstance(variable.value, _CONTAINERS)):
+                continue
+            other = first.setdefault(id(variable.value), variable)
+            if self._home_of(other.part) != self._home_of(variable.part):
+                raise ValueError(
+                    f"{variable.label} and {other.label} are one {type(other.value).__name__}, "
+                    f"which the step writes, and a rank with several stages has a copy of it for "
+                    f"each: give it to the blocks as an argument, or use num_chunks=1 with a "
+                    f"schedule of one stage per rank"
+                )
 
     def _message(self, write: Write, stage: int) -> str:
         return (

@@ -429,3 +429,34 @@ def test_a_masked_constant_of_numpy_has_a_fingerprint():
     assert is_unchanged(before, fingerprint(held))
     held[1][0] = 7
     assert not is_unchanged(before, fingerprint(held))
+
+
+class Fills(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), seen
+
+    def forward(self, x):
+        x = self.linear(x).tanh()
+        self.seen.append(x.pow(2).mean())
+        return x
+
+
+class HasTheListToo(Regression):
+    def __init__(self):
+        seen = []
+        super().__init__(Fills(seen) for _ in range(4))
+        self.seen = seen
+        self.double()
+
+    def step(self, x):
+        self.seen.clear()
+        return super().step(x) + sum(self.seen)
+
+
+def test_a_list_of_the_module_and_its_blocks_is_refused_where_a_rank_has_several_stages():
+    module = HasTheListToo()
+    train_beside(module, "zb_h1", 2, batches(1))
+    pipeline = InProcessPipeline(module, build("zb_v", 2, 4), call_step)
+    with pytest.raises(ValueError, match=r"self\.blocks\.0\.seen and self\.seen are one list, w"):
+        pipeline.run(batches(1)[0], 2)
