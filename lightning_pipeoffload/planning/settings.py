@@ -307,12 +307,9 @@ class PipelineSettings:
         """
         option = self.option(num_microbatches)
         sizes = num_ranks, num_microbatches, option.num_chunks
-        is_named, num_slices = _is_name(self.schedule), self.num_sequence_slices
-        slices: dict[str, Any] = (
-            {"num_sequence_slices": num_slices} if is_named and num_slices > 1 else {}
-        )
-        schedule = build_by(self._recipe[1], option.schedule, sizes, **slices)
-        if schedule.num_sequence_slices != num_slices:
+        num_slices, given = option.num_sequence_slices, (self._recipe[1], option.schedule, sizes)
+        schedule = build_by(*given, num_sequence_slices=num_slices)
+        if schedule.num_sequence_slices != self.num_sequence_slices:
             raise ScheduleError(
                 f"schedule {schedule.name} has {schedule.num_sequence_slices} slices of each "
                 f"sequence; set num_sequence_slices={schedule.num_sequence_slices}"

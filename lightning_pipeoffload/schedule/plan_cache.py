@@ -190,6 +190,7 @@ def _written(schedule: Schedule, numbers: list[int], remarks: Mapping[str, Any])
         {
             "name": schedule.name,
             "remarks": dict(remarks),
+            "num_sequence_slices": schedule.num_sequence_slices,
             "actions": str(schedule),
         }
     )
@@ -219,7 +220,8 @@ def _read(path: Path, wanted: list[int]) -> CachedPlan | None:
 
 
 def _parsed(plan: Mapping[str, Any], is_exact: bool) -> CachedPlan:
-    schedule = Schedule.parse(plan["actions"], plan["name"])
+    num_slices = plan.get("num_sequence_slices", 1)
+    schedule = Schedule.parse(plan["actions"], plan["name"], num_slices)
     validate(schedule)
     return CachedPlan(schedule, is_exact, plan["remarks"])
 

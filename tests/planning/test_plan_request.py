@@ -269,3 +269,10 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
     for plan in (plan for plans in others for plan in plans):
         assert (plan.best, plan.schedule, plan.report) == (alone.best, alone.schedule, alone.report)
         assert [c.figures() for c in plan.candidates] == [c.figures() for c in alone.candidates]
+
+
+@pytest.mark.parametrize("limits", [{"offload": "full"}, {}])
+def test_a_plan_that_is_made_anew_keeps_its_slices(limits):
+    settings = PipelineSettings(schedule="seq_zb", num_sequence_slices=3, **limits)
+    plan = plan_of(request_by_name(settings, 4, 8, COSTS))
+    assert (plan.schedule.num_sequence_slices, plan.schedule.num_microbatches) == (3, 8)

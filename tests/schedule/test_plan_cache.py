@@ -42,6 +42,12 @@ def test_a_plan_with_copies_comes_back_with_its_remarks(cache):
     assert len(list(cache.folder.iterdir())) == 1
 
 
+def test_a_plan_comes_back_with_its_slices(cache):
+    plan = build("seq_zb", 4, 2, num_sequence_slices=3)
+    cache.store(QUESTION, plan)
+    assert cache.find(QUESTION).schedule == plan
+
+
 @pytest.mark.parametrize(
     ("asked", "is_exact"),
     [
