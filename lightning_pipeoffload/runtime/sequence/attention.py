@@ -82,7 +82,10 @@ class BlockOnSlice:
                 f'that out, and use recompute="full"'
             )
         if query.shape[-2] != size or key.shape[-2] != size:
-            reason = f"has {query.shape[-2]} queries and {key.shape[-2]} keys in a slice of {size}"
+            reason = (
+                f"has {query.shape[-2]} queries and {key.shape[-2]} keys in a slice of {size} "
+                f"tokens (of a cache of keys? set use_cache=False)"
+            )
         elif mask is None and not is_causal:
             reason = "attends to later tokens"
         elif mask is not None and mask.shape[-1] != self.part.stop:

@@ -79,6 +79,22 @@ def test_slices_of_several_stages_of_a_rank_are_exact():
     assert_same(found, run_plain(module, batch, 4))
 
 
+def test_sequences_of_other_lengths_are_cut_as_those_that_were_traced():
+    torch.manual_seed(0)
+    module = DemoGPT(context=32).double()
+    pipeline = InProcessPipeline(module, sliced("seq_zb", 2, 2, 3), sum_step)
+    losses, expected, gradients = [], [], []
+    for length in (8, 12, 16, 20, 24, 32, 22, 28):
+        batch = torch.randint(VOCABULARY, (4, length))
+        losses += pipeline.run(batch, 2)
+        plainly = run_plain(module, batch, 2)
+        expected += plainly.losses
+        gradients.append(plainly.gradients)
+    assert any(record.is_derived for record in pipeline.ranks[0].batch_records)
+    summed = {name: sum(each[name] for each in gradients) for name in gradients[0]}
+    assert_same(Outcome(losses, pipeline.named_gradients()), Outcome(expected, summed))
+
+
 def test_what_is_offloaded_changes_no_bit():
     module, batch, _ = plain()
     schedule = sliced("seq_zb", 2, 4, 3)
