@@ -133,6 +133,39 @@ def test_a_step_that_calls_blocks_again_trains_as_on_one_device(step, plan, reco
     assert_same(found, expected)
 
 
+def loss_network(m, x):
+    """A frozen network, here the last blocks, compares a generator's output with its goal."""
+    m.blocks[3:].requires_grad_(False)
+    found, goal = (through(m.blocks[3:], each) for each in (through(m.blocks[:3], m.embed(x)), x))
+    return (m.head(found) - m.projector(goal)).pow(2).mean()
+
+
+def two_heads(m, x):
+    """A decoder, here the last blocks, is run for two heads."""
+    encoded = through(m.blocks[:2], m.embed(x))
+    first, second = (through(m.blocks[2:], each) for each in (encoded, m.scale * encoded))
+    return m.head(first).pow(2).mean() + m.projector(second).mean()
+
+
+COMPILED = {"compile": {"backend": "aot_eager"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [("zb_h1", 2), ("zb_v", 2), ("1f1b", 3)])
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [(loss_network, {}), (two_heads, {}), (two_views, COMPILED), (preference, COMPILED)],
+)
+def test_parts_of_a_chain_and_compiled_blocks_may_be_called_again(step, options, plan):
+    torch.manual_seed(1)
+    module, batch = Twice(step), torch.randn(8, 4).double()
+    pipeline = InProcessPipeline(module, build(*plan, 4), call_step, blocks="blocks", **options)
+    found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients())
+    assert_same(found, train_plain(module, batch, 2))
+    for rank in pipeline.ranks:
+        rank.detach()
+
+
 def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     module, batch = Twice(two_views), torch.randn(8, 4).double()
     pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step, blocks="blocks")
