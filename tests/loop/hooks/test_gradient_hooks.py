@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from tests.support import fits
 from tests.support.pairs import slow
+from tests.support.small_modules import through
 
 
 class Net(fits.Net):
@@ -191,6 +192,25 @@ class Layerwise(Net):
         self.keep(sum(p.numel() for p in twin.parameters()))
 
 
+class Following(Net):
+    """A copy of the blocks, whose weights follow theirs."""
+
+    def __init__(self, tie=False):
+        super().__init__(tie=tie)
+        self.target = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    def loss(self, batch):
+        hidden = self.embed(batch["x"])
+        away = through(self.blocks, hidden) - through(self.target, hidden.detach().flip(-1))
+        return super().loss(batch) + away.pow(2).mean()
+
+    def on_train_batch_end(self, *args):
+        pairs = zip(self.target.parameters(), self.blocks.parameters(), strict=True)
+        for follower, weight in pairs:
+            follower.data.mul_(0.9).add_(weight.data, alpha=0.1)
+        self.keep(self.global_step)
+
+
 class ReadingLate(Net):
     def on_train_batch_end(self, *args):
         self.keep(total_norm(self))
@@ -263,6 +283,8 @@ def run(ranks, function, folder, num_ranks, **options):
         (Clamping, 2, {"tie": True, "trainer": {"accumulate_grad_batches": 3}}),
         (ClippingTwice, 2, {"tie": True, "trainer": {"accumulate_grad_batches": 2}}),
         (Layerwise, 1, {"tie": True}),
+        slow((Following, 2, {})),
+        slow((Following, 3, {"schedule": "1f1b"})),
     ],
 )
 def test_hooks_find_what_they_find_on_one_device(ranks, tmp_path, kind, num_ranks, options):
