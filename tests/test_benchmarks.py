@@ -17,6 +17,7 @@ from examples.benchmarks import (
     offload_emulated,
     offload_gpu,
     packed_rows,
+    reduction_emulated,
     replica_bytes,
     sequence_slices,
 )
@@ -127,6 +128,17 @@ def test_memory_of_every_rank_is_measured(capsys, what):
     assert memory.main([what, "--small", "--model", "gpt", "--schedule", "zb_h1"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) == {"estimate": 3, "build": 5, "checkpoint": 20}[what]  # with their heads
+
+
+@pytest.mark.slow
+def test_sums_over_slow_links_are_exposed_at_most_as_long_as_they_are_sent(capsys):
+    sizes = ["--p", "1", "--d", "2", "--m", "2", "--weights", "4", "--milliseconds", "2"]
+    reduction_emulated.main([*sizes, "--links", "1", "--steps", "1", "--turns", "1"])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[1] for row in rows] == ["none", "optimizer"]
+    sent = [float(row[2]) for row in rows]
+    assert sent[0] == pytest.approx(2 * sent[1])
+    assert all(0 <= float(row[4]) <= 1 for row in rows)
 
 
 @pytest.mark.slow

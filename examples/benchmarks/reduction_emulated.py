@@ -5,7 +5,7 @@
 Blocks sleep in F, B and W, and what replicas send arrives late: each has a link, full duplex, over
 which an all-reduce (``sharding="none"``, and "optimizer" until it summed to owners) takes "link"
 times as long as W of all microbatches of a step. What reaches one owner is limited by the owner's
-link. Weights and all limits of buckets are a thousandth of what they stand for, 4 MiB for a weight.
+link. Weights of 4 KiB stand for 16 MiB, and limits of buckets and pieces are as much smaller.
 
 "sent" are a rank's milliseconds on its link in a step, "exposed" those for which it waits, each the
 mean over ranks and steps, and "hidden" is the share of the rest. Both kinds take turns, and the
@@ -40,7 +40,7 @@ from lightning_pipeoffload.runtime import replicas, sums_to_owners
 
 KINDS = "none", "optimizer"
 WARM_UP = 5  # steps: the buckets are made in the first, the plan in the fourth
-THOUSANDTH = 1 << 10
+SMALLER = 1 << 12
 
 
 class Link:
@@ -59,8 +59,10 @@ class Link:
 
     def send(self, sizes: Sequence[int]) -> float:
         """Return when parts of these bytes have reached their owners; all replicas send alike."""
-        ends = []
+        ends = [0.0]
         for owner, size in enumerate(sizes):
+            if not size:
+                continue
             begin = max(time.perf_counter(), self._free.get(owner, 0.0))
             self._free[owner] = begin + (self.num_replicas - 1) * size / self.rate
             ends.append(self._free[owner])
@@ -123,7 +125,7 @@ def emulate(link: Link) -> None:
     for module in (replicas, sums_to_owners):
         for name in ("_MOST_BYTES", "_ALONE", "_PIECE_BYTES", "_MOST_RECEIVED"):  # private: sizes
             if hasattr(module, name):
-                setattr(module, name, getattr(module, name) // THOUSANDTH)
+                setattr(module, name, getattr(module, name) // SMALLER)
 
 
 class Phases(Callback):
@@ -190,10 +192,10 @@ def read_arguments(line: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--p", type=int, default=2, help="ranks")
     parser.add_argument("--d", type=int, default=4, help="replicas")
     parser.add_argument("--m", type=int, default=4, help="microbatches")
-    parser.add_argument("--weights", type=int, default=64, help="of a rank")
-    parser.add_argument("--milliseconds", type=float, default=20, help="of a rank's F, B or W")
+    parser.add_argument("--weights", type=int, default=16, help="of a rank")
+    parser.add_argument("--milliseconds", type=float, default=100, help="of a rank's F, B or W")
     parser.add_argument("--schedule", default="zb_h1")
-    parser.add_argument("--links", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0])
+    parser.add_argument("--links", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0])
     parser.add_argument("--steps", type=int, default=5, help="measured steps over each link")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
