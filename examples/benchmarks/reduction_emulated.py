@@ -9,7 +9,8 @@ link. Weights of 4 KiB stand for 16 MiB, and limits of buckets and pieces are as
 
 "sent" are a rank's milliseconds on its link in a step, "exposed" those for which it waits, each the
 mean over ranks and steps, and "hidden" is the share of the rest. Both kinds take turns, and the
-figures are medians over the turns. The exit status is 1 where sums to owners are hidden less.
+figures are medians over the turns. The exit status is 1 where sums to owners are exposed longer, by
+more than the last weight takes on the link of its owner.
 """
 
 from __future__ import annotations
@@ -219,8 +220,8 @@ def main(line: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for number, share in enumerate(given.links):
         for kind in KINDS:
-            pairs = zip(*(turn[kind][number] for turn in turns), strict=True)
-            sent, exposed = map(median, pairs)
+            figures = zip(*(turn[kind][number] for turn in turns), strict=True)
+            sent, exposed = map(median, figures)
             rows.append(
                 {
                     "link": share,
@@ -231,8 +232,10 @@ def main(line: Sequence[str] | None = None) -> int:
                 }
             )
     print_table(rows)
-    hidden = [row["hidden"] for row in rows]
-    return int(any(now < before for before, now in zip(hidden[::2], hidden[1::2], strict=True)))
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    last = given.d / given.weights
+    more = (now["exposed, ms"] - was["exposed, ms"] > last * now["sent, ms"] for was, now in pairs)
+    return int(any(more))
 
 
 if __name__ == "__main__":
