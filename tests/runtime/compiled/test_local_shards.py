@@ -20,9 +20,9 @@ from lightning_pipeoffload.runtime.compiled.block_compiler import install_split,
 from lightning_pipeoffload.runtime.compiled.local_shards import gradient_placements, local_of
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
-from tests.support.pairs import slow
 from tests.support.rank_pool import RankPool
 
+pytestmark = pytest.mark.slow
 WIDTH = 4
 
 
@@ -121,14 +121,13 @@ def gradient_of(parameter):
     return found.full_tensor()
 
 
-@pytest.mark.parametrize("plan", ["sequence parallel", slow("tensor parallel")])
+@pytest.mark.parametrize("plan", PLANS)
 def test_products_of_shards_wait_for_w_without_collectives(pool, plan):
     for waiting, collectives, _, off in pool.run(train_shards, plan):
         assert (waiting, collectives) == (3, 0)
         assert off < 1e-14
 
 
-@pytest.mark.slow
 def test_a_hook_on_the_gradient_of_a_shard_runs(pool):
     for _, _, hooked, off in pool.run(train_shards, "sequence parallel", ("norm.weight",)):
         assert hooked == 1
