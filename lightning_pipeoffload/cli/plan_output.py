@@ -52,7 +52,8 @@ def step_figures(step: PlannedStep) -> dict[str, Any]:
     rank sends in a step.
     """
     schedule, timeline = step.schedule, step.timeline
-    sizes = ("num_ranks", "num_chunks", "num_microbatches", "num_sequence_slices")
+    slices = ("num_sequence_slices",) * (schedule.num_sequence_slices > 1)
+    sizes = ("num_ranks", "num_chunks", "num_microbatches", *slices)
     totals = ("makespan", "bubble", "bubble_unsynchronized", "peak_memory", "peak_host_memory")
     return {
         "schedule": schedule.name,

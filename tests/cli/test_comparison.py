@@ -91,7 +91,7 @@ def test_slices_of_sequences_shorten_a_step_of_few_microbatches(capsys):
     attention = ["costs.slices={quadratic_forward:0.4,quadratic_backward_input:0.6}"]
     plan(composed("plan", *words, "compare=[1f1b,seq_1f1b,seq_zb]"))
     rows = json.loads(capsys.readouterr().out)["compare"]
-    assert [row["num_sequence_slices"] for row in rows] == [1, 4, 4]
+    assert [row.get("num_sequence_slices") for row in rows] == [None, 4, 4]
     assert rows[2]["makespan"] < rows[1]["makespan"] < 0.7 * rows[0]["makespan"]
     plan(composed("plan", *words, "schedule=auto", *attention))
     found = json.loads(capsys.readouterr().out)
