@@ -42,12 +42,15 @@ class BlockOnSlice:
         self.part, self._earlier = part, earlier
         self._num_attentions = 0
         self._around: Any = None
+        self._has_run = False
 
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block; in a backward again, for ``recompute="full"``."""
         self._num_attentions, self._around = 0, _modes()
         with IN_FORCE.during(self):
-            return block(*args, **kwargs)
+            output = block(*args, **kwargs)
+        self._has_run = True
+        return output
 
     def attend(
         self,
@@ -64,7 +67,7 @@ class BlockOnSlice:
         part = self.part
         slices = self._earlier.keys_and_values[self._call, self._num_attentions]
         self._num_attentions += 1
-        if len(slices) == part.index:  # not when the block runs again
+        if not self._has_run:  # in a backward no later slice comes
             slices.append((self._earlier.share(part, key), self._earlier.share(part, value)))
         keys, values = zip(*slices[: part.index], (key, value), strict=True)
         with _JoinedTensors() as joined:

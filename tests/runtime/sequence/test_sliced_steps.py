@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
+from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, build, offload_activations
 from tests.support.comparison import train_plain
 from tests.support.families import (
@@ -162,6 +163,22 @@ def test_a_wrong_gradient_of_earlier_keys_and_values_shows(monkeypatch):
     monkeypatch.setattr(EarlierSlices, "pop", wrong)
     with pytest.raises(AssertionError):
         assert_same(run_pipeline(module, sliced("seq_zb", 2, 4, 3), batch, 2), expected, 1e-5)
+
+
+def test_blocks_that_run_again_keep_nothing_for_later_slices(monkeypatch):
+    module, batch, _ = plain()
+    lengths, backward = [], StageRunner.backward
+
+    def look(self, microbatch, *args, **options):
+        flight = self.in_flight[microbatch.index]
+        gradients = backward(self, microbatch, *args, **options)
+        kept = flight.earlier.keys_and_values.values()
+        lengths.append((flight.slice.index, {*map(len, kept)}))
+        return gradients
+
+    monkeypatch.setattr(StageRunner, "backward", look)
+    run_pipeline(module, sliced("seq_1f1b", 1, 1, 3), batch, 8, recompute="full")
+    assert lengths == [(2, {2}), (1, {1}), (0, {0})]
 
 
 # Models as people bring them
