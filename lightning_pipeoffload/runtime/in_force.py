@@ -11,6 +11,8 @@ arguments. They read the settings of the step here::
     a trace, a measurement    chunked_loss, around its chunks      AroundChunks: counts their work
     of bytes by shapes                                             and memory
     F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointWatch: compares both
+    a block on a slice of the scaled_dot_product_attention         BlockOnSlice: what it attends to
+    sequence
 
 The settings are global to the process, not to a thread or a context: on an accelerator autograd
 runs a backward that the user's step starts in another thread, which has to read the same settings.

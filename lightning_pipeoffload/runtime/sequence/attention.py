@@ -32,7 +32,7 @@ class BlockOnSlice:
 
     Args:
         block: The block's name.
-        call: The number of the call.
+        call: The number of the block's call, the same for all slices.
         part: The slice.
         earlier: What earlier slices of the microbatch have kept.
     """

@@ -132,8 +132,9 @@ class StageRunner:
         return self._hand_on(flight, output)
 
     def _earlier_of(self, flight: InFlight) -> EarlierSlices | None:
-        before = None if flight.slice.index == 0 else self.in_flight[flight.microbatch.index - 1]
-        return EarlierSlices() if before is None else before.earlier
+        if flight.slice.index == 0:
+            return EarlierSlices()
+        return self.in_flight[flight.microbatch.index - 1].earlier
 
     def _hand_on(self, flight: InFlight, output: list[Tensor]) -> list[Tensor]:
         specs = flight.record.specs_out
