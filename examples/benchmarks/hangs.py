@@ -421,7 +421,7 @@ class Variant:
         reduction = ModelReduction(host, mesh.rank, self.num_replicas)
         reduces: Any = reduction if self.num_replicas > 1 else None
         microbatches: Any = [
-            SimpleNamespace(index=i, part=()) for i in range(plan.num_microbatches)
+            SimpleNamespace(index=i, part=(), has_result=True) for i in range(plan.num_microbatches)
         ]
         runs.plan_messages(self.scheduled(), Costs.unit())
         for host.step, step_plan in plans.items():
