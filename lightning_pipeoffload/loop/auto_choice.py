@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -159,8 +159,7 @@ class AutoChoice:
             self._recomputations(),
         )
         if torch.are_deterministic_algorithms_enabled():
-            reads = self._group.reports and self._settings.num_sequence_slices == 1
-            found = self._group.world.broadcast(cache.find() if reads else None, 0)
+            found = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
             if found is None:
                 return self._by_default(num_microbatches)
             return Chosen(replace(self._settings, **found))
@@ -325,17 +324,26 @@ class AutoChoice:
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
     def _options(self, cut_costs: _CutCosts) -> list[Option]:
-        num_chunks = self._settings.num_chunks
-        asked = num_chunks if isinstance(num_chunks, int) else None
+        heads = self._heads(cut_costs)
         return [
             option
             for recompute, count in cut_costs.by_recompute
-            for option in options(
-                *([count], None, asked, [recompute], self._heads(cut_costs)),
-                num_sequence_slices=self._settings.num_sequence_slices,
-            )
-            if cut_costs.covers(option)
+            for option in self._covered(cut_costs, [count], recompute, heads)
         ]
+
+    def _covered(
+        self,
+        cut_costs: _CutCosts,
+        counts: Iterable[int],
+        recompute: str,
+        heads: Sequence[str] = ("W",),
+    ) -> list[Option]:
+        """Return the options of numbers of microbatches that the cut has costs of."""
+        num_chunks = self._settings.num_chunks
+        asked = num_chunks if isinstance(num_chunks, int) else None
+        num_slices = self._settings.num_sequence_slices
+        found = options(counts, None, asked, [recompute], heads, num_slices)
+        return [option for option in found if cut_costs.covers(option)]
 
     def _heads(self, cut_costs: _CutCosts) -> Sequence[str]:
         heads = self._settings.heads_to_try
@@ -374,18 +382,12 @@ class AutoChoice:
         if self._left_out and len(reasons) > 1:
             reasons["full"] = f"recompute=full: {self._left_out}"
         tried = {recompute for recompute, _ in cut_costs.by_recompute}
-        num_chunks = self._settings.num_chunks
-        asked = num_chunks if isinstance(num_chunks, int) else None
         counts = {count: None for _, count in cut_costs.by_recompute}
         return [
             Candidate(option, str(self._settings.offload), reason)
             for recompute, reason in reasons.items()
             if recompute not in tried
-            for option in options(
-                *(counts, None, asked, [recompute]),
-                num_sequence_slices=self._settings.num_sequence_slices,
-            )
-            if cut_costs.covers(option)
+            for option in self._covered(cut_costs, counts, recompute)
         ]
 
     def _has_barrier(self, cut_costs: _CutCosts, option: Option) -> bool:
@@ -474,6 +476,8 @@ class ChoiceCache:
     ) -> None:
         self._cache = PlanCache(settings.plan_cache)
         names = ("offload", "recompute", "head_weight_grad", "num_chunks", "split")
+        if settings.num_sequence_slices > 1:
+            names += ("num_sequence_slices",)
         asked = " ".join(f"{name}={getattr(settings, name)}" for name in names)
         kind, size = type(pipeline.module).__name__, sum(pipeline.cut.num_parameters)
         asked = f"{asked} barrier={has_barrier} {' '.join(recomputations)}"
