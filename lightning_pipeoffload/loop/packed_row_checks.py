@@ -91,7 +91,7 @@ class PackedRowCheck:
         if any(map(_has_routers, self._module.modules())):
             rows += [*map(with_other_labels, rows)]
         kept = self._split.pipeline.keeping_batch(), leaving_no_trace(self._module, ())
-        with kept[0], kept[1], torch.no_grad(), _DenseMasks() as masks:
+        with kept[0], kept[1], torch.no_grad(), DenseMasks() as masks:
             self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
         self._note_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
 
@@ -133,7 +133,7 @@ class PackedRowCheck:
         )
 
 
-class _DenseMasks(TorchFunctionMode):
+class DenseMasks(TorchFunctionMode):
     """Finds the bytes of the largest mask that attention gets, in the type of the queries."""
 
     num_bytes = 0
@@ -150,7 +150,8 @@ class _DenseMasks(TorchFunctionMode):
         if func is scaled_dot_product_attention:
             mask = given.get("attn_mask", args[3] if len(args) > 3 else None)
             if mask is not None:
-                self.num_bytes = max(self.num_bytes, mask.numel() * args[0].itemsize)
+                query = args[0] if args else given["query"]
+                self.num_bytes = max(self.num_bytes, mask.numel() * query.itemsize)
         return func(*args, **given)
 
 

@@ -19,7 +19,7 @@ from transformers import (
 from lightning_pipeoffload import MinibatchSampler, PackedRows, PackedRowsSampler
 from lightning_pipeoffload.loop import packed_row_checks
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights
-from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
+from lightning_pipeoffload.loop.packed_row_checks import DenseMasks, PackedRowCheck
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.processes.replica import forget_replica, set_replica
@@ -240,6 +240,13 @@ def test_the_bytes_of_a_dense_mask_are_noted_once(monkeypatch, caplog):
     fits.trainer(1, BY_TOKENS, max_steps=2, limit_val_batches=0).fit(Texts(), loader())
     assert caplog.text.count("in training_step gets a dense mask of a packed row: 0.01 MiB") == 1
     assert f"or rows of at most {TOKENS // 2} tokens" in caplog.text
+
+
+def test_a_mask_may_be_given_by_name():
+    query, mask = torch.zeros(1, 1, 4, 2), torch.ones(4, 4, dtype=torch.bool)
+    with DenseMasks() as masks:
+        scaled_dot_product_attention(query=query, key=query, value=query, attn_mask=mask)
+    assert masks.num_bytes == 4 * 4 * 4
 
 
 def test_the_check_gives_up_where_no_row_has_two_texts(caplog):
