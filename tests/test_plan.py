@@ -194,6 +194,10 @@ def test_costs_may_be_given_for_every_stage(figures):
         ),
         ("strategy.recompute=cheap", r"recompute \(cheap\) is for runs; here express it by"),
         ("+strategy.compile=true", r"strategy\.compile \(True\) is for runs; here leave it out"),
+        (
+            "+strategy.num_sequence_slices=8",
+            r"slices \(8\) is for runs; here set num_sequence_slices, without strategy\.",
+        ),
         ("+strategy.speed=3", r"strategy\.speed \(3\) is for runs; here leave it out"),
         ("strategy.offload=[0.5]", r"offload \(\[0\.5\]\) must be none, half"),
         ("schedule=auto num_ranks=2.5", r"num_ranks \(2\.5\) must be a whole number from 1 on"),

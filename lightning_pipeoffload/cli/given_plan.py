@@ -74,10 +74,14 @@ _SYNCS = ("barrier", "post_validation")
 # conf/offload sets.
 _COUNTING = ("schedule", "offload", "optimizer_sync")
 _UNSET = {"memory_limit": None, "recompute": "none"}
+_SIZES = ("num_microbatches", "num_chunks", "num_sequence_slices")
+SIZES_INSTEAD = {name: f"set {name}, without strategy." for name in _SIZES}
+"""What to write in place of ``strategy.num_microbatches`` and the like in a plan."""
 _INSTEAD = {
     "memory_limit": "set memory_limit, in the unit of costs.activation, as in memory_limit=4",
     "recompute": "express it by a smaller costs.activation and a larger costs.backward_input",
     **{name: f"write it as +options.{name}" for name in ("solver_seconds", "plan_cache")},
+    **SIZES_INSTEAD,
 }
 
 # The approximate number of limits in a sweep, and the largest as a multiple of the fastest plan's.

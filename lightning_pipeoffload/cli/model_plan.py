@@ -102,10 +102,10 @@ def _proposed_slices(
     if planner.num_slices > 1 or length is None or not before:
         return None
     found: dict[int, float] = {}
+    whole = replace(plan.best.option, schedule="seq_zb", num_chunks=1)
     for count in _NUMBERS_OF_SLICES:
-        wanted = [replace(plan.best.option, schedule="seq_zb", num_chunks=1)]
-        wanted = [replace(option, num_sequence_slices=count) for option in wanted]
         if length >= count * _LEAST_TOKENS:
+            wanted = [replace(whole, num_sequence_slices=count)]
             with suppress(ScheduleError):
                 request = planner.request(wanted, config.num_ranks, planner.settings)
                 found[count] = make_plan(request).best.period or before

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_precision
-from lightning_pipeoffload.cli.given_plan import has_barrier, needs_all_gradients
+from lightning_pipeoffload.cli.given_plan import (
+    SIZES_INSTEAD,
+    has_barrier,
+    needs_all_gradients,
+)
 from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.planning.figures import PlannedStep
@@ -93,7 +97,10 @@ _COUNTING = {
     *("data_parallel_size", "optimizer_offload", "optimizer_sync", "master_weights"),
     "host_memory_limit",
 }
-_INSTEAD = {"memory_limit": "write device_memory, of which weights and messages take their part"}
+_INSTEAD = {
+    "memory_limit": "write device_memory, of which weights and messages take their part",
+    **SIZES_INSTEAD,
+}
 
 
 class ModelPlanner:
@@ -177,11 +184,11 @@ class ModelPlanner:
         if option.recompute == "full":
             pairs = zip(compute["backward_input"], compute["forward"], strict=True)
             compute["backward_input"] = [b + f for b, f in pairs]
-        if option.num_sequence_slices > 1:
-            compute["slices"] = self._slices(needs, option)
         if self.device is None:
             copies = [sum(work) / 2 for work in zip(*compute.values(), strict=True)]
             return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
+        if option.num_sequence_slices > 1:
+            compute["slices"] = self._slices(needs, option)
         sizes = needs.costs.per_stage("activation", num_stages)
         copies = [size / self.device.copy_rate for size in sizes]
         compute["communication"] = self._message_seconds(

@@ -194,6 +194,7 @@ def test_layers_of_configure_model_are_made_of_shapes(capsys, kind, weight):
         ("schedule=auto", "a model's shapes tell no seconds"),
         ("costs_file=costs.json", "a model's shapes tell no seconds"),
         ("strategy.memory_limit=1GiB", "changes nothing here; write device_memory"),
+        ("+strategy.num_sequence_slices=8", "changes nothing here; set num_sequence_slices, w"),
         ("+strategy.widht=1", "strategy.widht (1) is no argument"),
         ("~model", "device_memory (80GiB) is for a model"),
     ],

@@ -101,7 +101,8 @@ class Problem:
     @cached_property
     def operations(self) -> Operations:
         """The operations and their seconds, of slices the mean."""
-        return Operations(self.placement, _of_mean_slice(self.costs, self.num_slices))
+        costs = _of_mean_slice(self.costs, self.num_stages, self.num_slices)
+        return Operations(self.placement, costs)
 
     @property
     def num_units(self) -> int:
@@ -214,14 +215,12 @@ class Problem:
         return all_of_them if memory >= all_of_them * activation else int(memory / activation)
 
 
-def _of_mean_slice(costs: Costs, num_slices: int) -> Costs:
+def _of_mean_slice(costs: Costs, num_stages: int, num_slices: int) -> Costs:
     """Return the times of a slice of the mean length."""
     if num_slices == 1:
         return costs
     names = ("forward", "backward_input", "backward_weight", "communication")
-    mean: dict[str, Any] = {}
-    for name in names:
-        value = getattr(costs, name)
-        is_one = isinstance(value, (int, float))
-        mean[name] = value / num_slices if is_one else [each / num_slices for each in value]
+    mean: dict[str, Any] = {
+        name: [whole / num_slices for whole in costs.per_stage(name, num_stages)] for name in names
+    }
     return replace(costs, **mean)
