@@ -449,6 +449,7 @@ class ModelPlanner:
             f"num_chunks={option.num_chunks}": not is_default
             or (self._num_chunks not in (None, option.num_chunks)),
             f"num_microbatches={option.num_microbatches}": option.num_microbatches != self._count,
+            "num_sequence_slices=1": option.num_sequence_slices != self.num_slices,
             f"offload={settings.offload}": settings.offload != asked.offload,
             f"strategy.recompute={option.recompute}": option.recompute != asked.recompute,
             f"+strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad

@@ -230,6 +230,16 @@ def test_slices_of_a_model_take_equal_time_by_its_attention():
     assert costs.slices.end_forward[:3] == (0, 0, 0) < costs.slices.end_forward[3:]
 
 
+def test_advice_for_slices_that_do_not_fit_can_be_followed(capsys):
+    sizes = (*AUTO, "num_sequence_slices=4")
+    memory = 0.9 * max(planned(capsys, *sizes)["memory"]["device"])
+    limited = (*sizes, "strategy.offload=none", f"device_memory={memory:.0f}")
+    with pytest.raises(ScheduleError, match="use .*num_sequence_slices=1") as refusal:
+        plan(plan_config(*limited))
+    words = str(refusal.value).partition("use ")[2].partition(": a step")[0].split()
+    assert planned(capsys, *limited, *words)["num_microbatches"]
+
+
 def test_slices_without_a_device_or_a_family_that_has_them_are_refused():
     for words, message in {
         ("num_sequence_slices=4", "schedule=zb_v"): r"must be 1 for zb_v, .* schedule=seq_1f1b",
