@@ -52,7 +52,7 @@ _AGAIN = (
     "anew delete {}"
 )
 _RECOMPUTATIONS = ("none", "cheap", "full")
-_ALL_FIT = "not measured: the memory limit leaves room for every plan that computes nothing again"
+_ALL_FIT = "not measured: the memory limit leaves room for every plan without recomputation"
 
 _NOTHING: BesideBlocks = {}
 _ByRecompute = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]

@@ -126,11 +126,12 @@ class BatchBackward(BackwardHooks):
 
     @contextmanager
     def _refusing_writes(self) -> Iterator[None]:
-        """Refuse hooks that write weights of the step, which each plan would run between others.
+        """Refuse hooks that write weights of the step before its first backward.
 
-        Where one microbatch alone has run, as with one stage, it is as on one device.
+        Which microbatches have used the old values by then depends on the plan. Where one alone
+        has run, as with one stage, all is as on one device.
         """
-        flights = [len(stage.in_flight) for stage in self._pipeline.stages.values()]
+        flights = (len(stage.in_flight) for stage in self._pipeline.stages.values())
         if not self._runs_hooks or max(flights, default=0) < 2:
             yield
             return
@@ -144,7 +145,7 @@ class BatchBackward(BackwardHooks):
             if memory in found.written or memory_of(now[name]) != memory:
                 raise ValueError(
                     f"{' or '.join(_BEFORE_BACKWARD)} writes {name}, which some microbatches of "
-                    f"the batch have used and others will: write it in on_train_batch_end or "
+                    f"the batch have used and others will use: write it in on_train_batch_end or "
                     f"on_train_batch_start"
                 )
 

@@ -20,7 +20,7 @@ class IndexGroups(list[int]):
 
     Attributes:
         sizes: The number of samples of each group.
-        max_size: The largest size of all batches of an epoch.
+        max_size: The samples of the largest group of any batch of the epoch.
     """
 
     _last_read: ClassVar[IndexGroups | None] = None

@@ -156,9 +156,9 @@ class PackedRows:
             the token itself, and the first label of each text is -100: Hugging Face's models
             compare what they predict for a token with the label of the next one.
         cu_seqlens: Whether batches have ``"cu_seqlens"`` too, int32 of shape ``[num_rows, n]``: of
-            each row where its texts begin, where they end, and ``max_tokens`` until its end, as
-            kernels for variable lengths take it (a text of no tokens is none). ``n`` is the same
-            in all batches.
+            each row 0 and the cumulative lengths of its texts, then ``max_tokens`` up to ``n``
+            numbers. So padding is a text of its own, and what follows are texts without tokens,
+            which kernels for variable lengths skip. ``n`` is the same in all batches.
 
     Raises:
         ValueError: An argument is out of range.
