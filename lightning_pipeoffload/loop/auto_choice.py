@@ -475,9 +475,9 @@ class ChoiceCache:
         recomputations: Sequence[str],
     ) -> None:
         self._cache = PlanCache(settings.plan_cache)
-        names = ("offload", "recompute", "head_weight_grad", "num_chunks", "split")
+        names = ["offload", "recompute", "head_weight_grad", "num_chunks", "split"]
         if settings.num_sequence_slices > 1:
-            names += ("num_sequence_slices",)
+            names.append("num_sequence_slices")
         asked = " ".join(f"{name}={getattr(settings, name)}" for name in names)
         kind, size = type(pipeline.module).__name__, sum(pipeline.cut.num_parameters)
         asked = f"{asked} barrier={has_barrier} {' '.join(recomputations)}"
