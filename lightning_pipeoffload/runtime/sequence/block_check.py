@@ -4,7 +4,7 @@ A block that looks along the sequence by other means than causal attention (a sc
 positions of its own) would train on other numbers without an error. So each block runs once on a
 whole sequence and on its slices, on random values, in float32 and without dropout. There right
 blocks differ by rounding, and wrong ones by a thousand times that; in bfloat16 rounding is as
-large.
+large. Parameters that begin at zero are random too: behind a gate of zero all blocks are right.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class BlockCheck:
         """
         device = next((leaf.device for leaf in self._leaves if isinstance(leaf, Tensor)), "cpu")
         with seeded(0), self._in_float32(torch.device(device)):
-            leaves = [_with_values(leaf) for leaf in self._leaves]
-            whole = self._run(leaves)
+            leaves, weights = [_with_values(leaf) for leaf in self._leaves], self._weights()
+            whole = self._run(weights, leaves)
             try:
-                found = [self._run(leaves, part) for part in self._parts(EarlierSlices())]
+                parts = self._parts(EarlierSlices())
+                found = [self._run(weights, leaves, part) for part in parts]
             except Exception as error:
                 raise ValueError(
                     f"{self._name} fails on a slice of its sequence ({type(error).__name__}: "
@@ -79,8 +80,13 @@ class BlockCheck:
     def _parts(self, earlier: EarlierSlices) -> Iterator[BlockOnSlice]:
         return (BlockOnSlice(self._name, 0, part, earlier) for part in self._slices)
 
-    def _run(self, leaves: Sequence[Any], on_slice: BlockOnSlice | None = None) -> list[Tensor]:
-        block, weights = self._block, self._weights
+    def _run(
+        self,
+        weights: dict[str, Tensor],
+        leaves: Sequence[Any],
+        on_slice: BlockOnSlice | None = None,
+    ) -> list[Tensor]:
+        block = self._block
         if on_slice is not None:
             cut = zip(leaves, self._dims, strict=True)
             leaves = [on_slice.part.cut(leaf, dims) if dims else leaf for leaf, dims in cut]
@@ -92,11 +98,11 @@ class BlockCheck:
         output = run() if on_slice is None else on_slice.run(run)
         return [tensor.detach() for tensor in output_tensors(output)]
 
-    @property
     def _weights(self) -> dict[str, Tensor]:
         # Not detached: torch's own transformer layers call no attention where nothing trains.
-        named = [*self._block.named_parameters(), *self._block.named_buffers()]
-        return {name: _as_float32(tensor) for name, tensor in named}
+        weights = {name: _not_zero(value) for name, value in self._block.named_parameters()}
+        named = weights | dict(self._block.named_buffers())
+        return {name: _as_float32(tensor) for name, tensor in named.items()}
 
     def _compare(self, whole: Sequence[Tensor], slices: Sequence[Sequence[Tensor]]) -> None:
         for index, expected in enumerate(whole):
@@ -148,6 +154,15 @@ def _with_values(leaf: Any) -> Any:
         dtype = torch.promote_types(leaf.dtype, torch.float32)
         return torch.randn(leaf.shape, dtype=dtype, device=leaf.device)
     return _as_float32(leaf.detach()) if isinstance(leaf, Tensor) else leaf
+
+
+def _not_zero(weight: Tensor) -> Tensor:
+    if not weight.is_floating_point() or weight.detach().any():
+        return weight
+    values = torch.randn_like(weight)
+    if weight.dim() > 1:
+        values /= weight.shape[-1] ** 0.5  # as large as what a linear layer begins with
+    return values.requires_grad_(weight.requires_grad)
 
 
 def _as_float32(tensor: Tensor) -> Tensor:

@@ -342,9 +342,19 @@ def test_work_between_blocks_is_refused(call, words):
         run_pipeline(Between(call).double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
 
 
-def test_eager_attention_is_refused():
+class Gated(Eager):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return x + self.gate * super().forward(x)
+
+
+@pytest.mark.parametrize("attention", [Eager, Gated])
+def test_eager_attention_is_refused(attention):
     module = Between(lambda block, x: block(x))
-    module.blocks[1].append(Eager())
+    module.blocks[1].append(attention())
     with pytest.raises(ValueError, match=r"blocks.1 computes something else on slices"):
         run_pipeline(module.double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
 
