@@ -111,9 +111,13 @@ class OptimizerSnapshot:
         self._gradients.forget_tensors()
 
     def changed(self) -> list[Tensor]:
-        """Return the tensors whose values may still change, if the step is undone or repeated."""
+        """Return the tensors whose values may still change, if the step is undone or repeated.
+
+        Those that another replica steps are among them: it sends them again.
+        """
         states = [self.optimizer.state.get(p, _NO_STATE) for p in self._stepping]
-        return [*self._stepping, *self._gradients_now(), *_tensors_of(states)]
+        elsewhere = [p for p in self._own_members() if not self._is_stepped(p)]  # sent again
+        return [*self._stepping, *elsewhere, *self._gradients_now(), *_tensors_of(states)]
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -206,8 +210,10 @@ class OptimizerSnapshot:
         return [p for p in self._members() if p.grad is not None]
 
     def _members(self) -> list[Tensor]:
-        own = (p for group in self.optimizer.param_groups for p in own_members(group))
-        return [*filter(self._is_stepped, own)]
+        return [*filter(self._is_stepped, self._own_members())]
+
+    def _own_members(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in own_members(group)]
 
     def _gradients_now(self) -> list[Tensor]:
         return [p.grad for p in self._stepping if p.grad is not None]

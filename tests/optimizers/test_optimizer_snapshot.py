@@ -129,7 +129,8 @@ def test_what_other_replicas_step_has_no_copy_and_no_master():
         parameter.grad = torch.ones_like(parameter)
     snapshot.take()
     assert [*map(masters.has, parameters)] == [False, True, True]
-    assert [p in {*snapshot.changed()} for p in parameters] == [False, True, True]
+    # Readers wait for all of them: the other replica sends its own again if the step is repeated.
+    assert {*parameters} <= {*snapshot.changed()}
 
 
 def test_gradients_are_let_go_when_the_step_is_known_to_be_right():
