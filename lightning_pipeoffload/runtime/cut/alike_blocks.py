@@ -153,6 +153,7 @@ class AlikeBlocks:
             return None
         completed = expected.with_sized(record.sized)
         completed.is_derived, completed.is_short, completed.pairs = False, True, record.pairs
+        completed.sequence, completed.checked_on_slices = None, set()  # may differ by length
         return completed
 
 

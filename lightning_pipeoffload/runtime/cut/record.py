@@ -193,6 +193,8 @@ class StepRecord:
     sequence_slice: SequenceSlice | None = None
     """The slice that this is the record of, see :meth:`in_slices`."""
     sequence_slices: Sequence[SequenceSlice] = ()  # all of them
+    checked_on_slices: set[int] = field(default_factory=set)
+    """The blocks that are found to compute on these slices what they do on the whole."""
 
     is_derived: bool = False  # see derived_records
     is_short: bool = False  # see alike_blocks
@@ -324,7 +326,7 @@ _SIZED = (
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("is_derived", "is_short", "is_known", "has_run"),
-    *("sequence", "sequence_slice", "sequence_slices"),
+    *("sequence", "sequence_slice", "sequence_slices", "checked_on_slices"),
     "pairs",  # of samples, which are as many at any length
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }

@@ -57,7 +57,7 @@ class SlicedPass(StagePass):
 
     @override
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if index not in self._context.checked_on_slices:
+        if index not in self._step_record.checked_on_slices:
             self._check(call, index, (args, kwargs))
         args, kwargs = self._cut(call, index, (args, kwargs))
         # The code before the blocks has drawn the same for each slice.
@@ -100,14 +100,14 @@ class SlicedPass(StagePass):
         return [torch.cat(parts, dim) for parts, dim in zip(slices, dims, strict=True)]
 
     def _check(self, call: int, index: int, arguments: Any) -> None:
-        """Check that a block may run on slices, once for each."""
+        """Check that a block may run on slices, once for each traced length."""
         if checkpoint_around() is not None:
             raise ValueError(
                 f"the step checkpoints {self._context.chain.block_name(index)}, which would run "
                 f'again on whole sequences; leave that out, and use recompute="full"'
             )
-        self._context.checked_on_slices.add(index)
         chain, dims, record = self._context.chain, self._dims, self._step_record
+        record.checked_on_slices.add(index)
         given = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
         plain = super()._plain_call(index)
         BlockCheck(chain.block_name(index), chain.blocks[index], plain, *given).check()

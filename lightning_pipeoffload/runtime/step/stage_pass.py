@@ -94,7 +94,6 @@ class StageContext:
         head_is_at_once: Whether the last stage's B computes weight gradients behind the blocks.
         is_first: Whether the step starts here.
         is_last: Whether the step ends here.
-        checked_on_slices: The blocks that are found to compute on slices what they do on the whole.
     """
 
     stage: Stage
@@ -113,7 +112,6 @@ class StageContext:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
         self.draws_beside_torch = False
-        self.checked_on_slices: set[int] = set()
 
     @cached_property
     def call(self) -> StepCall:

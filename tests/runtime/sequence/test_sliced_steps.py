@@ -83,17 +83,22 @@ def test_slices_of_several_stages_of_a_rank_are_exact():
 def test_sequences_of_other_lengths_are_cut_as_those_that_were_traced():
     torch.manual_seed(0)
     module = DemoGPT(context=32).double()
+    pipeline = assert_lengths_are_exact(module, (8, 12, 16, 20, 24, 32, 22, 28))
+    assert any(record.is_derived for record in pipeline.ranks[0].batch_records)
+
+
+def assert_lengths_are_exact(module, lengths):
     pipeline = InProcessPipeline(module, sliced("seq_zb", 2, 2, 3), sum_step)
     losses, expected, gradients = [], [], []
-    for length in (8, 12, 16, 20, 24, 32, 22, 28):
+    for length in lengths:
         batch = torch.randint(VOCABULARY, (4, length))
         losses += pipeline.run(batch, 2)
         plainly = run_plain(module, batch, 2)
         expected += plainly.losses
         gradients.append(plainly.gradients)
-    assert any(record.is_derived for record in pipeline.ranks[0].batch_records)
     summed = {name: sum(each[name] for each in gradients) for name in gradients[0]}
     assert_same(Outcome(losses, pipeline.named_gradients()), Outcome(expected, summed))
+    return pipeline
 
 
 def test_what_is_offloaded_changes_no_bit():
@@ -357,6 +362,23 @@ def test_eager_attention_is_refused(attention):
     module.blocks[1].append(attention())
     with pytest.raises(ValueError, match=r"blocks.1 computes something else on slices"):
         run_pipeline(module.double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
+
+
+class LongSum(nn.Module):
+    """Looks along sequences that are longer than 10."""
+
+    def forward(self, x):
+        far = torch.arange(x.shape[1]) > 10
+        return x + (x * far[:, None]).cumsum(1)
+
+
+def test_a_block_that_is_right_at_short_lengths_only_is_refused_at_the_first_long_one():
+    module = Between(lambda block, x: block(x))
+    for block in module.blocks:
+        block.append(LongSum())
+    module.double()
+    with pytest.raises(ValueError, match=r"blocks.0 computes something else on slices"):
+        assert_lengths_are_exact(module, (8, 10, 16))
 
 
 def test_slices_of_one_token_are_refused():
