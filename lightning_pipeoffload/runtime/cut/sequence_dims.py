@@ -2,7 +2,8 @@
 
 The step is traced on the microbatch, and on one half of its sequences. A mask depends on values,
 such as whether there is padding, which may be at either end: so if the first half gets other
-arguments than the whole, the second one is tried.
+arguments than the whole, the second one is tried. It may also depend on the length, as that of a
+window does: so last are sequences of one token less, and of one more.
 """
 
 from __future__ import annotations
@@ -69,67 +70,67 @@ def find_dims(part: Any, trace: Callable[[Any], BlockShapes]) -> SequenceDims:
         ValueError: There is no sequence, or it is not found everywhere.
     """
     whole = trace(part)
-    half, error = None, None
-    for cut in _halves(part):
+    other, error = None, None
+    for changed in _of_other_lengths(part):
         try:
-            half = trace(cut)
-        except Exception as failed:  # with what the user's code cannot do on shorter sequences
+            other = trace(changed)
+        except Exception as failed:  # with what the user's code cannot do on other sequences
             error = error or failed
             continue
-        if half.form == whole.form:
-            return _compare(whole, half)
-    if error is not None and half is None:
+        if other.form == whole.form:
+            return _compare(whole, other)
+    if error is not None and other is None:
         raise ValueError(
             f"num_sequence_slices finds the sequence by a run of the step on half of it, without "
             f"values, which fails ({type(error).__name__}: {error}); let the step take sequences "
             f"of any length, or use num_sequence_slices=1"
         ) from error
     raise ValueError(
-        "num_sequence_slices finds no sequence: the step gives its blocks other arguments for "
-        "half of the batch's second dimension; use num_sequence_slices=1"
+        "num_sequence_slices finds no sequence: the step gives its blocks other arguments where "
+        "the batch's second dimension is shorter or longer; use num_sequence_slices=1"
     )
 
 
-def _halves(part: Any) -> Iterator[Any]:
+def _of_other_lengths(part: Any) -> Iterator[Any]:
     lengths = [t.shape[1] for t in batch_leaves(part) if isinstance(t, Tensor) and t.dim() > 1]
     length = lengths[0] if lengths else 0
-    for is_everywhere in (True, False):
-        for start in (0, length // 2):
-            half = slice(start, start + -(-length // 2))
-            yield map_batch(partial(_cut, length, half, is_everywhere), part)
+    size, places = -(-length // 2), [*range(length)]
+    for kept in (places[:size], places[length // 2 :], places[:-1], places[1:], [*places, -1]):
+        for is_everywhere in (True, False):
+            yield map_batch(partial(_select, length, kept, is_everywhere), part)
 
 
-def _cut(length: int, half: slice, is_everywhere: bool, leaf: Any) -> Any:
+def _select(length: int, kept: list[int], is_everywhere: bool, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     for dim in range(1, leaf.dim() if is_everywhere else min(leaf.dim(), 2)):
         if leaf.shape[dim] == length:
-            leaf = leaf[(slice(None),) * dim + (half,)]
+            leaf = leaf[(slice(None),) * dim + (kept,)]
     return leaf
 
 
-def _compare(whole: BlockShapes, half: BlockShapes) -> SequenceDims:
-    outputs = [_dims_of(*shapes) for shapes in zip(whole.outputs_of, half.outputs_of, strict=True)]
-    lengths = [_length_of(each.outputs_of, outputs) for each in (whole, half)]
+def _compare(whole: BlockShapes, other: BlockShapes) -> SequenceDims:
+    outputs = [_dims_of(*shapes) for shapes in zip(whole.outputs_of, other.outputs_of, strict=True)]
+    lengths = [_length_of(each.outputs_of, outputs) for each in (whole, other)]
     arguments = []
-    for call, shapes in enumerate(zip(whole.arguments_of, half.arguments_of, strict=True)):
+    for call, shapes in enumerate(zip(whole.arguments_of, other.arguments_of, strict=True)):
         arguments.append(_dims_of(*shapes))
         name = whole.chain.block_name(call)
         _check(name, "gets", whole.arguments_of[call], arguments[-1], lengths[0], range(3))
         _check(name, "returns", whole.outputs_of[call], outputs[call], lengths[0], (1,))
-    per_token = [each.forward_flops / of for each, of in zip((whole, half), lengths, strict=True)]
+    per_token = [each.forward_flops / of for each, of in zip((whole, other), lengths, strict=True)]
     quadratic = max((per_token[0] - per_token[1]) / (lengths[0] - lengths[1]), 0.0)
     return SequenceDims(arguments, outputs, per_token[0] - quadratic * lengths[0], quadratic)
 
 
-def _dims_of(whole: Sequence[Shape | None], half: Sequence[Shape | None]) -> list[Dims]:
+def _dims_of(whole: Sequence[Shape | None], other: Sequence[Shape | None]) -> list[Dims]:
     return [
         tuple(
             dim
-            for dim, (a, b) in enumerate(zip(of_whole or (), of_half or (), strict=True))
+            for dim, (a, b) in enumerate(zip(of_whole or (), of_other or (), strict=True))
             if a != b
         )
-        for of_whole, of_half in zip(whole, half, strict=True)
+        for of_whole, of_other in zip(whole, other, strict=True)
     ]
 
 

@@ -101,6 +101,41 @@ def assert_lengths_are_exact(module, lengths):
     return pipeline
 
 
+class Window(nn.Module):
+    """A causal mask of a window, where sequences are longer than it, as in Mistral."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(map(Attention, range(4)))
+        self.size = size
+
+    def step(self, x):
+        x, mask = self.embed(x), None
+        if x.shape[1] > self.size:
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(-self.size)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x.pow(2).mean()
+
+
+class Attention(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        y = self.linear(x)[:, None]
+        is_causal = mask is None
+        return x + functional.scaled_dot_product_attention(y, y, y, mask, is_causal=is_causal)[:, 0]
+
+
+@pytest.mark.parametrize("lengths", [(8, 16, 9), (16, 8, 24)])
+def test_a_mask_of_long_sequences_only_is_cut(lengths):
+    torch.manual_seed(0)
+    assert_lengths_are_exact(Window(10).double(), lengths)
+
+
 def test_what_is_offloaded_changes_no_bit():
     module, batch, _ = plain()
     schedule = sliced("seq_zb", 2, 4, 3)
