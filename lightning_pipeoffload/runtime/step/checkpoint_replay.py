@@ -62,9 +62,9 @@ class _Rerun:
         self._name = ""
 
     def expect(self, output: Any) -> None:
+        self._name = self._find_name()
         if self._watch.compares:
             self._digests = _digests(output)
-            self._name = self._find_name()
 
     def _find_name(self) -> str:
         called, is_running = self._watch.step.place()
@@ -74,17 +74,26 @@ class _Rerun:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._watch.watching(), self._watch.writes.running_again(self._is_in_block):
-            output = self._function(*args, **kwargs)
+            try:
+                output = self._function(*args, **kwargs)
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:  # it says more: PlaceholderError, no memory
+                    raise
+                raise self._refusal() from error
         if self._digests and self._digests != _digests(output):
-            raise ValueError(
-                f"{self._name} is checkpointed and does not compute again in the backward what it "
-                f"computed in the forward: it reads something that has changed since, an "
-                f"attribute that the step writes or a generator of random numbers, say. Give it "
-                f"what it reads as an argument, and draw from torch's global generator. 4-bit "
-                f"layers of bitsandbytes that are left in evaluation mode change on a CPU: call "
-                f"train() of the model, or its enable_input_require_grads()"
-            )
+            raise self._refusal()
         return output
+
+    def _refusal(self) -> ValueError:
+        return ValueError(
+            f"{self._name} is checkpointed and does not compute again in the backward what it "
+            f"computed in the forward: it reads something that has changed since, an attribute "
+            f"that the step writes, a cache of keys or a generator of random numbers, say. Give "
+            f"it what it reads as an argument (a Hugging Face model use_cache=False), and draw "
+            f"from torch's global generator. 4-bit layers of bitsandbytes that are left in "
+            f"evaluation mode change on a CPU: call train() of the model, or its "
+            f"enable_input_require_grads()"
+        )
 
 
 class _ReentrantRerun(_Rerun):

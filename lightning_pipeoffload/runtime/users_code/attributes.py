@@ -197,6 +197,10 @@ def _can_change(value: Any) -> bool:
 # Placeholders
 
 
+class PlaceholderError(RuntimeError):
+    """Code uses a value that this rank does not have, or not any more."""
+
+
 class Placeholder:
     """Raises an error with its message on any use; copies and pickles are placeholders too."""
 
@@ -204,7 +208,7 @@ class Placeholder:
     message: str
 
     def _use(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"{self.message}{in_brackets(calling_line())}")
+        raise PlaceholderError(f"{self.message}{in_brackets(calling_line())}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for those of any object

@@ -163,6 +163,15 @@ def test_what_changes_unseen_is_refused_in_the_first_step(how):
     assert re.match(r"blocks.\d is checkpointed and does not", refusal(module, how))
 
 
+def test_a_checkpointed_block_that_fails_only_in_the_backward_is_named():
+    def read(block):
+        is_in_backward = torch._C._current_graph_task_id() >= 0
+        return torch.ones(3 if is_in_backward else 4).double()
+
+    module = Setting(nowhere, read, "full").double()
+    assert re.match(r"blocks.\d is checkpointed and does not", refusal(module, "full"))
+
+
 def test_a_checkpoint_is_torchs_own_again_without_a_pipeline():
     module = Setting(nowhere, WAYS[nowhere], "by step")
     pipeline = InProcessPipeline(module, build("1f1b", 2, 4), call_step)
