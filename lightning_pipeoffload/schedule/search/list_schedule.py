@@ -99,16 +99,12 @@ class ListScheduler:
         self._run(rank, self.pending[rank].popleft(), time)
 
     def _run(self, rank: int, started: Pass, time: float) -> float:
-        operation = started[0]
-        return self._place(rank, started, time, self._seconds[operation], self._growth[operation])
-
-    def _place(self, rank: int, started: Pass, time: float, seconds: float, growth: float) -> float:
-        done = self.done[rank]
+        done, operation = self.done[rank], started[0]
         if done:
             self.idle[rank] += time - self.clock[rank]
         done.append(started)
-        self.memory[rank] += growth
-        end = self.clock[rank] = time + seconds
+        self.memory[rank] += self._growth[operation]
+        end = self.clock[rank] = time + self._seconds[operation]
         return end
 
     def arrived(self, rank: int, arrival: float) -> None:
@@ -258,8 +254,12 @@ class _SlicesByClock(_ByClock):
 
     def _run(self, rank: int, started: Pass, time: float) -> float:
         operation, place = started[0], started[1] % self._num_slices
-        seconds, growth = self._unit_seconds[operation][place], self._unit_growth[operation][place]
-        return self._place(rank, started, time, seconds, growth)
+        memory = self.memory[rank] + self._unit_growth[operation][place]
+        super()._run(rank, started, time)
+        # Replace those of the mean slice.
+        self.memory[rank] = memory
+        end = self.clock[rank] = time + self._unit_seconds[operation][place]
+        return end
 
 
 def fill_gaps(
