@@ -32,6 +32,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
+from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.schedule import stages_on
@@ -46,7 +47,6 @@ __all__ = ["Estimate", "ModelPlanner"]
 Show = Callable[[str], None]
 """Shows what is being done."""
 
-_COMPUTE = ("forward", "backward_input", "backward_weight")
 _RECOMPUTES = ("none", "cheap", "full")
 _ABOUT_EQUAL = 1.01  # of plans that take so little longer, that with the fewest changes is named
 _MASTERS = "++trainer.precision=bf16-true +strategy.master_weights=float32"
@@ -179,7 +179,7 @@ class ModelPlanner:
         unit = needs.flops_of_one / (self.flops if self.device else 1e12)
         compute: dict[str, Any] = {
             name: [unit * work for work in needs.costs.per_stage(name, num_stages)]
-            for name in _COMPUTE
+            for name in COMPUTE_TIMES
         }
         if option.recompute == "full":
             pairs = zip(compute["backward_input"], compute["forward"], strict=True)
@@ -205,13 +205,9 @@ class ModelPlanner:
         """Return slices that take equal time, and how costs divide among them."""
         slices, num_stages = needs.slices, len(needs.owned)
         if option.recompute == "full":  # B has the shares of F as well
-            both = [needs.costs.per_stage(name, num_stages) for name in _COMPUTE[:2]]
-            shares = [
-                of_every_stage(
-                    f"quadratic_{name}", getattr(slices, f"quadratic_{name}"), num_stages
-                )
-                for name in _COMPUTE[:2]
-            ]
+            both = [needs.costs.per_stage(name, num_stages) for name in COMPUTE_TIMES[:2]]
+            names = "quadratic_forward", "quadratic_backward_input"
+            shares = [of_every_stage(n, getattr(slices, n), num_stages) for n in names]
             stages = zip(*both, *shares, strict=True)
             mixed = tuple((f * a + b * c) / ((f + b) or 1.0) for f, b, a, c in stages)
             slices = replace(slices, quadratic_backward_input=mixed)

@@ -48,6 +48,7 @@ from lightning_pipeoffload.schedule import (
     lower,
     simulate,
 )
+from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ _NO_OPTIMIZER = (
     "counts it"
 )
 _DEVIATION = 0.02
-_TIMES = ("forward", "backward_input", "backward_weight", "offload", "reload")
+_TIMES = (*COMPUTE_TIMES, "offload", "reload")
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def _costs_of_all(
 ) -> Costs:
     """Return the costs of all stages: remote ones in proportion to their operations."""
     seconds: dict[str, Any] = {}
-    for name in ("forward", "backward_input", "backward_weight"):
+    for name in COMPUTE_TIMES:
         counted = shapes.per_stage(name, num_stages)
         known = sum(counted[stage] for stage in own)
         unit = sum(getattr(cost, name) for cost in own.values()) / known if known else 0.0

@@ -31,9 +31,9 @@ from lightning_pipeoffload.schedule import (
     peak_memory,
     peak_message_memory,
 )
+from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 
 _MOST_OF = 0.9  # of the bytes of parameters and buffers
-_SECONDS = ("forward", "backward_input", "backward_weight")
 
 ON_DEVICE = ("parameters", "gradients", "optimizer", "activations", "workspace", "messages")
 """The kinds of memory on a device, by their names in the report."""
@@ -172,7 +172,7 @@ class MemoryNeeds:
             beyond[-1] = 0.0
             found = [sum(beyond[s] for s in stage.segments) * trains for stage in stages]
             shares[f"quadratic_{name}"] = _shares(found, joined, name)
-        for name in (*_SECONDS, "activation", "weight_residue", "weight_input"):
+        for name in (*COMPUTE_TIMES, "activation", "weight_residue", "weight_input"):
             behind = self.costs.per_stage(name, num_segments)[-1]
             found = [behind * (num_segments - 1 in stage.segments) for stage in stages]
             shares[f"end_{name}"] = _shares(found, joined, name)

@@ -15,6 +15,7 @@ from .actions import Kind, ScheduleError
 from .slices import PerStage, Slices, cut_positions, of_every_stage
 
 __all__ = [
+    "COMPUTE_TIMES",
     "Costs",
     "PerStage",
     "copy_ratios",
@@ -28,6 +29,9 @@ __all__ = [
 _LEAST, _MOST = 1e-100, 1e100
 
 _MANY_TOKENS = 1 << 20
+
+COMPUTE_TIMES = ("forward", "backward_input", "backward_weight")
+"""The fields of :class:`Costs` that are seconds of F, B and W."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,7 @@ class Costs:
             num_tokens: Tokens of a sequence; without them cuts are between shares of one.
         """
         slices = self.slices or Slices()
-        names = ("forward", "backward_input", "backward_weight")
-        parts = [slices.parts(name, self.per_stage(name, num_stages)) for name in names]
+        parts = [slices.parts(n, self.per_stage(n, num_stages)) for n in COMPUTE_TIMES]
         linear, quadratic = map(sum, zip(*parts, strict=True))
         ends = cut_positions(num_tokens, num_slices, linear, quadratic)
         sizes = tuple(end - start for start, end in zip((0, *ends), ends, strict=False))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .actions import ScheduleError
-from .costs import Costs
+from .costs import COMPUTE_TIMES, Costs
 from .schedule import Schedule
 from .validate import validate
 
@@ -26,7 +26,7 @@ __all__ = ["CachedPlan", "PlanCache", "PlanQuestion", "store_text"]
 
 log = logging.getLogger(__name__)
 
-_TIMES = ("forward", "backward_input", "backward_weight", "communication", "offload", "reload")
+_TIMES = (*COMPUTE_TIMES, "communication", "offload", "reload")
 _MEMORY = ("activation", "weight_residue", "weight_input")
 _TIME_STEP, _MEMORY_STEP = 0.02, 1 / 16
 _UNLIMITED = 10**9

@@ -42,10 +42,10 @@ from lightning_pipeoffload.schedule import (
     lower,
     one_at_a_time,
 )
+from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from lightning_pipeoffload.schedule.schedule import stages_on
 
 _NUM_MEASURED = 3  # microbatches, of which the median counts
-_TIMES = ("forward", "backward_input", "backward_weight")
 
 BesideBlocks = Mapping[str, float]
 """Seconds of an action beside its blocks, by the field of :class:`.Costs` that counts them."""
@@ -356,7 +356,7 @@ def costs_of_blocks(
     blocks = _of_samples(samples, sampled)
     beside = beside_blocks(blocks, len(sampled.ranks), stages, num_stages)
     scaled: dict[str, Any] = {
-        name: _scaled(sampled, samples, blocks, name, beside[name]) for name in _TIMES
+        name: _scaled(sampled, samples, blocks, name, beside[name]) for name in COMPUTE_TIMES
     }
     return replace(blocks, **scaled), beside
 
@@ -423,9 +423,9 @@ def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int
         stages: The costs of the stages of another cut.
         num_stages: The number of these stages.
     """
-    found = dict.fromkeys(_TIMES, 0.0)
+    found = dict.fromkeys(COMPUTE_TIMES, 0.0)
     if num_blocks > num_stages:
-        for name in _TIMES:
+        for name in COMPUTE_TIMES:
             of_blocks = blocks.per_stage(name, num_blocks)
             more = sum(of_blocks) - sum(stages.per_stage(name, num_stages))
             found[name] = min(max(0.0, more / (num_blocks - num_stages)), *of_blocks)

@@ -30,7 +30,7 @@ from ..actions import (
     Part,
     ScheduleError,
 )
-from ..costs import Costs
+from ..costs import COMPUTE_TIMES, Costs
 from ..schedule import Schedule
 from ..search.problem import ROUNDING
 from ..simulation.memory import UnitSizes, memory_changes, part_sizes, peak_memory
@@ -45,8 +45,7 @@ SLOWDOWN_ALLOWED = 1.03
 
 _ROUNDING_ERROR = 1e-9  # Activations: so little above 3 counts as 3.
 _NUM_FRACTIONS = 8  # Fractions of a share that are tried for the best.
-_COMPUTE = ("forward", "backward_input", "backward_weight")
-_TIMES = (*_COMPUTE, "communication", "offload", "reload")
+_TIMES = (*COMPUTE_TIMES, "communication", "offload", "reload")
 _LITTLE = 1e-6  # Of the longest time.
 _FEW_PLACES = 5  # A copy back begins up to so many actions and copies earlier.
 
@@ -272,7 +271,7 @@ def _told_apart(costs: Costs, num_stages: int) -> Costs:
     """
     seconds = {name: costs.per_stage(name, num_stages) for name in _TIMES}
     unit = max(map(max, seconds.values())) or 1.0
-    least = {name: _LITTLE if name in _COMPUTE else 0.0 for name in _TIMES}
+    least = {name: _LITTLE if name in COMPUTE_TIMES else 0.0 for name in _TIMES}
     counted: dict[str, Any] = {
         name: tuple(max(second / unit, least[name]) for second in of_stages)
         for name, of_stages in seconds.items()

@@ -19,7 +19,7 @@ from heapq import nsmallest
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from ..costs import Costs
+from ..costs import COMPUTE_TIMES, Costs
 from ..schedule import Schedule
 from .problem import Operations, Order
 from .squeeze import POLICIES, Policy, squeeze
@@ -197,11 +197,10 @@ def simpler_times(costs: Costs) -> list[Costs]:
     Rounded ones keep the ratios of F, B and W in halves of the shortest; equal ones do not. Both
     are there without and with hops.
     """
-    names = ("forward", "backward_input", "backward_weight")
-    means = {name: _mean(getattr(costs, name)) for name in names}
+    means = {name: _mean(getattr(costs, name)) for name in COMPUTE_TIMES}
     grain = min(filter(None, means.values()), default=1.0) / 2
-    in_grains: dict[str, Any] = {name: grain * round(means[name] / grain) for name in names}
-    mean: dict[str, Any] = dict.fromkeys(names, sum(means.values()) / 3 or 1.0)
+    in_grains: dict[str, Any] = {name: grain * round(means[name] / grain) for name in means}
+    mean: dict[str, Any] = dict.fromkeys(means, sum(means.values()) / 3 or 1.0)
     rounded, equal = replace(costs, **in_grains), replace(costs, **mean)
     times = [replace(rounded, communication=0.0), rounded]
     times += [replace(equal, communication=0.0), equal, costs]

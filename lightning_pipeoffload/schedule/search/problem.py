@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from ..actions import MEMORY_EFFECTS, Action, Kind, MemoryLimitError
-from ..costs import Costs
+from ..costs import COMPUTE_TIMES, Costs
 from ..replay import replay_numbers
 from ..schedule import Schedule, stages_on
 from ..simulation.memory import memory_changes, part_sizes
@@ -112,9 +112,8 @@ class Problem:
     @cached_property
     def unit_seconds(self) -> list[list[float]]:
         """Seconds of every operation's slices, in the order in which they run."""
-        names = ("forward", "backward_input", "backward_weight")
-        columns = (self.costs.per_unit(n, self.num_stages, self.num_slices) for n in names)
-        return self._in_turn(*columns)
+        sizes = self.num_stages, self.num_slices
+        return self._in_turn(*(self.costs.per_unit(name, *sizes) for name in COMPUTE_TIMES))
 
     @cached_property
     def unit_growth(self) -> list[list[float]]:
@@ -219,8 +218,8 @@ def _of_mean_slice(costs: Costs, num_stages: int, num_slices: int) -> Costs:
     """Return the times of a slice of the mean length."""
     if num_slices == 1:
         return costs
-    names = ("forward", "backward_input", "backward_weight", "communication")
     mean: dict[str, Any] = {
-        name: [whole / num_slices for whole in costs.per_stage(name, num_stages)] for name in names
+        name: [whole / num_slices for whole in costs.per_stage(name, num_stages)]
+        for name in (*COMPUTE_TIMES, "communication")
     }
     return replace(costs, **mean)
