@@ -8,11 +8,11 @@ stage. If k is at most 1, all activations can be offloaded without a slowdown (W
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from .actions import Kind, ScheduleError
-from .slices import PerStage, Slices, cut_positions, of_every_stage
+from .slices import PerStage, Slices, check_fields, cut_positions, of_every_stage
 
 __all__ = [
     "COMPUTE_TIMES",
@@ -81,13 +81,7 @@ class Costs:
     def __post_init__(self) -> None:
         if self.weight_residue is None:
             object.__setattr__(self, "weight_residue", self.activation)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "slices":
-                continue
-            if isinstance(value, Sequence):
-                object.__setattr__(self, field.name, tuple(value))
-            _check_cost(field.name, value)
+        check_fields(self, _check_cost)
         if self.copy_lanes not in (1, 2):
             raise ScheduleError(f"costs.copy_lanes ({self.copy_lanes}) must be 1 or 2")
 
@@ -152,6 +146,8 @@ class Costs:
 
 
 def _check_cost(name: str, value: PerStage) -> None:
+    if name == "slices":  # checks itself
+        return
     numbers = value if isinstance(value, Sequence) else (value,)
     if not numbers or not all(isinstance(n, (int, float)) and 0 <= n < inf for n in numbers):
         raise ScheduleError(

@@ -8,14 +8,15 @@ sequences, behind the last slice. Sources: Li et al., "TeraPipe", ICML 2021; Sun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from math import inf, sqrt
+from typing import Any
 
 from .actions import ScheduleError
 
-__all__ = ["LEAST_TOKENS", "PerStage", "Slices", "cut_positions", "of_every_stage"]
+__all__ = ["LEAST_TOKENS", "PerStage", "Slices", "check_fields", "cut_positions", "of_every_stage"]
 
 PerStage = float | Sequence[float]
 
@@ -37,6 +38,15 @@ def of_every_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, 
             f"give one number, or {num_stages}"
         )
     return value
+
+
+def check_fields(costs: Any, check: Callable[[str, Any], None]) -> None:
+    """Check each field of a frozen dataclass, and make tuples of those that are sequences."""
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if isinstance(value, Sequence):
+            object.__setattr__(costs, field.name, tuple(value))
+        check(field.name, value)
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,7 @@ class Slices:
     key_values: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Sequence):
-                object.__setattr__(self, field.name, tuple(value))
-            _check_shares(field.name, value)
+        check_fields(self, _check_shares)
 
     def shares(self, num_slices: int) -> tuple[float, ...]:
         """Return the share of the tokens of each slice.
