@@ -79,7 +79,7 @@ class MeasuredStep:
         return 1 - busy / available if available else 0.0
 
 
-def join_ranks(ranks: Sequence[RankStep]) -> MeasuredStep:
+def join_ranks(ranks: Sequence[RankStep], num_sequence_slices: int = 1) -> MeasuredStep:
     """Join the steps of all ranks, whose times are of one clock."""
     starts = [spans[0][0] for rank in ranks for _, spans in rank.actions]
     start = min(starts, default=0.0)
@@ -101,7 +101,8 @@ def join_ranks(ranks: Sequence[RankStep]) -> MeasuredStep:
     ends = {event.action: event.end for event in events}
     curves = tuple(_curve(rank.held, ends) for rank in ranks)
     peaks = tuple(max(memory for _, memory in curve) for curve in curves)
-    return MeasuredStep(Timeline(events, peaks), beginnings, tuple(_waits(pieces)), curves)
+    timeline = Timeline(events, peaks, num_sequence_slices=num_sequence_slices)
+    return MeasuredStep(timeline, beginnings, tuple(_waits(pieces)), curves)
 
 
 def _waits(ranks: Sequence[Sequence[tuple[Action, Spans]]]) -> Iterator[Wait]:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +44,8 @@ def to_measured_trace(measured: MeasuredStep, planned: Timeline, costs: Costs) -
     def above(rank: int) -> int:
         return 2 * rank
 
-    count = planned.num_sequence_slices
-    timeline = replace(measured.timeline, num_sequence_slices=count)
-    entries = _entries(timeline, measured.curves, "rank {} measured", above)
+    count = measured.timeline.num_sequence_slices
+    entries = _entries(measured.timeline, measured.curves, "rank {} measured", above)
     entries += [_complete(event, 0, above(event.rank), count) for event in measured.beginnings]
     entries += [_waiting(wait, above(wait.rank)) for wait in measured.waits]
     curves = memory_curves(planned, costs)

@@ -176,9 +176,8 @@ def draw_measured(
 
     ``titles`` are the lines above the two; ``planned`` is simulated for costs in seconds and bytes.
     """
-    timeline = replace(measured.timeline, num_sequence_slices=planned.num_sequence_slices)
     above = TimelinePanel(
-        _in_milliseconds(timeline),
+        _in_milliseconds(measured.timeline),
         _in_mebibytes(measured.curves),
         titles[0],
         [_later(event) for event in measured.beginnings],

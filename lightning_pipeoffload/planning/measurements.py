@@ -90,7 +90,8 @@ class Measurements:
         if offsets is None:
             return None
         pairs = list(zip(ranks, offsets, strict=True))
-        measured = join_ranks([times.earlier_by(offset.seconds) for (times, _), offset in pairs])
+        on_one_clock = [times.earlier_by(offset.seconds) for (times, _), offset in pairs]
+        measured = join_ranks(on_one_clock, self._executor.plan.num_sequence_slices)
         return measured, max(own + offset.error for (_, own), offset in pairs)
 
     def gather_limits(
