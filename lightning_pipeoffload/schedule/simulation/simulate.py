@@ -119,7 +119,7 @@ class Simulation:
         self.actions = [next(of_rank[rank]) for rank in order.ranks]
         self._beside: list[_Beside | None] | None = None
         if schedule.kinds & set(_BACKGROUND):
-            whole = _seconds_of(costs, schedule.num_stages)
+            whole = taken if count == 1 else _seconds_of(costs, schedule.num_stages)
             self._beside = self._lanes(whole, copies or copy_seconds(schedule, costs))
 
     def _lanes(
