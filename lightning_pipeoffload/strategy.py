@@ -67,7 +67,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         pipeline_parallel_size: Ranks of one pipeline; "auto": all devices, divided by the replicas.
         data_parallel_size: Replicas of the pipeline, each on its own share of the data; "auto": as
             many as there are devices for, where ``pipeline_parallel_size`` is given, else one.
-        tensor_parallel_size: Ranks of one stage; 1, for more are not built.
+        tensor_parallel_size: Ranks of one stage; more than 1 are not supported, and refused.
         rank_order: Which global ranks are neighbours, and so on one machine: those of a pipeline,
             "pipeline_inner", or the replicas of a stage, "data_inner".
         sharding: What is divided among replicas: "none"; "optimizer": the optimizer's step, its

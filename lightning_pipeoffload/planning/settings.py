@@ -54,8 +54,8 @@ _CHOICES = {
     },
 }
 _TENSOR_PARALLEL = (
-    "1 (ranks that share a stage's layers are not built; use more pipeline ranks, or Lightning's "
-    "ModelParallelStrategy without a pipeline)"
+    "1 (ranks that share a stage's layers are not supported; use more pipeline ranks, or "
+    "Lightning's ModelParallelStrategy without a pipeline)"
 )
 
 
