@@ -180,6 +180,7 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("compare=[fast]", "schedule 'fast' does not exist"),
         ("compare=5", "schedule '5' does not exist"),
         ("+costs.speed=3", r"costs\.speed is unknown; costs has forward, backward_input"),
+        ("+costs.slices.x=1", r"costs\.slices\.x is unknown; costs\.slices has sizes, quadratic"),
         ("+layer.width=3", r"layer\.width is unknown; layer has hidden_size, sequence_length"),
         ("layer={hidden_size:many,sequence_length:8}", r"hidden_size \(many\) must be a number"),
         ("+options.costs=3", r"options\.costs is an argument of its own; set costs"),

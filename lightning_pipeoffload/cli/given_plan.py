@@ -9,6 +9,7 @@ from math import ceil, floor, inf, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -98,7 +99,7 @@ def mapping(
     config: DictConfig, name: str, known: Collection[str] | None = None
 ) -> Mapping[str, Any]:
     """Return names and values of a part of the configuration; refuse names that are not known."""
-    values = config[name]
+    values = OmegaConf.select(config, name)
     if not isinstance(values, Mapping):
         raise ScheduleError(f"{name} ({values}) must have names and values; use {name}.NAME=VALUE")
     for key in values:
@@ -502,7 +503,7 @@ def _costs(config: DictConfig) -> Costs:
     """Return the costs, those of copies by the paper's formula where a layer is described."""
     numbers = {**mapping(config, "costs", _COSTS)}
     if numbers.get("slices") is not None:
-        numbers["slices"] = Slices(**mapping(config.costs, "slices", _SLICES))
+        numbers["slices"] = Slices(**mapping(config, "costs.slices", _SLICES))
     costs = Costs(**numbers)
     if config.costs_file is not None:
         costs = _read_costs(str(config.costs_file))

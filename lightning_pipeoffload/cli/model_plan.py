@@ -90,7 +90,7 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
     if proposal is not None:
         figures |= {"sequence_slices": proposal}
     answer: list[str | Table] = [_table_of_ranks(needs), *_answer(needs, speed, planner, config)]
-    answer += _about_slices(proposal)
+    answer += _about_slices(proposal, config.num_chunks)
     return step, described(plan, with_candidates=True) | figures, answer
 
 
@@ -117,13 +117,14 @@ def _proposed_slices(
     return {"num_sequence_slices": count, "period": period, "gain": 1 - period / before}
 
 
-def _about_slices(proposal: Mapping[str, Any] | None) -> list[str]:
+def _about_slices(proposal: Mapping[str, Any] | None, num_chunks: int | None) -> list[str]:
     if proposal is None:
         return []
+    chunks = "" if num_chunks in (None, 1) else " num_chunks=1"
     return [
         f"in slices of its sequences a step would take {seconds_text(proposal['period'])}, "
         f"{share_text(proposal['gain'])} less, if short slices are computed as fast: "
-        f"num_sequence_slices={proposal['num_sequence_slices']} schedule=seq_zb"
+        f"num_sequence_slices={proposal['num_sequence_slices']} schedule=seq_zb{chunks}"
     ]
 
 

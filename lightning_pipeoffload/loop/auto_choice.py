@@ -114,6 +114,7 @@ class AutoChoice:
         self._measurements, self._cutter = measurements, cutter
         self._has_step_barrier = has_step_barrier
         self._trial: BlockMeasurement | None = None
+        self._obstacle = ""  # to measuring some of the blocks
         self._works: dict[int, str] = {}  # by number of microbatches
         self._blocks = ""
         self._progress = Progress.of(pipeline)
@@ -221,19 +222,31 @@ class AutoChoice:
             cut_costs = _CutCosts(self._pipeline, counted, self._settings, False)
             return cut_costs, self._decide_by(cut_costs)
         cut_costs = _CutCosts(self._pipeline, blocks, self._settings, True)
+        before = None
         if others and self._settings.offload == "auto":
             with suppress(ScheduleError):  # nothing fits without recomputation
                 chosen = self._decide_by(cut_costs)
-                if chosen.plan is not None and not chosen.plan.is_bound_by_memory:
+                before = chosen.plan
+                if before is not None and not before.is_bound_by_memory:
                     return cut_costs, chosen
         if others:
             blocks |= self._measure(cut_batch, [*product(others, counts)], first) or {}
             cut_costs = _CutCosts(self._pipeline, blocks, self._settings, True)
-        return cut_costs, self._decide_by(cut_costs)
+        return cut_costs, self._decide_by(cut_costs, before)
 
-    def _decide_by(self, cut_costs: _CutCosts) -> Chosen:
+    def _decide_by(self, cut_costs: _CutCosts, before: Plan | None = None) -> Chosen:
+        """Plan the options; of those of an earlier plan only the best again, beside the others."""
         limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
-        return self._decide(cut_costs, limits, self._options(cut_costs))
+        wanted = self._options(cut_costs)
+        if before is None:
+            return self._decide(cut_costs, limits, wanted)
+        best = before.best.option
+        planned = {o for o in wanted if o.recompute == best.recompute} - {best}
+        chosen = self._decide(cut_costs, limits, [o for o in wanted if o not in planned])
+        assert chosen.plan is not None
+        best_of_all, *more = chosen.plan.best, *chosen.plan.candidates
+        judged = [c.judged(best_of_all) for c in before.candidates if c.option in planned]
+        return replace(chosen, plan=replace(chosen.plan, candidates=[*judged, *more]))
 
     def _count(self, first: Microbatch) -> Costs:
         """Return the costs of the first cut's stages by operations and shapes."""
@@ -252,7 +265,8 @@ class AutoChoice:
     ) -> dict[tuple[str, int], tuple[Costs, BesideBlocks]] | None:
         """Return the costs of each block, by recomputation and number of microbatches.
 
-        None where blocks cannot be measured: a hook of the user's would see the microbatches.
+        None where blocks cannot be measured: a hook of the user's would see the microbatches. After
+        the first that cannot be measured there are no more.
         """
         obstacle = "configure_model has made each rank its part" if self._pipeline.is_split else ""
         hook = find_hooked(self._pipeline.module)
@@ -272,12 +286,13 @@ class AutoChoice:
             try:
                 own = self._group.gather(trial.measure(partial(cut_batch, count), recompute, speed))
             except ScheduleError as error:
-                self._log(str(error).partition("\n")[0])
-                return None
+                self._obstacle = str(error).partition("\n")[0]
+                self._log(self._obstacle)
+                break
             found[recompute, count] = trial.costs_of_blocks(
                 *map(join_costs, zip(*own, strict=True))
             )
-        return self._group.replicas.first(found)
+        return self._group.replicas.first(found) or None
 
     def _log(self, obstacle: str) -> None:
         if self._group.reports:
@@ -378,7 +393,8 @@ class AutoChoice:
     def _candidates_left_out(self, cut_costs: _CutCosts) -> list[Candidate]:
         if not cut_costs.is_measured:
             return []
-        reasons = dict.fromkeys(self._recomputations(), _ALL_FIT)
+        reason = f"not measured: {self._obstacle}" if self._obstacle else _ALL_FIT
+        reasons = dict.fromkeys(self._recomputations(), reason)
         if self._left_out and len(reasons) > 1:
             reasons["full"] = f"recompute=full: {self._left_out}"
         tried = {recompute for recompute, _ in cut_costs.by_recompute}

@@ -95,8 +95,8 @@ class Slices:
             return (1 / num_slices,) * num_slices
         if len(self.sizes) != num_slices:
             raise ScheduleError(
-                f"slices.sizes has {len(self.sizes)} values for {num_slices} slices; give one for "
-                f"each, or none for equal slices"
+                f"costs.slices.sizes has {len(self.sizes)} values for {num_slices} slices; give "
+                f"one for each, or none for equal slices"
             )
         return tuple(size / sum(self.sizes) for size in self.sizes)
 
@@ -138,7 +138,7 @@ def _check_shares(name: str, value: PerStage) -> None:
     least, most = (0, 1) if name != "sizes" else (1e-100, inf)
     if not all(isinstance(n, (int, float)) and least <= n <= most for n in numbers):
         words = "numbers above 0" if name == "sizes" else "from 0 to 1, one number or one a stage"
-        raise ScheduleError(f"slices.{name} ({value}) must be {words}")
+        raise ScheduleError(f"costs.slices.{name} ({value}) must be {words}")
 
 
 def cut_positions(

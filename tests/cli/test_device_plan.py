@@ -209,9 +209,14 @@ def test_slices_of_long_sequences_are_proposed_with_their_gain_and_planned(capsy
     assert "sequence_slices" not in sliced
     assert sliced["memory"]["activations"][0] <= before["memory"]["activations"][0]
     plan(plan_config(*LONG, "schedule=zb_h1", "format=text"))
-    assert f"less, if short slices are computed as fast: num_sequence_slices={count}" in re.sub(
-        r"\s+", " ", capsys.readouterr().out
-    )
+    proposed = "less, if short slices are computed as fast: num_sequence_slices="
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"{proposed}{count} schedule=seq_zb " in shown
+    assert "schedule=seq_zb num_chunks" not in shown
+    chunked = "num_ranks=2", "schedule=interleaved_1f1b", "num_chunks=2"
+    plan(plan_config(*LONG, *chunked, "format=text"))
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert re.search(rf"{proposed}\d+ schedule=seq_zb num_chunks=1 ", shown)
 
 
 def test_slices_of_a_model_take_equal_time_by_its_attention():
