@@ -162,9 +162,9 @@ class ModelPlanner:
         }
         key = placement, option.num_microbatches, *varied.values()
         if key not in self._needs:
-            settings = replace(self.settings, **varied)
+            settings, probe = replace(self.settings, **varied), self.probe
             try:
-                needs = self.probe.joined_needs(placement, self._count, settings)
+                needs = probe.joined_needs(placement, self._count, settings)
             except ScheduleError:
                 raise
             except ValueError as error:

@@ -69,6 +69,8 @@ class ModelProbe:
         self._precision = self._trainer.precision_plugin
         self._config = config
         self._make_module()
+        if is_overridden("configure_model", self._module):
+            self._configure_model()  # its errors are no reasons against one plan
         self._data: LightningDataModule = build(config, "data")
         self._data.trainer = self._trainer
         self._needs: dict[Any, MemoryNeeds] = {}
@@ -79,6 +81,10 @@ class ModelProbe:
         with making_shapes(), self._precision.module_init_context():
             self._module: LightningModule = build(self._config, "model")
         self._module.trainer = self._trainer
+
+    def _configure_model(self) -> None:
+        with making_shapes(), self._precision.module_init_context():
+            self._module.configure_model()
 
     @cached_property
     def _batch(self) -> Any:
@@ -232,7 +238,7 @@ class ModelProbe:
                 settings.blocks,
                 settings.split,
             )
-            self._module.configure_model()
+        self._configure_model()
         if drawn is None:
             return settings
         names = find_chain(self._module, settings.blocks).names

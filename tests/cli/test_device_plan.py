@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from lightning import LightningModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -183,6 +184,22 @@ def test_what_cannot_be_is_refused(overrides, message):
         plan(plan_config(*overrides))
     with pytest.raises(ScheduleError, match=r"device \(h100\) is for a model"):
         plan(composed("plan", "device=h100"))
+
+
+class WithoutWeights(LightningModule):
+    """Looks for files in configure_model."""
+
+    calls = 0
+
+    def configure_model(self):
+        WithoutWeights.calls += 1
+        raise ValueError("the folder has no weights")
+
+
+def test_an_error_of_configure_model_ends_the_command_at_once():
+    with pytest.raises(ValueError, match="the folder has no weights"):
+        plan(composed("plan", f"+model._target_={__name__}.WithoutWeights", "device=h100"))
+    assert WithoutWeights.calls == 1
 
 
 def test_a_precision_has_its_rate():
