@@ -1,6 +1,7 @@
 """Models of packages that `pip install lightning-pipeoffload[zoo]` brings, tiny and unchanged.
 
-``python -m tests.models.zoo`` trains each and writes their table in docs/models_and_data.md.
+``python -m tests.models.zoo`` trains each and writes their table, in
+docs/models_and_data_reference.md.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.support.families import (
 )
 from tests.support.small_modules import assert_same
 
-PAGE = Path(__file__).parents[2] / "docs" / "models_and_data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models_and_data_reference.md"
 BEGIN, END = "<!-- zoo -->\n", "<!-- end of zoo -->\n"
 
 
