@@ -11,6 +11,7 @@ from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.microbatch import merge_outputs, shape_signature
+from lightning_pipeoffload.runtime.step.autocast import without_fused_layers
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.users_code.attributes import GlobalWriteError
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
@@ -57,9 +58,10 @@ class Evaluation:
         sizes, shares = split.shares(inputs, slices)
         results: list[Any] = []
         most = training.schedule.num_microbatches  # a batch may have more packed rows
-        for start in range(0, len(slices), most):
-            some = placed(slices[start : start + most])
-            results += split.executor.run(training.of_evaluation(len(some)), some)
+        with without_fused_layers(split.pipeline.device):
+            for start in range(0, len(slices), most):
+                some = placed(slices[start : start + most])
+                results += split.executor.run(training.of_evaluation(len(some)), some)
         self._exchange.end_batch()
         return StepOutput.of(results, sizes, shares)
 

@@ -23,10 +23,25 @@ def sharing_casts(device: torch.device) -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(before or _knows_gradients(device.type))
     try:
-        with sharing_compiled_casts():
+        with sharing_compiled_casts(), without_fused_layers(device):
             yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def without_fused_layers(device: torch.device) -> Iterator[None]:
+    """Run torch's transformer layers by their parts under autocast, as on shapes.
+
+    Without gradients they have fused kernels, which ignore autocast: torch avoids them only under
+    that of CUDA.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(before and not torch.is_autocast_enabled(device.type))
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def forget_casts() -> None:

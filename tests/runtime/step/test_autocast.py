@@ -4,7 +4,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.runtime.step.autocast import outside_autocast, sharing_casts
+from lightning_pipeoffload.runtime.step.autocast import (
+    outside_autocast,
+    sharing_casts,
+    without_fused_layers,
+)
 
 CPU = torch.device("cpu")
 
@@ -54,3 +58,12 @@ def test_a_backward_keeps_the_precision_of_its_forward():
         with outside_autocast(CPU):
             loss.backward()
     assert torch.equal(x.grad, weight.sum(1).expand(2, 4))
+
+
+def test_torchs_layers_give_the_same_type_with_gradients_and_without():
+    layer, x = nn.TransformerEncoderLayer(4, 1, 8, batch_first=True).eval(), torch.ones(1, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x).dtype
+        with torch.no_grad(), without_fused_layers(CPU):
+            assert layer(x).dtype == expected
+    assert torch.backends.mha.get_fastpath_enabled()
