@@ -417,10 +417,10 @@ class _Trials:
         if request.memory_limit is None:
             why = "it is for tight limits, and there is none"
         elif not request.recipes[option.schedule].heeds_limit:
-            why = "v is the same search, in all of the memory that there is"
+            why = "v is the same search, with more memory"
         elif promised <= _WORTH_SEARCHING:
             gain = share_text(max(0.0, promised))
-            why = f"nothing can be more than {gain} faster than what there is"
+            why = f"the best plan is within {gain} of the least possible time"
         if why:
             self.found.append(Candidate(option, "none", f"not searched for: {why}"))
         return not why
