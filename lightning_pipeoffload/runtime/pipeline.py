@@ -236,7 +236,7 @@ class Pipeline:
     def _forget_cut(self) -> None:
         ranks = self.settings.stage_ranks
         self.tensors = NamedTensors(self.module, ranks)
-        self._writes = StepWrites(self.module, self.chain, self.local_stages)
+        self._writes = StepWrites(self.module, self.chain, self.local_stages, ranks)
         self.records.cut_anew(len(ranks))
         self.stages.clear()
         self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)

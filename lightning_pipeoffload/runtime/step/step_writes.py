@@ -81,11 +81,19 @@ class StepWrites:
         num_forwards: The forwards that the rank's stages have begun.
     """
 
-    def __init__(self, module: nn.Module, chain: BlockChain, stages: Iterable[int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: BlockChain,
+        stages: Iterable[int],
+        stage_ranks: Sequence[int],
+    ) -> None:
         self._chain = chain
+        self._ranks = stage_ranks
+        self._last_stages = {rank: stage for stage, rank in enumerate(stage_ranks)}
         inside = {id(child) for block in chain.blocks for child in block.modules()}
         self._modules = {id(c): c for c in module.modules() if id(c) not in inside}
-        self._homes: dict[int, int] = {}  # stage of the rank's blocks, by id of their modules
+        self._block_stages: dict[int, int] = {}  # by id of the blocks' modules
         self._num_passes = dict.fromkeys(stages, 0)
         self._values_of: dict[int, list[_Written]] = {}
         self._in_place: set[Attribute] = set()
@@ -114,10 +122,10 @@ class StepWrites:
         self._saved.update(record.saved_and_written)
         self._in_place.update(record.written_in_place)
         trains = torch.is_grad_enabled()
-        for stage in self._num_passes:
-            for block in stages[stage].blocks:
+        for stage in stages:
+            for block in stage.blocks:
                 modules = self._chain.blocks[block].modules()
-                self._homes.update(dict.fromkeys(map(id, modules), stage))
+                self._block_stages.update(dict.fromkeys(map(id, modules), stage.index))
         self._refuse_shared(record)
         self._modules.update((id(child), child) for child, _ in record.written_in_place)
         for write in record.writes:
@@ -138,14 +146,14 @@ class StepWrites:
         self.may_write_tensors = bool(self._weights or self._saved)
 
     def _refuse_shared(self, record: StepRecord) -> None:
-        """Refuse a container of several homes: a stage has its own copy in some of them alone."""
+        """Refuse a container that several stages of a rank have: each would get its own copy."""
         first: dict[int, Variable] = {}
         for variable in [write.variable for write in record.writes]:
             is_in_place = variable.attribute in record.written_in_place
             if not (is_in_place and isinstance(variable.value, _CONTAINERS)):
                 continue
             other = first.setdefault(id(variable.value), variable)
-            if self._home_of(other.part) != self._home_of(variable.part):
+            if self._homes_of(other.part) != self._homes_of(variable.part):
                 raise ValueError(
                     f"{variable.label} and {other.label} are one {type(other.value).__name__}, "
                     f"which the step writes, and a rank with several stages has a copy of it for "
@@ -299,7 +307,17 @@ class StepWrites:
             self._values_of.clear()
 
     def _home_of(self, child: nn.Module) -> int:
-        return self._homes.get(id(child), self.last_stage)
+        stage = self._block_stages.get(id(child))
+        return stage if stage in self._num_passes else self.last_stage
+
+    def _homes_of(self, child: nn.Module) -> list[int]:
+        """Return the home of a module on each rank, so that all ranks decide alike."""
+        stage = self._block_stages.get(id(child))
+        rank_of_block = None if stage is None else self._ranks[stage]
+        return [
+            last if stage is None or rank != rank_of_block else stage
+            for rank, last in self._last_stages.items()
+        ]
 
     def _has_copy(self, stage: int, child: nn.Module, name: str) -> bool:
         """Return whether a stage has its own copy of an attribute that is written in place."""

@@ -443,9 +443,9 @@ class Fills(nn.Module):
 
 
 class HasTheListToo(Regression):
-    def __init__(self):
+    def __init__(self, num_filling=4):
         seen = []
-        super().__init__(Fills(seen) for _ in range(4))
+        super().__init__(Fills(seen if block < num_filling else []) for block in range(4))
         self.seen = seen
         self.double()
 
@@ -458,5 +458,14 @@ def test_a_list_of_the_module_and_its_blocks_is_refused_where_a_rank_has_several
     module = HasTheListToo()
     train_beside(module, "zb_h1", 2, batches(1))
     pipeline = InProcessPipeline(module, build("zb_v", 2, 4), call_step)
+    with pytest.raises(ValueError, match=r"self\.blocks\.0\.seen and self\.seen are one list, w"):
+        pipeline.run(batches(1)[0], 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_refuse_a_list_that_several_stages_of_one_rank_have(rank):
+    schedule = build("interleaved_1f1b", 2, 4)
+    pipeline = InProcessPipeline(HasTheListToo(num_filling=1), schedule, call_step)
+    pipeline.ranks = [pipeline.ranks[rank]]
     with pytest.raises(ValueError, match=r"self\.blocks\.0\.seen and self\.seen are one list, w"):
         pipeline.run(batches(1)[0], 2)
