@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice, product
+from operator import mul
 from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -87,20 +89,22 @@ def measure_costs(
 ) -> RankCosts:
     """Return the median costs of a microbatch over an executor's steps so far.
 
-    The slices of a sequence, where it has some, have equal work.
+    Of one in slices of its sequence, the number of slices times the median seconds of a slice, and
+    times the bytes of the largest slice that was measured.
     """
-    num_slices = executor.plan.num_sequence_slices
-    by_unit = executor.timer.action_seconds()
-    seconds = {action: num_slices * of_unit for action, of_unit in by_unit.items()}
-    stages = {index: _costs_of(executor, index, seconds, speed) for index in executor.stages}
+    seconds, num_slices = executor.timer.action_seconds(), executor.plan.num_sequence_slices
+    stages = {}
+    for index in executor.stages:
+        of_slice = _costs_of(executor, index, seconds, speed)
+        stages[index] = StageCosts(*map(partial(mul, num_slices), of_slice))
     return RankCosts(stages, speed.num_lanes, latencies)
 
 
 def _costs_of(
     executor: Executor, index: int, seconds: Mapping[tuple[Kind, int], float], speed: CopySpeed
 ) -> StageCosts:
-    memory, num_slices = executor.stages[index].memory, executor.plan.num_sequence_slices
-    activation = num_slices * (memory.activation_bytes or 0)
+    memory = executor.stages[index].memory
+    activation = memory.activation_bytes or 0
     # A fused backward is one measurement; no plan depends on how it divides into B and W.
     half = seconds.get((Kind.BW, index), 0.0) / 2
     return StageCosts(
@@ -108,8 +112,8 @@ def _costs_of(
         backward_input=seconds.get((Kind.B, index), half),
         backward_weight=seconds.get((Kind.W, index), half),
         activation=activation,
-        weight_input=num_slices * (memory.weight_input_bytes or 0),
-        weight_residue=num_slices * (memory.residue_bytes or 0),
+        weight_input=memory.weight_input_bytes or 0,
+        weight_residue=memory.residue_bytes or 0,
         offload=activation / speed.to_host * speed.slowed_by,
         reload=activation / speed.to_device * speed.slowed_by,
     )
