@@ -336,7 +336,7 @@ class Pipeline:
                 record.is_known = True
             if self._num_slices > 1 and record.sequence is None:
                 check_slices(record, self.chain, bool(self.settings.compile))
-                record.sequence = self.records.find_sequence(part, step, own_seed)
+                record.sequence = self.records.find_sequence(record, part, step, own_seed)
             records.append(record)
             run: Callable[[StepCall], Any] = partial(step, part)
             if record.changes_batch:

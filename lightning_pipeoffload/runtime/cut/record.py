@@ -107,6 +107,8 @@ class StepRecord:
     calls: CallOrder = None  # type: ignore[assignment]  # None: each block is called once
 
     # Values that cross from block to block.
+    argument_shapes: list[list[torch.Size | None]] = field(default_factory=list)
+    """Of the leaves of each call's arguments; None of one that is no tensor."""
     outputs: list[BlockOutput] = field(default_factory=list)  # of each call of a block
     crossings: list[Crossing] = field(default_factory=list)  # values beside them
     opened: set[int] = field(default_factory=set)
@@ -328,6 +330,7 @@ _APART = {
     *("is_derived", "is_short", "is_known", "has_run"),
     *("sequence", "sequence_slice", "sequence_slices", "checked_on_slices"),
     "pairs",  # of samples, which are as many at any length
+    "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }
 

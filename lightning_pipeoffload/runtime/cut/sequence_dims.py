@@ -1,8 +1,8 @@
 """Finds the sequence in what blocks get and return: the dimensions that change with its length.
 
-The step is traced on the microbatch, and on one half of its sequences. A mask depends on values,
-such as whether there is padding, which may be at either end: so if the first half gets other
-arguments than the whole, the second one is tried. It may also depend on the length, as that of a
+The step has been traced on the microbatch, and is traced on one half of its sequences. A mask
+depends on values, such as whether there is padding, which may be at either end: so if the first
+half gets other arguments than the whole, the second one is tried. It may also depend on the length, as that of a
 window does: so last are sequences of one token less, and of one more.
 """
 
@@ -13,63 +13,30 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_pipeoffload.runtime.batch_tree import batch_leaves, map_batch
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.leaves import leaves_of, output_tensors
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.sequence.slices import Dims, SequenceDims
 
 Shape = tuple[int, ...]
 
 
-class BlockShapes(StepTrace):
-    """A trace that lists the shapes of what blocks get and return, by call.
-
-    Attributes:
-        arguments_of: The shapes of the leaves of a call's arguments; None of what is no tensor.
-        outputs_of: Those of the tensors of its output.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.arguments_of: list[list[Shape | None]] = []
-        self.outputs_of: list[list[Shape]] = []
-
-    @override
-    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = leaves_of((args, kwargs))
-        self.arguments_of.append([_shape_of(leaf) for leaf in leaves])
-        output = super().call_block(index, args, kwargs)
-        self.outputs_of.append([tensor.shape for tensor in output_tensors(output)])
-        return output
-
-    @property
-    def forward_flops(self) -> int:
-        """Operations of the blocks, and of the code between them."""
-        return sum(self.record.forward_flops[:-1])
-
-    @property
-    def form(self) -> Any:
-        """What does not change with the length of the sequences."""
-        return [[shape and len(shape) for shape in shapes] for shapes in self.arguments_of]
-
-
-def _shape_of(leaf: Any) -> Shape | None:
-    return leaf.shape if isinstance(leaf, Tensor) else None
-
-
-def find_dims(part: Any, trace: Callable[[Any], BlockShapes]) -> SequenceDims:
+def find_dims(
+    chain: BlockChain, whole: StepRecord, part: Any, trace: Callable[[Any], StepRecord]
+) -> SequenceDims:
     """Find the sequence in the arguments and outputs of blocks.
 
     Args:
-        part: A microbatch.
-        trace: Traces the step on it, or on half of it.
+        chain: The blocks.
+        whole: The traced record of a microbatch.
+        part: The microbatch.
+        trace: Traces the step on it with sequences of another length.
 
     Raises:
         ValueError: There is no sequence, or it is not found everywhere.
     """
-    whole = trace(part)
     other, error = None, None
     for changed in _of_other_lengths(part):
         try:
@@ -77,8 +44,9 @@ def find_dims(part: Any, trace: Callable[[Any], BlockShapes]) -> SequenceDims:
         except Exception as failed:  # with what the user's code cannot do on other sequences
             error = error or failed
             continue
-        if other.form == whole.form:
-            return _compare(whole, other)
+        if _form(other) == _form(whole):
+            error = None  # its frames hold the batch, and this one it
+            return _compare(chain, whole, other)
     if error is not None and other is None:
         raise ValueError(
             f"num_sequence_slices finds the sequence by a run of the step on half of it, without "
@@ -109,18 +77,32 @@ def _select(length: int, kept: list[int], is_everywhere: bool, leaf: Any) -> Any
     return leaf
 
 
-def _compare(whole: BlockShapes, other: BlockShapes) -> SequenceDims:
-    outputs = [_dims_of(*shapes) for shapes in zip(whole.outputs_of, other.outputs_of, strict=True)]
-    lengths = [_length_of(each.outputs_of, outputs) for each in (whole, other)]
+def _form(record: StepRecord) -> list[list[int | None]]:
+    """Return what does not change with the length of the sequences."""
+    return [[shape if shape is None else len(shape) for shape in s] for s in record.argument_shapes]
+
+
+def _compare(chain: BlockChain, whole: StepRecord, other: StepRecord) -> SequenceDims:
+    of_whole, of_other = ([*map(_shapes_of, each.outputs)] for each in (whole, other))
+    outputs = [_dims_of(*shapes) for shapes in zip(of_whole, of_other, strict=True)]
+    lengths = [_length_of(shapes, outputs) for shapes in (of_whole, of_other)]
     arguments = []
-    for call, shapes in enumerate(zip(whole.arguments_of, other.arguments_of, strict=True)):
+    for call, shapes in enumerate(zip(whole.argument_shapes, other.argument_shapes, strict=True)):
         arguments.append(_dims_of(*shapes))
-        name = whole.chain.block_name(call)
-        _check(name, "gets", whole.arguments_of[call], arguments[-1], lengths[0], range(3))
-        _check(name, "returns", whole.outputs_of[call], outputs[call], lengths[0], (1,))
-    per_token = [each.forward_flops / of for each, of in zip((whole, other), lengths, strict=True)]
+        name = chain.block_name(call)
+        _check(name, "gets", shapes[0], arguments[-1], lengths[0], range(3))
+        _check(name, "returns", of_whole[call], outputs[call], lengths[0], (1,))
+    # Of the blocks, and of the code between them.
+    per_token = [
+        sum(record.forward_flops[:-1]) / length
+        for record, length in zip((whole, other), lengths, strict=True)
+    ]
     quadratic = max((per_token[0] - per_token[1]) / (lengths[0] - lengths[1]), 0.0)
     return SequenceDims(arguments, outputs, per_token[0] - quadratic * lengths[0], quadratic)
+
+
+def _shapes_of(output: BlockOutput) -> list[Shape]:
+    return [spec.shape for spec in output.payload]
 
 
 def _dims_of(whole: Sequence[Shape | None], other: Sequence[Shape | None]) -> list[Dims]:

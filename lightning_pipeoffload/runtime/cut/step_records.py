@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.checks import CallsError, OrderError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
-from lightning_pipeoffload.runtime.cut.sequence_dims import BlockShapes, find_dims
+from lightning_pipeoffload.runtime.cut.sequence_dims import find_dims
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
 from lightning_pipeoffload.runtime.microbatch import shape_signature
@@ -182,21 +182,23 @@ class StepRecords:
         if record.has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
 
-    def find_sequence(self, part: Any, step: UsersStep, seed: int) -> SequenceDims:
+    def find_sequence(
+        self, record: StepRecord, part: Any, step: UsersStep, seed: int
+    ) -> SequenceDims:
         """Find the sequence in what blocks get and return.
 
         Raises:
             ValueError: There is none, or it is not found everywhere.
         """
 
-        def trace(some: Any) -> BlockShapes:
+        def trace(some: Any) -> StepRecord:
             trial = self._trial(some, step, seed)
-            shapes = BlockShapes(*self._traced, compared=self._written_long)
-            trial.record = shapes.record
-            shapes.trace(trial)
-            return shapes
+            trace = StepTrace(*self._traced, compared=self._written_long)
+            trial.record = trace.record
+            return trace.trace(trial)
 
-        return find_dims(part, trace)
+        is_traced = not (record.is_derived or record.is_short)
+        return find_dims(self._chain, record if is_traced else trace(part), part, trace)
 
     def propose(self, part: Any, step: UsersStep, seed: int) -> str:
         """Return how an error goes on if a step could be cut at other blocks, which it names."""
@@ -262,6 +264,7 @@ class StepRecords:
             record = self._trace_in_order(call, is_first, calls)
         except CallsError as error:
             raise error if isinstance(unexpected, RepeatedCallError) else unexpected from None
+        del unexpected  # its frames hold the batch, and this one it
         self._orders[kind] = calls
         return record
 
@@ -283,6 +286,7 @@ class StepRecords:
                 self._compare_runs(
                     record, log, partial(self._repeat, call, imagined, calls, outputs)
                 )
+            error = None  # its frames hold the batch, and this one it
             return record
         assert error is not None
         raise self._explain(error) from None

@@ -293,6 +293,8 @@ class StepTrace:
         self._checks.check(index, call)
         if self.observes:
             self.work.add_values(index, "a block", arguments)
+            with self._values.paused():
+                self.record.argument_shapes.append([*map(_shape_of, leaves_of(arguments))])
         if self._is_compiled:
             self.record.block_calls.append(BlockCall.of(arguments, self._device_type))
         args, kwargs = self._values.enter_block(index, arguments)
@@ -559,6 +561,10 @@ def _without_cached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def _shape_of(leaf: Any) -> torch.Size | None:
+    return leaf.shape if isinstance(leaf, Tensor) else None
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
