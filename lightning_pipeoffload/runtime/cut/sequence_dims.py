@@ -2,8 +2,8 @@
 
 The step has been traced on the microbatch, and is traced on one half of its sequences. A mask
 depends on values, such as whether there is padding, which may be at either end: so if the first
-half gets other arguments than the whole, the second one is tried. It may also depend on the length, as that of a
-window does: so last are sequences of one token less, and of one more.
+half gets other arguments than the whole, the second one is tried. It may also depend on the length,
+as that of a window does: so last are sequences of one token less, and of one more.
 """
 
 from __future__ import annotations

@@ -47,8 +47,11 @@ class BlockOnSlice:
     def run(self, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block; in a backward again, for ``recompute="full"``."""
         self._num_attentions, self._around = 0, _modes()
-        with IN_FORCE.during(self):
-            output = block(*args, **kwargs)
+        try:
+            with IN_FORCE.during(self):
+                output = block(*args, **kwargs)
+        finally:
+            self._around = None  # a checkpoint's hooks hold this object
         self._has_run = True
         return output
 
@@ -109,9 +112,9 @@ class _JoinedTensors:
 
     def __init__(self) -> None:
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by address
-        around: Hooks = saving_hooks() or (_same, _same)
+        # Detached: a node that holds its own output is never freed.
+        around: Hooks = saving_hooks() or (Tensor.detach, _same)
         self._pack_around, self._unpack_around = around
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def join(self, slices: Sequence[Tensor]) -> Tensor:
         """Return the slices' keys or values as one tensor."""
@@ -120,12 +123,14 @@ class _JoinedTensors:
         return joined
 
     def __enter__(self) -> _JoinedTensors:
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.__exit__(*error)
-        self._joined.clear()  # the graph holds this object
+        del self._hooks  # they hold this object
+        self._joined.clear()  # the graph holds it too
 
     def _pack(self, tensor: Tensor) -> Any:
         joined, slices = self._joined.get(tensor.data_ptr(), (None, []))

@@ -125,7 +125,7 @@ class BlockCheck:
         modes = [(module, module.training) for module in self._block.modules()]
         dtype = torch.get_default_dtype()
         with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(_same, _same))
+            stack.enter_context(saved_tensors_hooks(Tensor.detach, _same))
             stack.enter_context(torch.autocast(device.type, enabled=False))
             stack.callback(torch.set_default_dtype, dtype)
             torch.set_default_dtype(torch.promote_types(dtype, torch.float32))

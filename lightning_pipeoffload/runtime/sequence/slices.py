@@ -121,11 +121,20 @@ class EarlierSlices:
             self._shared[part.index].append(SharedValue(get_gradient_edge(tensor), leaf))
         return leaf
 
+    def drop(self) -> None:
+        """Drop everything, where no B follows: graphs hold this object, and its edges them."""
+        self.outputs.clear()
+        self.keys_and_values.clear()
+        self._shared.clear()
+
     def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return where a slice's backward begins beside what it sends, with the gradients."""
         del self.outputs[part.index :]
         for of_attention in self.keys_and_values.values():
             del of_attention[part.index :]
-        used = [value for value in self._shared.pop(part.index, ()) if value.leaf.grad is not None]
-        gradients = [value.leaf.grad for value in used if value.leaf.grad is not None]
-        return [value.edge for value in used], gradients
+        edges, gradients = [], []
+        for edge, leaf in self._shared.pop(part.index, ()):
+            if leaf.grad is not None:
+                edges.append(edge)
+                gradients.append(leaf.grad)
+        return edges, gradients

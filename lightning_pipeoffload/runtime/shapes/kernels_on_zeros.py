@@ -384,7 +384,7 @@ def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Res
 
     def save(tensor: Tensor) -> Tensor:
         saved.append(tensor)
-        return tensor
+        return tensor.detach()
 
     with ExitStack() as stack:
         stack.enter_context(forked_randomness())

@@ -302,12 +302,18 @@ class StageRunner:
 
     def abandon(self) -> None:
         """Drop the state of all microbatches, after an error."""
-        self.in_flight.clear()
+        self._drop_flights()
         self._context.gradients.forget()
 
     def take_back(self) -> None:
         """Drop the F's that have run without their backwards; they run again."""
         self._compared.difference_update(self.in_flight)
+        self._drop_flights()
+
+    def _drop_flights(self) -> None:
+        for flight in self.in_flight.values():
+            if flight.earlier is not None:
+                flight.earlier.drop()
         self.in_flight.clear()
 
     def keep_writes(self) -> Callable[[], None]:

@@ -1,5 +1,6 @@
 """Blocks that run on slices of the sequence give the plain module's losses and gradients."""
 
+import gc
 from functools import cache, partial
 
 import pytest
@@ -219,6 +220,37 @@ def test_blocks_that_run_again_keep_nothing_for_later_slices(monkeypatch):
     monkeypatch.setattr(StageRunner, "backward", look)
     run_pipeline(module, sliced("seq_1f1b", 1, 1, 3), batch, 8, recompute="full")
     assert lengths == [(2, {2}), (1, {1}), (0, {0})]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_dropped_step_is_freed_without_pythons_collector(recompute, monkeypatch):
+    module, batch, _ = plain()
+    schedule = sliced("seq_1f1b", 1, 1, 3)
+    pipeline = InProcessPipeline(module, schedule, sum_step, recompute=recompute)
+
+    def fail(self, microbatch, *args, **options):
+        raise ArithmeticError
+
+    pipeline.run(batch, 8)
+    gc.collect()
+    before = num_in_graphs()
+    gc.disable()
+    try:
+        pipeline.run(batch, 8)
+        assert num_in_graphs() == before
+        with monkeypatch.context() as patched:
+            patched.setattr(StageRunner, "backward", fail)
+            with pytest.raises(ArithmeticError):
+                pipeline.run(batch, 8)
+        pipeline.executors[0].abandon()
+        assert num_in_graphs() == before
+    finally:
+        gc.enable()
+
+
+def num_in_graphs():
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return sum(tensor.grad_fn is not None for tensor in tensors)
 
 
 # Models as people bring them
