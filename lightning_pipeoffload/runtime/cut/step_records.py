@@ -123,16 +123,16 @@ class StepRecords:
         """
         shapes = kind, self._module.training, *split_lengths(shape_signature(part))
         key = shapes, self._find_answers(shapes, part)
-        if key in self._sized_in or (key, ()) not in self.known:
-            derived = None if key in self._sized_in else self._derive(shapes, part)
-            if derived is not None:
-                return derived
-            self._before_trace()
+        if key not in self._sized_in:
+            found = self._find_known(key, ()) or self._derive(shapes, part)
+            if found is not None:
+                return found
+        self._before_trace()
         trial = self._trial(part, step, seed)
         sizes = self._find_sizes(key, trial)
-        if (key, sizes) in self.known:
-            self.known.move_to_end((key, sizes))
-            return self.known[key, sizes]
+        found = self._find_known(key, sizes)
+        if found is not None:
+            return found
         record = self._trace_classes(shapes, trial)
         if record is None:
             record = self._trace(shapes[:2], trial)
@@ -153,6 +153,12 @@ class StepRecords:
         if torch.is_grad_enabled():
             self._note_training(record)
         return record
+
+    def _find_known(self, key: Any, sizes: tuple[Any, ...]) -> StepRecord | None:
+        found = self.known.get((key, sizes))
+        if found is not None:
+            self.known.move_to_end((key, sizes))
+        return found
 
     def _derive(self, shapes: Any, part: Any) -> StepRecord | None:
         """Derive the record of a microbatch of new lengths, where no size depends on its values."""

@@ -77,18 +77,13 @@ class CarriedValues(CallCounter):
             stand_in = self._awaited.get(port)
             self._values[port] = tensor
             mark_as_the_models(tensor)
-            if stand_in is not None:
-                self._check_shape(stand_in, tensor)
-                stand_in.receive(tensor)
-            elif port.segment <= self.segment:
+            if stand_in is None and port.segment > self.segment:
+                self._early[port] = tensor  # the step makes it after a later call of a block
+            elif stand_in is None or stand_in.meta.shape != tensor.shape:
                 raise RuntimeError(_ANOTHER_WAY + self._derivation)
-            else:  # the step makes it after a later call of a block
-                self._early[port] = tensor
+            else:
+                stand_in.receive(tensor)
         self._awaited.clear()
-
-    def _check_shape(self, stand_in: Tensor, received: Tensor) -> None:
-        if stand_in.shape != received.shape:
-            raise RuntimeError(_ANOTHER_WAY + self._derivation)
 
     def to_hand_on(self) -> list[Tensor]:
         """Return the tensors that the next stage gets in addition to the payload.
@@ -111,7 +106,8 @@ class CarriedValues(CallCounter):
             port = Port(self.segment, call, place)
             received = self._early.pop(port, None)
             if received is not None:
-                self._check_shape(leaf, received)
+                if leaf.shape != received.shape:
+                    raise RuntimeError(_ANOTHER_WAY + self._derivation)
                 return received
             if isinstance(leaf, ShapeOnly):
                 leaf = self._awaited[port] = Awaited.of(leaf)

@@ -239,7 +239,10 @@ class StagePass:
             else:
                 output = self._pass_remote(call, index, args, kwargs)
         if call == record.exit:
-            self._leave(output)
+            self._left = True
+            sent, self._sent = self._sent, []
+            beside = self._carried.to_hand_on() if self._carried else ()
+            raise StageExit([*sent, *beside], output)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
         seed = mix_seed(self._microbatch.seed, call + 1)
@@ -299,12 +302,6 @@ class StagePass:
                 return self._context.shapes_of(index, shapes, self._microbatch.device)
         return output
 
-    def _leave(self, output: Any) -> NoReturn:
-        self._left = True
-        sent, self._sent = self._sent, []
-        beside = self._carried.to_hand_on() if self._carried else ()
-        raise StageExit([*sent, *beside], output)
-
     def _call_of(self, index: int) -> Callable[..., Any]:
         context, record = self._context, self._step_record
         run = self._plain_call(index)
@@ -342,8 +339,12 @@ class StagePass:
 
     def _enter_stage(self) -> None:
         # Here, not before the step: its beginning runs while the tensors are on their way.
-        tensors = self._receive()
-        entered = tensors if self._received is None else _enter(tensors, self._received)
+        entered: Sequence[Tensor] = self._receive()
+        if self._received is not None and torch.is_grad_enabled():
+            entered = enter(entered, self._received)
+        elif self._received is not None:  # in a no_grad of the step's; carried values train behind
+            with torch.inference_mode(False), torch.enable_grad():
+                entered = enter(entered, self._received)
         if self._carried:
             self._carried.deliver(entered[self._record.num_handed_on :])
         self._context.ownership.show(self._context.stage.index)
@@ -391,14 +392,6 @@ class StagePass:
             f"{in_brackets(users_line(error))}; let the blocks take it and return it beside their "
             f"output, or compute it from the batch"
         )
-
-
-def _enter(tensors: list[Tensor], received: Received) -> Sequence[Tensor]:
-    if torch.is_grad_enabled():
-        return enter(tensors, received)
-    # The step is in a no_grad of its own, behind which values that are carried have a graph.
-    with torch.inference_mode(False), torch.enable_grad():
-        return enter(tensors, received)
 
 
 def _exit_before(error: BaseException) -> StageExit | None:
