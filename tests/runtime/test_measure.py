@@ -278,6 +278,7 @@ def make(name):
         ("gpt_plain", "zb_v", 2, "cheap"),
         ("crossing", "interleaved_1f1b", 2, "none"),
         ("two_views", "zb_v", 2, "none"),
+        ("two_views", "zb_h1", 2, "cheap"),
         ("llama_checkpointed", "zb_h1", 2, "none"),
         slow(("two_views", "1f1b", 2, "full")),
         slow(("llama_padding_mask", "zb_h1", 3, "cheap")),

@@ -235,7 +235,7 @@ class _MeasuringPass(StepTrace):
 
     def _begin_stage(self, stage: int) -> None:
         if self._cheap and stage != self._stores.turn:
-            self._cheap.end_stage()
+            self._cheap.change_stage(self._stores.turn, stage)
         self._stores.turn = stage
 
     @override

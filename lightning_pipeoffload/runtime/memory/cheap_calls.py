@@ -206,6 +206,7 @@ class CallRecorder(TorchDispatchMode):
         super().__init__()
         self._kinds = kinds
         self._known: dict[int, _Known] = {}
+        self._known_of: dict[int, dict[int, _Known]] = {}
         self._swept_at = 64
 
     def find(self, tensor: Tensor) -> tuple[ValueSource, tuple[Any, ...]] | None:
@@ -218,9 +219,15 @@ class CallRecorder(TorchDispatchMode):
             return None
         return known.source, known.geometry
 
+    def change_stage(self, last: int, stage: int) -> None:
+        """Keep the calls of the stage that ran last; go on with those of another."""
+        self._known_of[last] = self._known
+        self._known = self._known_of.pop(stage, {})
+
     def forget(self) -> None:
         """Discard all calls that nothing has claimed."""
         self._known.clear()
+        self._known_of.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -71,7 +71,7 @@ class _Recipe:
 
 
 class CheapRecompute(WeightInputKeeper):
-    """Saves or recomputes the tensors of one stage's F of one microbatch.
+    """Saves or recomputes the tensors of a stage's F of one microbatch.
 
     Args:
         kinds: The types of the tensors that may be recomputed.
@@ -85,6 +85,7 @@ class CheapRecompute(WeightInputKeeper):
         self._kinds = kinds
         self._recorder = CallRecorder(kinds)
         self._kept: dict[int, StorageWeakRef] = {}
+        self._kept_of: dict[int, dict[int, StorageWeakRef]] = {}
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -93,12 +94,15 @@ class CheapRecompute(WeightInputKeeper):
             with saved_tensors_hooks(self._pack, self.unpack), self._recorder:
                 yield
         finally:
-            self.end_stage()
+            self._recorder.forget()
+            self._kept.clear()
+            self._kept_of.clear()
 
-    def end_stage(self) -> None:
-        """Discard the recorded calls of this stage."""
-        self._recorder.forget()
-        self._kept.clear()
+    def change_stage(self, last: int, stage: int) -> None:
+        """Go on with another stage, which knows what it has recorded and saved before."""
+        self._recorder.change_stage(last, stage)
+        self._kept_of[last] = self._kept
+        self._kept = self._kept_of.pop(stage, {})
 
     def pack(self, tensor: Tensor) -> _Kept:
         """Save a tensor that a recipe needs."""

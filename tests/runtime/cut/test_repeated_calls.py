@@ -2,15 +2,17 @@
 
 import copy
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_pipeoffload.runtime.cut.partition import estimate_costs
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
-from lightning_pipeoffload.schedule import build
+from lightning_pipeoffload.schedule import Kind, build
 from tests.support.comparison import train_plain
 from tests.support.pairs import some
 from tests.support.small_modules import Outcome, assert_same, call_step, through
@@ -169,11 +171,22 @@ def test_parts_of_a_chain_and_compiled_blocks_may_be_called_again(step, options,
 def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     module, batch = Twice(two_views), torch.randn(8, 4).double()
     pipeline = InProcessPipeline(module, build("zb_h1", 2, 4), call_step, blocks="blocks")
+    transport, sent = pipeline.executors[0].transport, []
+    send = transport.send
+
+    def note(action, peer, tensors):
+        sent.append((action.kind, sum(tensor.nbytes for tensor in tensors)))
+        send(action, peer, tensors)
+
+    transport.send = note
     pipeline.run(batch, 2)
     first, last = (rank.stages[index] for index, rank in enumerate(pipeline.ranks))
     (record,) = {id(r): r for r in pipeline.ranks[0].batch_records}.values()
     assert record.calls.blocks == (*range(6), *range(6))
     assert [spec.shape for spec in record.payload_over(3)] == [(2, 4), (2, 4)]
+    planned = estimate_costs(module, pipeline.ranks[0].chain, record).sent[3]
+    assert planned == 2 * 2 * 4 * batch.itemsize
+    assert Counter(sent) == {(Kind.SEND_F, planned): 4, (Kind.SEND_B, planned): 4}
     owned = [{*rank.ownership.local_tensors()} for rank in pipeline.ranks]
     assert "embed.weight" in owned[0] - owned[1]
     assert {"projector.0.weight", "projector.1.running_mean", "scale"} <= owned[1] - owned[0]
