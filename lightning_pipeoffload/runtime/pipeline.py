@@ -530,7 +530,9 @@ class Pipeline:
     def _cut(self, record: StepRecord) -> None:
         head_weight_grad = self.settings.head_weight_grad
         costs = estimate_costs(self.module, self.chain, record, head_weight_grad)
-        costs = self.settings.agree(replace(costs, impossible=self._impossible_cuts(record)))
+        impossible, together = self._impossible_cuts(record), record.calls.inseparable
+        limits = {"impossible": impossible | together, "inseparable": together}
+        costs = self.settings.agree(replace(costs, **limits))
         stages = cut(self.chain, costs, self.settings.stage_ranks, self.settings.split)
         self.cut = Cut(self.chain, stages, costs)
 
@@ -538,7 +540,7 @@ class Pipeline:
         written = record.weight_writes  # for nothing else does it matter which segments need what
         needed = find_segments(self.module, self.chain, record) if written else {}
         aliases = self.tensors.aliases
-        return record.calls.inseparable | impossible_cuts(
+        return impossible_cuts(
             record, self.chain, lambda name: set().union(*(needed[n] for n in aliases(name)))
         )
 

@@ -82,6 +82,9 @@ class SegmentCosts:
     unit: float = 0.0  # operations that 1 stands for; 0 where they were not counted
     sent: Mapping[int, int] = field(default_factory=dict)  # bytes over the cut before each segment
     impossible: frozenset[int] = frozenset()  # segments before which the step cannot be cut
+    inseparable: frozenset[int] = (
+        frozenset()
+    )  # those of them that another cut may part all the same
 
     @property
     def work(self) -> list[float]:
@@ -201,7 +204,8 @@ def cut(
             blocks; or the number of blocks of each stage, of the last perhaps 0.
 
     Raises:
-        ValueError: There are fewer blocks than stages, or the sum of ``split`` is wrong.
+        ValueError: There are fewer blocks than stages, or the sum of ``split`` is wrong, or it
+            parts a block from its copy.
     """
     num_blocks, num_stages = len(chain), len(stage_ranks)
     has_head_alone = not isinstance(split, str) and [*split[-1:]] == [0]
@@ -212,7 +216,24 @@ def cut(
             f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
             f"num_chunks, or a model of at least {num_stages} blocks{others if proposal else ''}"
         )
-    return stages_between(accumulate(_count_blocks(costs, num_blocks, stage_ranks, split)))
+    counts = _count_blocks(costs, num_blocks, stage_ranks, split)
+    together = counts if split == "auto" else _keep_together(counts, costs.inseparable)
+    if split != "even" and together != counts:
+        start = min({*accumulate(counts)} - {*accumulate(together)})
+        raise ValueError(
+            f"split={counts} parts {chain.block_name(start)} from {chain.block_name(start - 1)}, "
+            f"one of which is a frozen copy of the other that hooks may write from it; use "
+            f"split={together}"
+        )
+    return stages_between(accumulate(together))
+
+
+def _keep_together(counts: list[int], inseparable: Set[int]) -> list[int]:
+    """Return the numbers of blocks where each inseparable one goes on to the stage behind a cut."""
+    ends = [*accumulate(counts)]
+    moved = [next(e for e in range(end, -1, -1) if e not in inseparable) for end in ends[:-1]]
+    moved = [end - start for start, end in pairwise((0, *moved, ends[-1]))]
+    return moved if min(moved) > 0 else counts  # more stages than pairs
 
 
 def stages_between(ends: Iterable[int]) -> list[Stage]:

@@ -36,7 +36,7 @@ from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import map_in_place, output_tensors
-from lightning_pipeoffload.runtime.payload import BlockOutput, Received, enter
+from lightning_pipeoffload.runtime.payload import BlockOutput, enter
 from lightning_pipeoffload.runtime.randomness import (
     has_drawn_since,
     mix_seed,

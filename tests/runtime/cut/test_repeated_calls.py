@@ -230,11 +230,14 @@ class Momentum(nn.Module):
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize(("num_views", "plan"), [(1, ("1f1b", 3)), (2, ("zb_v", 2))])
-def test_a_momentum_encoder_has_the_stages_of_its_original(is_first, num_views, plan):
+@pytest.mark.parametrize(
+    ("num_views", "plan", "split"),
+    [(1, ("1f1b", 3), "auto"), (2, ("zb_v", 2), "even"), (1, ("1f1b", 3), [2, 6, 8])],
+)
+def test_a_momentum_encoder_has_the_stages_of_its_original(is_first, num_views, plan, split):
     torch.manual_seed(1)
     module, batch = Momentum(is_first, num_views), torch.randn(8, 4).double()
-    pipeline = InProcessPipeline(module, build(*plan, 4), call_step)
+    pipeline = InProcessPipeline(module, build(*plan, 4), call_step, split=split)
     found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients())
     assert_same(found, train_plain(module, batch, 2))
     for rank in pipeline.ranks:
@@ -244,6 +247,16 @@ def test_a_momentum_encoder_has_the_stages_of_its_original(is_first, num_views, 
 
 
 PARTS = "online", "target"
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_split_that_parts_a_block_from_its_copy_is_refused(is_first):
+    options = {"split": [4, 7, 5]}
+    pipeline = InProcessPipeline(Momentum(is_first, 1), build("1f1b", 3, 4), call_step, **options)
+    message = r"split=\[4, 7, 5\] parts {} from {}, .* use split=\[4, 6, 6\]"
+    names = [rf"{part}\.1\.4" for part in (PARTS if is_first else PARTS[::-1])]
+    with pytest.raises(ValueError, match=message.format(*names)):
+        pipeline.run(torch.randn(8, 4).double(), 2)
 
 
 def test_blocks_that_have_other_names_too_may_be_called_again():
