@@ -530,9 +530,9 @@ class Pipeline:
     def _cut(self, record: StepRecord) -> None:
         head_weight_grad = self.settings.head_weight_grad
         costs = estimate_costs(self.module, self.chain, record, head_weight_grad)
-        impossible, together = self._impossible_cuts(record), record.calls.inseparable
-        limits = {"impossible": impossible | together, "inseparable": together}
-        costs = self.settings.agree(replace(costs, **limits))
+        together = record.calls.inseparable
+        impossible = self._impossible_cuts(record) | together
+        costs = self.settings.agree(replace(costs, impossible=impossible, inseparable=together))
         stages = cut(self.chain, costs, self.settings.stage_ranks, self.settings.split)
         self.cut = Cut(self.chain, stages, costs)
 

@@ -339,12 +339,12 @@ class StagePass:
 
     def _enter_stage(self) -> None:
         # Here, not before the step: its beginning runs while the tensors are on their way.
-        entered: Sequence[Tensor] = self._receive()
+        entered: Sequence[Tensor] = (tensors := self._receive())
         if self._received is not None and torch.is_grad_enabled():
-            entered = enter(entered, self._received)
+            entered = enter(tensors, self._received)
         elif self._received is not None:  # in a no_grad of the step's; carried values train behind
             with torch.inference_mode(False), torch.enable_grad():
-                entered = enter(entered, self._received)
+                entered = enter(tensors, self._received)
         if self._carried:
             self._carried.deliver(entered[self._record.num_handed_on :])
         self._context.ownership.show(self._context.stage.index)
