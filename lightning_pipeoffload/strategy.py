@@ -32,6 +32,7 @@ from lightning_pipeoffload.loop.run_checks import (
     check_run,
     explaining_optimizers,
     explaining_shards,
+    refuse_readers_of_shards,
 )
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
@@ -67,7 +68,9 @@ class PipeOffloadStrategy(CheckpointHooks):
         pipeline_parallel_size: Ranks of one pipeline; "auto": all devices, divided by the replicas.
         data_parallel_size: Replicas of the pipeline, each on its own share of the data; "auto": as
             many as there are devices for, where ``pipeline_parallel_size`` is given, else one.
-        tensor_parallel_size: Ranks of one stage; more than 1 are not supported, and refused.
+        tensor_parallel_size: Ranks that share each layer of a stage, by the plan with which
+            ``configure_model`` calls torch's ``parallelize_module`` over
+            ``self.device_mesh["tensor_parallel"]``; neighbouring global ranks.
         rank_order: Which global ranks are neighbours, and so on one machine: those of a pipeline,
             "pipeline_inner", or the replicas of a stage, "data_inner".
         sharding: What is divided among replicas: "none"; "optimizer": the optimizer's step, its
@@ -206,6 +209,11 @@ class PipeOffloadStrategy(CheckpointHooks):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
         check_flag("save_distributed_checkpoint", save_distributed_checkpoint)
+        if save_distributed_checkpoint and tensor_parallel_size > 1:
+            raise ValueError(
+                f"save_distributed_checkpoint=True is not supported with "
+                f"tensor_parallel_size={tensor_parallel_size}; leave it out, for one file"
+            )
         check_start_method(start_method)
         check_backend(process_group_backend)
         check_timeout(timeout)
@@ -301,6 +309,11 @@ class PipeOffloadStrategy(CheckpointHooks):
             RuntimeError: Inside a step, or after this rank has failed.
         """
         self._refuse_alone("trainer.strategy.gather")
+        if self.settings.tensor_parallel_size > 1:
+            raise ValueError(
+                "trainer.strategy.gather() is not supported with tensor_parallel_size above 1, "
+                "where each rank has a shard; read weights from a checkpoint, which has the whole"
+            )
         return gather_tensor(self.split.pipeline, tensor)
 
     @property
@@ -383,7 +396,10 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        with explaining_shards(), self.fit.making.making(self._split is None):
+        if self.settings.tensor_parallel_size > 1 and self.fit.trains:
+            refuse_readers_of_shards(self._trainer)
+        explaining = explaining_shards(self.settings.tensor_parallel_size)
+        with explaining, self.fit.making.making(self._split is None):
             yield
         if self.fit.making.is_made:
             self._forget_module()
@@ -391,7 +407,7 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        check_run(trainer, self.num_replicas)
+        check_run(trainer, self.num_replicas, self.settings.tensor_parallel_size)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()

@@ -38,6 +38,7 @@ LAYERS = (
     "runtime/step",
     "runtime/mesh",
     "runtime/transport",
+    "runtime/tensor_parallel",
     "runtime/mailbox",
     "runtime/host_group",
     "runtime/sums_to_owners",

@@ -159,6 +159,8 @@ OWNERS = [
     (ThroughputMonitor(len), "_throughputs"),
     (ModelParallelStrategy, "_setup_distributed"),
     (DTensor, "_local_tensor"),
+    (torch.distributed, "_functional_collectives"),
+    (torch.distributed._functional_collectives, "_maybe_wrap_tensor"),
     (SHARDED, "_get_fsdp_state"),
     (SHARDED._get_fsdp_state(), "_fsdp_param_group"),
     (

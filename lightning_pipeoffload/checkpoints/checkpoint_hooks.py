@@ -24,6 +24,11 @@ from lightning_pipeoffload.checkpoints.folder import (
     write_checkpoint_folder,
 )
 from lightning_pipeoffload.checkpoints.saved_values import SavedValues, shapes_of
+from lightning_pipeoffload.checkpoints.shards import (
+    BEFORE_FIRST_BATCH,
+    optimizer_parts_of,
+    parts_of,
+)
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
@@ -96,6 +101,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         if self._split_state is not None:
             self.settle_weights()  # an error may have come before they were read
             return self._split_state.of_module()
+        if self.processes.group is not None and self.group.num_tensor_ranks > 1:
+            raise RuntimeError(BEFORE_FIRST_BATCH)
         # Without a seed the ranks' modules differ until they are split.
         state = super().lightning_module_state_dict()
         if self._masters is not None:
@@ -106,6 +113,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, state = self.lightning_module, checkpoint["state_dict"]
         assert module is not None
+        if self.group.num_tensor_ranks > 1:
+            state = parts_of(state, module)
         loaded = load_quantization(module, state, is_split=self._split_state is not None)
         if self._split_state is not None:
             self._split_state.load_module(state, strict)
@@ -186,6 +195,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         states = checkpoint["optimizer_states"]
         if not states:  # as on one device
             return
+        if self.group.num_tensor_ranks > 1:
+            of_all = zip(states, self._parameters.names, strict=True)
+            states = [optimizer_parts_of(state, names, self._module) for state, names in of_all]
         if self._split_state is not None:
             self._split_state.load_optimizers(states)
             return

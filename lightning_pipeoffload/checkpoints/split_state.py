@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.file import state_dict_of
 from lightning_pipeoffload.checkpoints.saved_values import described_shapes
+from lightning_pipeoffload.checkpoints.shards import join_shards, joined_state
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
@@ -92,6 +93,8 @@ class SplitState:
             for name, value in state.items()
             if owners[name] in (None, self._group.rank) and not isinstance(value, ShapeOnly)
         }
+        if self._group.num_tensor_ranks > 1:
+            join_shards(part, self._pipeline.module, self._group)
         return state_dict_of(part, like=versioned)
 
     def _of_all(self, mine: dict[str, Any], ranks: HostGroup) -> dict[str, Any]:
@@ -133,7 +136,10 @@ class SplitState:
     def _named_state(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = self._pipeline.tensors.canonical_parameters()
         name_of = {id(parameter): name for name, parameter in parameters.items()}
-        return {name_of[id(p)]: state for p, state in optimizer.state.items()}
+        return {
+            name_of[id(p)]: joined_state(name_of[id(p)], p, state, self._group)
+            for p, state in optimizer.state.items()
+        }
 
     def load_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load this rank's part of a whole state dict; ``strict`` compares all keys.

@@ -85,6 +85,7 @@ class Fit:
 
     Attributes:
         split: The module.
+        trains: Whether it is a fit.
         is_running: Whether the entry has been set up, and not left.
         making: Makes the module in parts.
         backward: Runs a batch's backwards.
@@ -117,8 +118,8 @@ class Fit:
         self._module = strategy.lightning_module
         self._trainer: Any = self._module.trainer
         self._precision = strategy.precision_plugin
-        self._trains = self._trainer.state.fn == TrainerFn.FITTING
-        self.making = ModelInParts(strategy, self._trains)
+        self.trains = self._trainer.state.fn == TrainerFn.FITTING
+        self.making = ModelInParts(strategy, self.trains)
         self._at_end = ExitStack()
         self.is_running = self._is_restored = self._has_left = False
 
@@ -178,7 +179,7 @@ class Fit:
         """Bring the trainer and the pipeline together."""
         strategy, group, pipeline = self._strategy, self._group, self.split.pipeline
         self._at_end.enter_context(filtering_by_identity())
-        if self._trains:
+        if self.trains:
             strategy.setup_optimizers(self._trainer)
         if strategy.world_size > 1:
             refuse_differences(self._described(), group.world.host_group)
@@ -214,7 +215,7 @@ class Fit:
 
     @property
     def _resumes(self) -> bool:
-        return self._trains and self._trainer.ckpt_path is not None
+        return self.trains and self._trainer.ckpt_path is not None
 
     def narrow_optimizers(self) -> None:
         """Narrow new optimizers to this rank's parameters."""
@@ -261,7 +262,7 @@ class Fit:
         strategy, group = self._strategy, self._group
         board, environment = self._processes.board, strategy.cluster_environment
         stop = clocks = arrivals = requeue = None
-        if board is not None and self._trains:
+        if board is not None and self.trains:
             assert self._processes.metrics_store is not None
             stop = JointStop(self._trainer, self._exchange, group.is_root)
             clocks = Clocks(self._trainer, self._exchange)
@@ -277,7 +278,7 @@ class Fit:
         return stop
 
     def _options(self) -> StepOptions | None:
-        if not self._trains:
+        if not self.trains:
             return None
         return StepOptions(self._strategy.optimizers, self.split.pipeline.trained, self._num_steps)
 

@@ -17,6 +17,7 @@ from lightning_pipeoffload.runtime.making.construction import (
     make_blueprint,
 )
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
+from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
 
 
 class ModelInParts:
@@ -43,6 +44,11 @@ class ModelInParts:
         Args:
             is_new: Whether no run before this one has cut the module.
         """
+        if self._group.device_mesh is not None:
+            self._module._device_mesh = self._group.device_mesh  # private: as Lightning sets it
+            yield
+            keep_local_parts(self._module, self._group.device_mesh["tensor_parallel"])
+            return
         if self._group.num_ranks == 1 or not is_overridden("configure_model", self._module):
             yield
             return

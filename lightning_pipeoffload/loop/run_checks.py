@@ -13,12 +13,15 @@ from lightning.pytorch.callbacks import (
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_pipeoffload.loop.hooks.users_hooks import OF_GRADIENTS, users_hooks
 from lightning_pipeoffload.runtime.shapes.quantized_weight import SHARDED
 from lightning_pipeoffload.runtime.users_code.users_lines import users_line
 
@@ -29,7 +32,7 @@ _STEP_OF = {
 }
 
 
-def check_run(trainer: Trainer, num_replicas: int) -> None:
+def check_run(trainer: Trainer, num_replicas: int, num_tensor_ranks: int = 1) -> None:
     """Raise a ValueError for what would be wrong over a pipeline, with what to write instead."""
     refuse_module(trainer.lightning_module, trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
@@ -48,6 +51,12 @@ def check_run(trainer: Trainer, num_replicas: int) -> None:
             'starts or ends a trace; use profiler="simple" or "advanced", or devices=1'
         )
     refuse_synchronized_norms(trainer, num_replicas)
+    if num_tensor_ranks > 1 and not is_overridden("configure_model", trainer.lightning_module):
+        raise ValueError(
+            "tensor_parallel_size above 1 needs layers that are distributed: make them in "
+            "configure_model, and call torch's parallelize_module there with "
+            'self.device_mesh["tensor_parallel"] and a plan'
+        )
     _warn_of_slow_bfloat16(trainer)
 
 
@@ -82,7 +91,7 @@ _SHARDING = {"parallelize_module", "distribute_module", "distribute_tensor", "fu
 
 
 @contextmanager
-def explaining_shards() -> Iterator[None]:
+def explaining_shards(num_tensor_ranks: int) -> Iterator[None]:
     """Refuse layers that ``configure_model`` shards, where that fails without a value or a mesh."""
     try:
         yield
@@ -90,7 +99,7 @@ def explaining_shards() -> Iterator[None]:
         called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         line = users_line(error)
         has_no_mesh = "device_mesh" in line and "NoneType" in str(error)
-        if called.isdisjoint(_SHARDING) and not has_no_mesh:
+        if num_tensor_ranks > 1 or called.isdisjoint(_SHARDING) and not has_no_mesh:
             raise
         raise ValueError(f"configure_model shards layers ({line}), {SHARDED}") from None
 
@@ -108,6 +117,26 @@ def _check_of_fit(callback: Callback, module: LightningModule) -> None:
             "BatchNorm, which cannot be pipelined; use WeightAveraging(), which averages the "
             "statistics with the weights, or another norm"
         )
+
+
+def refuse_readers_of_shards(trainer: Trainer) -> None:
+    """Refuse hooks that would take a shard of a weight or a gradient for the whole of it.
+
+    Before ``configure_model``, which some of these callbacks call by themselves.
+    """
+    hooks = users_hooks(trainer, OF_GRADIENTS)
+    if hooks:
+        raise ValueError(
+            f"{hooks[0]} may read gradients, of which each rank has a shard with "
+            f"tensor_parallel_size above 1; leave the hook out, and clip with the Trainer's "
+            f"gradient_clip_val"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} saves averages of its own, which would be shards of "
+                f"weights with tensor_parallel_size above 1; leave it out"
+            )
 
 
 def refuse_synchronized_norms(trainer: Trainer, num_replicas: int) -> None:

@@ -72,7 +72,7 @@ class SharedMetricsConnector(_LoggerConnector):
     """
 
     is_root = True
-    _replica = 0
+    _pipeline = 0
     _publisher: Publisher | None = None
     _roots: _Published | None = None
     _decisive: _Published | None = None
@@ -98,12 +98,12 @@ class SharedMetricsConnector(_LoggerConnector):
         made = cls(plain.trainer)
         made.__dict__.update(plain.__dict__)
         made._stop_reading()
-        made._tick, made._replica, made.is_root = 0, mesh.replica, mesh.is_root
+        made._tick, made._pipeline, made.is_root = 0, mesh.pipeline, mesh.is_root
         if store is not None and mesh.is_root:
             made._publisher = Publisher(store, fail)
         if store is not None and not mesh.is_root:
-            made._roots = made._decisive = _Published(store, mesh.replica)
-        if store is not None and mesh.replica > 0:
+            made._roots = made._decisive = _Published(store, mesh.pipeline)
+        if store is not None and mesh.pipeline > 0:
             made._decisive = _Published(store, 0)
         return made
 
@@ -138,7 +138,7 @@ class SharedMetricsConnector(_LoggerConnector):
         now = {**mine, "returned": returned or {}, "outputs": outputs or {}}
         dtypes = {kind: _dtypes(values) for kind, values in now.items()}
         dtypes["pbar"] = {}  # a progress bar shows numbers
-        self._publisher.publish(_key(self._replica, self._tick), now, dtypes=dtypes)
+        self._publisher.publish(_key(self._pipeline, self._tick), now, dtypes=dtypes)
 
     def _update_all(self) -> dict[str, _Metrics]:
         """Update this rank's own metrics; return them by kind."""

@@ -57,6 +57,7 @@ class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
             GroupLayout(
                 self.world_size // size,
                 size,
+                1,
                 "odc",
                 self.global_rank,
                 self.root_device,

@@ -31,6 +31,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
     may_step_by_bucket,
     measure_states,
     refuse_optimizer,
+    refuse_over_shards,
     refuse_stand_ins,
 )
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, loading_state
@@ -106,6 +107,8 @@ class OptimizedParameters:
         num_ranks, num_sharing = self._group.num_ranks, self._num_sharing
         for optimizer in self._optimizers() if num_ranks * num_sharing > 1 else ():
             refuse_optimizer(optimizer, num_ranks, num_sharing, self._is_declared)
+        for optimizer in self._optimizers() if self._group.num_tensor_ranks > 1 else ():
+            refuse_over_shards(optimizer)
         age = self._pipeline.gradient_age
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
         for narrowed in self._narrowed:

@@ -34,11 +34,13 @@ class Row(NamedTuple):
         of_device: Whether its kernels do not exist for the host.
         obstacle: Returns why an optimizer's options make its steps depend on other parameters; ""
             if they do not.
+        by_element: Whether the step of an element depends on no other element of its parameter.
     """
 
     state_bytes: StateBytes
     of_device: bool = False
     obstacle: Callable[[Any], str] = lambda optimizer: ""
+    by_element: bool = True
 
 
 def _copies(count: float | Callable[[Group], float]) -> StateBytes:
@@ -83,8 +85,8 @@ _ADAM = Row(_copies(lambda group: 2 + bool(group.get("amsgrad"))))
 _TWO, _ONE = Row(_copies(2)), Row(_copies(1))
 
 TABLE: dict[str, Row] = {
-    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0)),
-    "torch.optim._muon.Muon": Row(_copies(1)),
+    "torch.optim._adafactor.Adafactor": Row(_factorized(lambda group: 0), by_element=False),
+    "torch.optim._muon.Muon": Row(_copies(1), by_element=False),
     "torch.optim.adadelta.Adadelta": _TWO,
     "torch.optim.adagrad.Adagrad": _ONE,
     "torch.optim.adam.Adam": _ADAM,  # and AdamW
@@ -99,10 +101,10 @@ TABLE: dict[str, Row] = {
     "torch.optim.sgd.SGD": Row(_copies(_momentum)),
     "torch.optim.sparse_adam.SparseAdam": _TWO,
     "transformers.optimization.Adafactor": Row(
-        _factorized(lambda group: group.get("beta1") is not None)
+        _factorized(lambda group: group.get("beta1") is not None), by_element=False
     ),
     "bitsandbytes.optim.optimizer.Optimizer8bit": Row(
-        _blocks_of_bitsandbytes, of_device=True, obstacle=_overrides
+        _blocks_of_bitsandbytes, of_device=True, obstacle=_overrides, by_element=False
     ),
 }
 """Classes whose ``step`` is per parameter, by module and name."""
@@ -171,6 +173,17 @@ def refuse_optimizer(
             f"only a part of them; if its step of a parameter depends only on that parameter's "
             f"value, gradient and state and the options of its group, set "
             f"PipeOffloadStrategy(per_parameter_optimizer=True); else {instead}"
+        )
+
+
+def refuse_over_shards(optimizer: Any) -> None:
+    """Raise ``ValueError`` for an optimizer whose step needs more of a parameter than a shard."""
+    row = TABLE.get(_step_of(optimizer))
+    if optimizer.param_groups and (row is None or not row.by_element or _changed_step(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} is not known to step each element of a parameter by "
+            f"itself, and with tensor_parallel_size above 1 a rank has a shard of it; use "
+            f"torch.optim.AdamW, or tensor_parallel_size=1"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,10 +54,18 @@ _CHOICES = {
         "post_validation": "a step that was wrong is taken back",
     },
 }
-_TENSOR_PARALLEL = (
-    "1 (ranks that share a stage's layers are not supported; use more pipeline ranks, or "
-    "Lightning's ModelParallelStrategy without a pipeline)"
-)
+# With several tensor ranks: what an argument has to be, and why it cannot be what was given.
+_OF_TENSOR_RANKS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "sharding": (("none",), "replicas do not share out steps of shards"),
+    "optimizer_sync": (("barrier",), "a step of shards is not taken back"),
+    "optimizer_offload": ((False,), "shards are not stepped on the host"),
+    "master_weights": ((None,), "there are no masters of shards"),
+    "compile": ((False,), "blocks are compiled on one tensor rank only"),
+    "offload": (("auto", "none"), "offload is not planned for several tensor ranks"),
+    "recompute": (("none",), "a block is not computed again with its collectives"),
+    "memory_limit": ((None,), "memory is not planned for several tensor ranks"),
+    "num_sequence_slices": ((1,), "blocks of shards do not run on slices"),
+}
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,23 @@ class PipelineSettings:
                     f"schedule='optpipe' decides itself what it offloads under memory_limit, and "
                     f"offload={self.offload!r} was asked for; leave that at 'auto'"
                 )
+        if self.tensor_parallel_size > 1:
+            self._check_with_tensor_ranks()
+
+    def _check_with_tensor_ranks(self) -> None:
+        size = f"tensor_parallel_size={self.tensor_parallel_size}"
+        if self.is_chosen:
+            raise ValueError(
+                f"{size} needs a schedule that is named, such as schedule='zb_h1', and not "
+                f"{self.schedule!r}: tensor ranks do not agree on a plan by measured times"
+            )
+        for name, (possible, why) in _OF_TENSOR_RANKS.items():
+            value = getattr(self, name)
+            if value not in possible:
+                raise ValueError(
+                    f"{name}={value!r} is not supported with {size}: {why}; set "
+                    f"{name}={possible[0]!r}"
+                )
 
     def _check_numbers(self) -> None:
         sizes = "pipeline_parallel_size", "data_parallel_size", "num_chunks", "num_microbatches"
@@ -132,8 +158,9 @@ class PipelineSettings:
             value = getattr(self, name)
             is_count = _is_int(value) and value >= 1
             _require(value == "auto" or is_count, name, '"auto" or a positive int', value)
-        is_one = self.tensor_parallel_size == 1
-        _require(is_one, "tensor_parallel_size", _TENSOR_PARALLEL, self.tensor_parallel_size)
+        size = self.tensor_parallel_size
+        is_size = _is_int(size) and size >= 1
+        _require(is_size, "tensor_parallel_size", "a positive int", size)
         slices = self.num_sequence_slices
         is_count = _is_int(slices) and slices >= 1
         _require(is_count, "num_sequence_slices", "a positive int", slices)
@@ -216,14 +243,18 @@ class PipelineSettings:
         return num_replicas if self.sharding == "optimizer" else 1
 
     def _sizes(self, world_size: int) -> tuple[int, int]:
-        """Return replicas, and ranks of each."""
+        """Return replicas, and ranks of each pipeline."""
         replicas, ranks = self.data_parallel_size, self.pipeline_parallel_size
+        num_cells = world_size // self.tensor_parallel_size
         if not isinstance(replicas, int):
-            replicas = world_size // ranks or 1 if isinstance(ranks, int) else 1
+            replicas = num_cells // ranks or 1 if isinstance(ranks, int) else 1
         if not isinstance(ranks, int):
-            ranks = world_size // replicas or 1
-        if replicas * ranks != world_size:
-            raise ValueError(_explain_sizes(world_size, replicas, ranks))
+            ranks = num_cells // replicas or 1
+        if replicas * ranks * self.tensor_parallel_size != world_size:
+            sizes = {"pipeline_parallel_size": ranks, "data_parallel_size": replicas}
+            if self.tensor_parallel_size > 1:
+                sizes["tensor_parallel_size"] = self.tensor_parallel_size
+            raise ValueError(_explain_sizes(world_size, sizes))
         return replicas, ranks
 
     @property
@@ -279,7 +310,8 @@ class PipelineSettings:
     def keeps_device_limit(self, on_accelerator: bool) -> bool:
         """Whether the limit is the memory that the devices have left."""
         is_auto = self.memory_limit is None and self.offload == "auto"
-        return on_accelerator and is_auto and self.num_sequence_slices == 1
+        is_planned = self.num_sequence_slices == 1 and self.tensor_parallel_size == 1
+        return on_accelerator and is_auto and is_planned
 
     def plans_memory(self, on_accelerator: bool) -> bool:
         """Whether activations may be offloaded, for a limit or because that is asked for."""
@@ -473,12 +505,12 @@ def _is_filled(values: Any, is_right: Callable[[Any], Any]) -> bool:
     return is_list and len(values) > 0 and all(map(is_right, values))
 
 
-def _explain_sizes(world_size: int, replicas: int, ranks: int) -> str:
-    sizes = {"pipeline_parallel_size": ranks, "data_parallel_size": replicas}
-    instead = [f"devices={replicas * ranks}"]
+def _explain_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
+    num_devices = math.prod(sizes.values())
+    instead = [f"devices={num_devices}"]
     for name, size in sizes.items():
-        if world_size % (replicas * ranks // size) == 0:
-            instead.append(f"{name}={world_size // (replicas * ranks // size)}")
+        if world_size % (num_devices // size) == 0:
+            instead.append(f"{name}={world_size // (num_devices // size)}")
     product = " times ".join(f"{name} ({size})" for name, size in sizes.items())
     return f"devices ({world_size}) are not {product}; use {' or '.join(instead)}"
 

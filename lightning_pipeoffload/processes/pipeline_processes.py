@@ -102,13 +102,25 @@ class PipelineProcesses(JointStrategy):
         environment, num_nodes = self.cluster_environment, self.num_nodes
         is_local = isinstance(environment, LightningEnvironment) and num_nodes == 1
         if self._start_method is None:
-            return is_local and is_interactive() and self.num_processes > 1
+            forks = is_local and is_interactive() and self.num_processes > 1
+            if forks:
+                self._refuse_forks_of_tensor_ranks()
+            return forks
         if not is_local:
             raise ValueError(
                 f"start_method={self._start_method!r} starts the ranks of one machine, and here "
                 f"{type(environment).__name__} has those of num_nodes={num_nodes}; leave it out"
             )
+        self._refuse_forks_of_tensor_ranks()
         return True
+
+    def _refuse_forks_of_tensor_ranks(self) -> None:
+        size = self.settings.tensor_parallel_size
+        if size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={size} is not supported over forks of an interactive "
+                f"interpreter, to which no rank returns whole layers; run a script"
+            )
 
     @override
     def setup_environment(self) -> None:
@@ -137,6 +149,7 @@ class PipelineProcesses(JointStrategy):
                 self._timeout,
                 self.num_replicas,
                 self.settings.rank_order,
+                self.settings.tensor_parallel_size,
             )
         self.processes.join(group.world, group)
         set_replica(group.replica, group.num_replicas)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
@@ -23,6 +24,7 @@ from lightning_pipeoffload.runtime.mesh import ProcessGroups, RankMesh
 from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.sharding import is_shard
 from lightning_pipeoffload.runtime.transport import (
     ProcessGroupTransport,
     blaming_peers,
@@ -52,11 +54,16 @@ class PipelineGroup(RankMesh, HostGroup):
         timeout: How long a rank waits for another; None: torch's default, not that of the
             default group.
         rank_order: How global ranks are assigned; see :class:`RankMesh`.
+        num_tensor_ranks: The number of processes that share a stage's layers.
 
     Attributes:
         world: All processes of all replicas.
+        device_mesh: All of them with the dimensions that ``configure_model`` shares layers over;
+            None where layers are not shared.
         replicas: The counterparts of this process in the other replicas.
     """
+
+    device_mesh: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -66,8 +73,11 @@ class PipelineGroup(RankMesh, HostGroup):
         timeout: timedelta | None = None,
         num_replicas: int = 1,
         rank_order: str = "pipeline_inner",
+        num_tensor_ranks: int = 1,
     ) -> None:
-        super().__init__(schedule, global_rank, timeout, num_replicas, rank_order, device)
+        super().__init__(
+            schedule, global_rank, timeout, num_replicas, rank_order, device, num_tensor_ranks
+        )
         self.replicas = Replicas(self)
         self._connect()
         self.transport = ProcessGroupTransport(self, self._edges(), device)
@@ -82,10 +92,12 @@ class PipelineGroup(RankMesh, HostGroup):
         ProcessGroups.abort_ended()
         self.replicas.connect()
         self.host_group, self.side_group = self.world.host_group, self.world.side_group
-        if self.num_replicas > 1:
+        if self.num_pipelines > 1:
             self.host_group = self.make_group("host", backend="gloo")
             self.side_group = self.make_group("side", backend="gloo")
         self._ranks_group = self.device_group()
+        if self.num_tensor_ranks > 1:
+            self.device_mesh = self.make_device_mesh()
 
     def renew(self) -> None:
         """Create all groups again, on all ranks, where :attr:`is_connected` is False."""
@@ -247,9 +259,10 @@ class PipelineGroup(RankMesh, HostGroup):
             self.drop_remote_gradients()
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank includes a parameter in sums over ranks, and over replicas."""
+        """Whether this rank includes a parameter in sums over ranks of any kind."""
         is_first = all(each.is_first for each in self._shared if each.parameter is parameter)
-        return is_first and self.owns(parameter)
+        is_once = not self.tensor_rank or is_shard(parameter)
+        return is_first and is_once and self.owns(parameter)
 
     # Norms
 
@@ -293,6 +306,8 @@ class PipelineGroup(RankMesh, HostGroup):
         dist.all_reduce(numbers, operation, self._ranks_group)
         if self._is_divided:
             dist.all_reduce(numbers, operation, self.replicas.group)
+        if self.num_tensor_ranks > 1:
+            dist.all_reduce(numbers, operation, self.tensor_group())
 
 
 @torch.no_grad()

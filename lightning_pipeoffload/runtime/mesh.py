@@ -25,7 +25,8 @@ class GroupLayout(NamedTuple):
 
     Attributes:
         num_replicas: The number of replicas.
-        num_ranks: The number of ranks of each.
+        num_ranks: The number of ranks of each pipeline.
+        num_tensor_ranks: The number of ranks of a stage.
         rank_order: Which global ranks are neighbours.
         global_rank: The global rank of this process.
         device: The device of the device groups.
@@ -34,6 +35,7 @@ class GroupLayout(NamedTuple):
 
     num_replicas: int
     num_ranks: int
+    num_tensor_ranks: int
     rank_order: str
     global_rank: int
     device: torch.device
@@ -153,6 +155,10 @@ def _exists(group: Any) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+MESH_DIMENSIONS = "replicas", "pipeline_parallel", "data_parallel", "tensor_parallel"
+"""The dimensions of the mesh that ``configure_model`` gets; that of data has one rank."""
+
+
 class RankMesh:
     """The mesh of all processes: replicas times ranks, as one process sees it.
 
@@ -163,6 +169,14 @@ class RankMesh:
         replica 0        3  2  1  0                    6  4  2  0     <- global ranks; that of a
         replica 1        7  6  5  4                    7  5  3  1        root is its lowest
 
+    With several tensor ranks, which share the layers of a stage, each of these is as many
+    neighbouring global ranks, and the first of each make one pipeline, as do the second. Two
+    replicas of two ranks of two::
+
+                   rank    0     1
+        replica 0        2, 3  0, 1        <- pipelines 2, 0 and 3, 1
+        replica 1        6, 7  4, 5
+
     Args:
         schedule: Defines which rank holds which stage.
         global_rank: The global rank of this process.
@@ -170,11 +184,13 @@ class RankMesh:
         rank_order: Neighbouring global ranks are in one pipeline ("pipeline_inner"), or hold the
             same stage in different replicas ("data_inner").
         device: The device on which this rank computes.
+        num_tensor_ranks: The number of processes that share a stage's layers.
 
     Attributes:
-        mesh: Torch's DeviceMesh, with the dimensions ``data`` and ``pipeline``.
+        mesh: Torch's DeviceMesh of this tensor rank, with the dimensions ``data`` and ``pipeline``.
         replica: The replica of this process.
         rank: The rank of this process in its pipeline.
+        tensor_rank: The rank of this process among those that share its stages' layers.
         global_ranks: The global rank of each rank of its pipeline.
         stage_ranks: The rank of every stage.
     """
@@ -187,7 +203,10 @@ class RankMesh:
         num_replicas: int = 1,
         rank_order: str = "pipeline_inner",
         device: torch.device = _CPU,
+        num_tensor_ranks: int = 1,
     ) -> None:
+        self.num_tensor_ranks = num_tensor_ranks
+        self.tensor_rank = global_rank % num_tensor_ranks
         self.timeout = timeout
         self.device = device
         self.global_rank = global_rank
@@ -196,7 +215,8 @@ class RankMesh:
 
     def _lay_out(self, schedule: Schedule, num_replicas: int, rank_order: str) -> None:
         self._rank_order = rank_order
-        self._table = _table_of(schedule, num_replicas, rank_order)
+        self._cells = _table_of(schedule, num_replicas, rank_order)
+        self._table = self._table_of_tensor_rank(self.tensor_rank)
         # Private: torch would make groups of all ranks of a dimension, with its own timeout; those
         # of a pipeline are made by edge, and with the user's.
         self.mesh = DeviceMesh(
@@ -212,11 +232,16 @@ class RankMesh:
         self.global_ranks = self._table[self.replica]
         self.stage_ranks = schedule.placement
 
+    def _table_of_tensor_rank(self, tensor_rank: int) -> list[list[int]]:
+        size = self.num_tensor_ranks
+        return [[cell * size + tensor_rank for cell in row] for row in self._cells]
+
     def join_groups(self) -> None:
         """Use the process groups of this layout, which end where another layout's are used."""
         layout = GroupLayout(
             self.num_replicas,
             self.num_ranks,
+            self.num_tensor_ranks,
             self._rank_order,
             self.global_rank,
             self.device,
@@ -238,20 +263,33 @@ class RankMesh:
         return len(self._table)
 
     @property
+    def num_pipelines(self) -> int:
+        return self.num_replicas * self.num_tensor_ranks
+
+    @property
+    def pipeline(self) -> int:
+        """The number of this process's pipeline, among those of all replicas."""
+        return self.replica * self.num_tensor_ranks + self.tensor_rank
+
+    @property
     def world_size(self) -> int:
-        return self.num_replicas * self.num_ranks
+        return self.num_pipelines * self.num_ranks
 
     def replica_of(self, global_rank: int) -> int:
-        return next(n for n, row in enumerate(self._table) if global_rank in row)
+        cell = global_rank // self.num_tensor_ranks
+        return next(n for n, row in enumerate(self._cells) if cell in row)
 
     def describe_rank(self, global_rank: int) -> str:
-        """Describe a process, "replica 1, stage 3"; empty where there is one replica."""
-        if self.num_replicas == 1:
+        """Describe a process, "replica 1, stage 3"; empty where there is one pipeline."""
+        if self.num_pipelines == 1:
             return ""
-        replica = self.replica_of(global_rank)
-        rank = self._table[replica].index(global_rank)
+        replica, size = self.replica_of(global_rank), self.num_tensor_ranks
+        rank = self._cells[replica].index(global_rank // size)
         stages = [str(s) for s, holder in enumerate(self.stage_ranks) if holder == rank]
-        return f"replica {replica}, stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
+        described = [f"replica {replica}"] if self.num_replicas > 1 else []
+        described.append(f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)}")
+        described += [f"tensor rank {global_rank % size}"] if size > 1 else []
+        return ", ".join(described)
 
     @property
     def counterparts(self) -> list[int]:
@@ -265,8 +303,8 @@ class RankMesh:
 
     @property
     def roots(self) -> list[int]:
-        """The root of each replica."""
-        return [row[self.stage_ranks[-1]] for row in self._table]
+        """The root of each replica, of its first tensor ranks."""
+        return [row[self.stage_ranks[-1]] for row in self._table_of_tensor_rank(0)]
 
     def ranks_of(self, replica: int) -> list[int]:
         """Return the global rank of each rank of a replica."""
@@ -274,8 +312,8 @@ class RankMesh:
 
     @property
     def first_replica(self) -> list[int]:
-        """The global rank of each rank of replica 0."""
-        return self._table[0]
+        """The global rank of each rank of replica 0, of its first tensor ranks."""
+        return self._table_of_tensor_rank(0)[0]
 
     @property
     def is_root(self) -> bool:
@@ -290,7 +328,7 @@ class RankMesh:
     # ``use`` and members there is one, which a later trainer of this layout uses too.
 
     def make_group(self, use: str, ranks: Iterable[int] | None = None, **options: Any) -> Any:
-        """Return a process group in each replica, of ``ranks`` of the pipeline; None: of all.
+        """Return a process group in each pipeline, of ``ranks`` of it; None: of all.
 
         Args:
             use: What it is for: collectives of one group must not overlap with those of another.
@@ -307,19 +345,19 @@ class RankMesh:
 
     def make_world_group(self, use: str, **options: Any) -> Any:
         """Return a process group of all processes."""
-        return self._make_groups(use, [[rank for row in self._table for rank in row]], options)
+        return self._make_groups(use, [[rank for row in self._pipelines for rank in row]], options)
 
     def edge_group(
         self, edge: tuple[int, int], make_options: Callable[[], Any] | None = None
     ) -> Any:
-        """Create the group of ``edge`` in each replica, on the device; return this replica's.
+        """Create the group of ``edge`` in each pipeline, on the device; return this pipeline's.
 
         ``make_options`` makes the backend's options of each, which torch writes the group into.
         """
         return self._make_groups("edge", self._rows(edge), {}, make_options=make_options)
 
     def device_group(self, ranks: Iterable[int] | None = None) -> Any:
-        """Return a group over the device's backend of ``ranks`` of this replica; None: of all.
+        """Return a group over the device's backend of ``ranks`` of this pipeline; None: of all.
 
         It runs a collective when it is made: NCCL connects at the first use of a group, and waits
         for all work queued on the device.
@@ -330,13 +368,46 @@ class RankMesh:
         """Return the device group of this rank's counterparts; each ``use`` has its own."""
         return self._make_groups(use, self._columns, {}, connects=True)
 
+    def tensor_group(self) -> Any:
+        """Return the device group of the processes that share this one's layers."""
+        return self._make_groups("tensor", self._stages, {}, connects=True)
+
+    def make_device_mesh(self) -> DeviceMesh:
+        """Make the mesh of all processes with its groups, for ``configure_model``."""
+        alone = [(rank,) for row in self._pipelines for rank in row]
+        groups = [
+            self._make_groups("mesh", self._columns, {}),
+            self._make_groups("mesh", self._rows(None), {}),
+            self._make_groups("mesh", alone, {}),
+            self.tensor_group(),
+        ]
+        shape = self.num_replicas, self.num_ranks, 1, self.num_tensor_ranks
+        ranks = torch.tensor(self._stages).view(shape)
+        return DeviceMesh.from_group(
+            groups, self.device.type, ranks, mesh_dim_names=MESH_DIMENSIONS
+        )
+
+    @property
+    def _tables(self) -> list[list[list[int]]]:
+        return [self._table_of_tensor_rank(rank) for rank in range(self.num_tensor_ranks)]
+
+    @property
+    def _pipelines(self) -> list[list[int]]:
+        return [row for table in self._tables for row in table]
+
+    @property
+    def _stages(self) -> list[tuple[int, ...]]:
+        """The tensor ranks of each rank of each replica."""
+        size = self.num_tensor_ranks
+        return [tuple(range(cell * size, (cell + 1) * size)) for row in self._cells for cell in row]
+
     def _rows(self, ranks: Iterable[int] | None) -> list[tuple[int, ...]]:
         chosen = range(self.num_ranks) if ranks is None else [*ranks]
-        return [tuple(row[rank] for rank in chosen) for row in self._table]
+        return [tuple(row[rank] for rank in chosen) for row in self._pipelines]
 
     @property
     def _columns(self) -> list[tuple[int, ...]]:
-        return [*zip(*self._table, strict=True)]
+        return [column for table in self._tables for column in zip(*table, strict=True)]
 
     def _make_groups(
         self,

@@ -77,6 +77,10 @@ from lightning_pipeoffload.runtime.step.stage_gradients import (
 )
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
+    install_collectives,
+    remove_collectives,
+)
 from lightning_pipeoffload.runtime.users_code.step_call import (
     CallOnCopies,
     StepCall,
@@ -457,6 +461,8 @@ class Pipeline:
             install_attention(self.device.type)
         install_replay()
         install_draws()
+        if self._group is not None and self._group.num_tensor_ranks > 1:
+            install_collectives()
         _attached.add(self)
 
     def detach(self) -> None:
@@ -472,6 +478,7 @@ class Pipeline:
             remove_replay()
             remove_draws()
             remove_answers()
+            remove_collectives()
 
     def _take_in(self, record: StepRecord) -> None:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""

@@ -12,10 +12,7 @@ from lightning_pipeoffload.schedule import Schedule, ScheduleError, build, lower
 BAD_ARGUMENTS = {
     "rank_order": ("inner", 'rank_order must be "pipeline_inner" .* or "data_inner" '),
     "pipeline_parallel_size": (0, 'pipeline_parallel_size must be "auto" or a positive int, not 0'),
-    "tensor_parallel_size": (
-        2,
-        "tensor_parallel_size must be 1 .* ModelParallelStrategy .*, not 2",
-    ),
+    "tensor_parallel_size": (0, "tensor_parallel_size must be a positive int, not 0"),
     "num_microbatches": ("many", "num_microbatches must be \"auto\" or a positive int, not 'many'"),
     "num_sequence_slices": (0, "num_sequence_slices must be a positive int, not 0"),
     "num_chunks": (1.5, 'num_chunks must be "auto" or a positive int, not 1.5'),
@@ -94,6 +91,38 @@ def test_an_unknown_name_of_a_strategy_is_refused_with_ours(name, meant):
 def test_replicas_and_ranks_of_four_devices(ranks, replicas, found):
     settings = PipelineSettings(pipeline_parallel_size=ranks, data_parallel_size=replicas)
     assert (settings.num_replicas(4), settings.num_ranks(4)) == found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "found"), [("auto", 1, (1, 4)), (2, "auto", (2, 2)), (4, 1, (1, 4))]
+)
+def test_replicas_and_ranks_of_eight_devices_that_share_layers_by_two(ranks, replicas, found):
+    sizes = {"pipeline_parallel_size": ranks, "data_parallel_size": replicas}
+    settings = PipelineSettings(**sizes, tensor_parallel_size=2, schedule="zb_h1")
+    assert (settings.num_replicas(8), settings.num_ranks(8)) == found
+    with pytest.raises(ValueError, match=r"times tensor_parallel_size \(2\); use"):
+        settings.num_ranks(9)
+
+
+NOT_OF_TENSOR_RANKS = {
+    "schedule": "auto",
+    "sharding": "optimizer",
+    "optimizer_sync": "post_validation",
+    "optimizer_offload": True,
+    "master_weights": "float32",
+    "compile": True,
+    "offload": "half",
+    "recompute": "full",
+    "memory_limit": "1GiB",
+    "save_distributed_checkpoint": True,
+}
+
+
+@pytest.mark.parametrize("name", NOT_OF_TENSOR_RANKS)
+def test_what_is_not_built_with_tensor_ranks_is_refused(name):
+    options = {"schedule": "zb_h1", name: NOT_OF_TENSOR_RANKS[name]}
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size=2.*{name}|{name}.*_size=2"):
+        PipeOffloadStrategy(tensor_parallel_size=2, **options)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,29 @@ def test_a_replica_after_the_other_or_beside_it(schedule, order, table):
             assert mesh.describe_rank(global_rank) == f"replica {replica}, {stages}"
 
 
+@pytest.mark.parametrize(
+    ("order", "table"),
+    [
+        ("pipeline_inner", [[[2, 0], [6, 4]], [[3, 1], [7, 5]]]),
+        ("data_inner", [[[4, 0], [6, 2]], [[5, 1], [7, 3]]]),
+    ],
+)
+def test_tensor_ranks_are_neighbours_and_make_a_pipeline_each(order, table):
+    plan, sizes = build("1f1b", 2, 2), {"num_replicas": 2, "num_tensor_ranks": 2}
+    for tensor_rank, replicas in enumerate(table):
+        for replica, row in enumerate(replicas):
+            for rank, global_rank in enumerate(row):
+                mesh = RankMesh(plan, global_rank, rank_order=order, **sizes)
+                assert (mesh.replica, mesh.rank, mesh.tensor_rank) == (replica, rank, tensor_rank)
+                assert (mesh.global_ranks, mesh.world_size) == (row, 8)
+                assert (mesh.root, mesh.reports) == (row[1], global_rank == 0)
+                assert mesh.counterparts == [other[rank] for other in replicas]
+                assert (mesh.first_replica, mesh.roots) == (table[0][0], [r[1] for r in table[0]])
+                described = f"replica {replica}, stage {rank}, tensor rank {tensor_rank}"
+                assert mesh.describe_rank(global_rank) == described
+                assert mesh.pipeline == 2 * replica + tensor_rank
+
+
 def test_it_is_torchs_mesh_of_replicas_times_ranks():
     mesh = RankMesh(build("1f1b", 3, 6), global_rank=2).mesh
     assert mesh.mesh_dim_names == ("data", "pipeline")

@@ -37,7 +37,7 @@ _BETWEEN_BATCHES = (
     "on_after_backward",
     "on_train_batch_end",
 )
-_OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 _KINDS = ("train", "validation", "test", "predict")
 _EPOCH_END = (
     *(f"on_{kind}_epoch_end" for kind in _KINDS),
@@ -164,7 +164,7 @@ class GradientHooks(_Wrapped):
 
     def __init__(self, trainer: Trainer, share: Callable[[], None]) -> None:
         owners = owners_of_hooks(trainer)
-        found = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _OF_GRADIENTS)]
+        found = [(owner, hook) for owner in owners for hook in _hooks_of(owner, OF_GRADIENTS)]
         names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in found]
         _refuse_others(trainer, names, "compare gradients before the hooks that may read them")
 

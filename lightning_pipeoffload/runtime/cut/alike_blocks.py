@@ -24,6 +24,7 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_output, output_tensors
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
 
 _FLOPS = "forward_flops", "input_flops", "weight_flops"
 
@@ -122,7 +123,8 @@ class AlikeBlocks:
                 return tensors[0]
             for tensor in tensors:
                 use(tensor)
-            made = ShapeOnly(leaf.meta, leaf.device, origins, leaf.requires_grad and not tensors)
+            trains = leaf.requires_grad and not tensors
+            made = ShapeOnly(leaf.meta, leaf.device, origins | leaf.origins & OF_SHARD, trains)
             return _LeadBack.apply(made, *tensors) if tensors else made
 
         return map_output(alike, done.output)

@@ -20,6 +20,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
+from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, is_shard
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_written
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -53,7 +54,9 @@ class StrippedModule:
             # Each has memory of its own, by which writes are found; remote tensors may share it.
             like = slot.tensor
             meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-            stand_in = ShapeOnly(meta, self._device, frozenset((slot.name,)), trains)
+            origins = frozenset((slot.name,))
+            origins = origins | OF_SHARD if is_shard(like) else origins
+            stand_in = ShapeOnly(meta, self._device, origins, trains)
             carry_quantization(stand_in, slot)
             slot.put(stand_in)
             if slot.kind == "_parameters":

@@ -64,6 +64,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
+from lightning_pipeoffload.runtime.shapes.sharding import refuse_loss_of_shard
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
     NO_ALARM,
@@ -452,6 +453,7 @@ class StepTrace:
         if not self._training:
             return
         loss = loss_in(result)
+        refuse_loss_of_shard(loss)
         if self.segment == len(self.chain):
             reach = self._values.lead_back(loss)
             named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]

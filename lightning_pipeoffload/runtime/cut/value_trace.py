@@ -17,6 +17,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
@@ -43,6 +44,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
+from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, refuse_dtensor
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 from lightning_pipeoffload.runtime.weight_grad.kernels import uses_in
 
@@ -249,6 +251,7 @@ class ValueTrace(CallCounter):
             self._lines[index] = calling_line()
 
         def alias(leaf: Any) -> Any:
+            refuse_dtensor(leaf, f"{self._chain.block_name(index)} gets")
             if not isinstance(leaf, ShapeOnly) or not hasattr(leaf, "source"):
                 return leaf
             if id(leaf) in self._aliased:  # in a list that is in the arguments twice
@@ -278,6 +281,7 @@ class ValueTrace(CallCounter):
             nonlocal place
             if not isinstance(leaf, Tensor):
                 return leaf
+            refuse_dtensor(leaf, f"{self._chain.block_name(index)} returns")
             place += 1
             if hasattr(leaf, "source"):
                 self.use(leaf, index)
@@ -286,7 +290,7 @@ class ValueTrace(CallCounter):
             outer: Any = (
                 ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf, record, index)
             )
-            outer.origins = frozenset((origin,))
+            outer.origins = frozenset((origin,)) | (outer.origins & OF_SHARD)
             port = Port(following, 0, place)
             source = _Source(position, following, port, is_output=position > index)
             _set_source(outer, source, None, getattr(leaf, "lineage", ()))
@@ -446,7 +450,7 @@ def _numbers_of(leaf: Any) -> Iterable[float]:
     """Return a few numbers of a value for comparison; shape-only tensors have none."""
     if isinstance(leaf, (int, float)):
         return [float(leaf)]
-    if not isinstance(leaf, Tensor) or isinstance(leaf, ShapeOnly) or leaf.is_meta:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, (ShapeOnly, DTensor)) or leaf.is_meta:
         return []
     if torch._C._are_functorch_transforms_active():  # private: vmap reads no value
         return []

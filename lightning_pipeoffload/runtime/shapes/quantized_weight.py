@@ -25,8 +25,9 @@ from lightning_pipeoffload.runtime.stored_tensor import value_of
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
 SHARDED = (
-    "and each rank of a pipeline has its layers whole: leave parallelize_module and fully_shard "
-    "out and use more pipeline ranks, or Lightning's ModelParallelStrategy without a pipeline"
+    "and with tensor_parallel_size=1 each rank of a pipeline has its layers whole: set it for "
+    'parallelize_module over self.device_mesh["tensor_parallel"], leave fully_shard out, or use '
+    "Lightning's ModelParallelStrategy without a pipeline"
 )
 # Attributes of Params4bit that are also its arguments.
 _OPTIONS = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")

@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     run_on_meta,
     written_arguments,
 )
+from lightning_pipeoffload.runtime.shapes.sharding import refuse_draw_of_shard
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     AddressNeededError,
     ValueNeededError,
@@ -223,8 +224,10 @@ class ShapeOnly(Tensor):
         # Random numbers are not used while operations are only observed, and may take much memory;
         # but the trace has to observe that a generator of the user's advances.
         is_seen = not are_observed() or kwargs.get("generator") is not None
-        if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
-            advance_generator(func, args, kwargs, device)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            refuse_draw_of_shard(func, args, origins)
+            if is_seen:
+                advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
         on_meta = map_operands(_to_meta, args), _on_meta(kwargs)

@@ -1,0 +1,97 @@
+"""Checkpoints of layers that tensor ranks share have the whole of each tensor.
+
+A checkpoint therefore loads into any number of tensor ranks, and into the plain module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.checkpoints.saved_values import shapes_of
+from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, number_optimizer_state
+from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
+from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import gather_whole
+
+BEFORE_FIRST_BATCH = (
+    "the checkpoint was not saved: with tensor_parallel_size above 1 nothing is saved before the "
+    "first batch has run; save after it, as ModelCheckpoint does"
+)
+
+
+def join_shards(state: dict[str, Any], module: nn.Module, group: PipelineGroup) -> None:
+    """Replace the shards in this rank's part of a state dict; all tensor ranks call it.
+
+    Only the first of them gets the values, on its host, and the others shapes.
+    """
+    shardings = _shardings_in(module)
+    for name in state:
+        if name in shardings:
+            state[name] = _joined(name, state[name], shardings[name], group)
+
+
+def joined_state(
+    name: str, parameter: Tensor, state: Mapping[str, Any], group: PipelineGroup
+) -> Mapping[str, Any]:
+    """Return an optimizer's state of a parameter as that of the whole of it; see above."""
+    sharding = sharding_of(parameter)
+    if sharding is None or not sharding.is_divided:
+        return state
+    return {
+        key: _joined(f"{name}.{key}", value, sharding, group)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _joined(name: str, part: Tensor, sharding: Sharding, group: PipelineGroup) -> Tensor:
+    whole = gather_whole(part, sharding)
+    if not group.tensor_rank:
+        return whole.cpu()
+    shape: Tensor = shapes_of({name: whole}, group.global_rank - group.tensor_rank)[name]
+    return shape
+
+
+def parts_of(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Return a whole state dict with this rank's shards, each read when it is used."""
+    parts: Any = copy(state)  # with its attribute: the versions that modules load by
+    for name, sharding in _shardings_in(module).items():
+        if name in state:
+            parts[name] = _part_later(state[name], sharding)
+    found: Mapping[str, Any] = parts
+    return found
+
+
+def optimizer_parts_of(
+    state: Mapping[str, Any], names: GroupNames, module: nn.Module
+) -> dict[str, Any]:
+    """Return an optimizer's state of whole parameters with this rank's shards."""
+    numbered, shardings = number_optimizer_state(state, names), _shardings_in(module)
+    order = [name for group in names for name in group]
+    parts = {
+        place: {key: _part_later(value, shardings[order[place]]) for key, value in entry.items()}
+        if order[place] in shardings
+        else entry
+        for place, entry in numbered["state"].items()
+    }
+    return {**numbered, "state": parts}
+
+
+def _shardings_in(module: nn.Module) -> dict[str, Sharding]:
+    tensors = module.state_dict(keep_vars=True).items()
+    found = {name: sharding_of(value) for name, value in tensors if isinstance(value, Tensor)}
+    return {name: each for name, each in found.items() if each is not None and each.is_divided}
+
+
+def _part_later(whole: Any, sharding: Sharding) -> Any:
+    if not isinstance(whole, Tensor) or whole.shape != sharding.shape:
+        return whole
+    meta = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+    return StoredTensor(sharding.part(meta), lambda: sharding.part(value_of(whole)).clone())

@@ -1,0 +1,101 @@
+"""Which part of a parameter or buffer this rank has, of those that share its layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+_SHARDING = "_pipeoffload_sharding"
+
+OF_SHARD = frozenset(("a shard",))
+"""The origin, besides others, of what is not the same on all tensor ranks."""
+
+
+class Sharding(NamedTuple):
+    """How tensor ranks share a tensor.
+
+    Attributes:
+        mesh: The tensor ranks.
+        placement: What each of them has: a shard, or all of it.
+        shape: The shape of the whole.
+        stride: The strides of the whole.
+    """
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other tensor ranks have other elements."""
+        return isinstance(self.placement, Shard)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of the whole, a view."""
+        if not isinstance(self.placement, Shard):
+            return whole
+        return whole.chunk(self.mesh.size(), self.placement.dim)[self.mesh.get_local_rank()]
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Return the whole of all tensor ranks' parts, which are divided."""
+        assert isinstance(self.placement, Shard)
+        return torch.cat(parts, self.placement.dim)
+
+
+def set_sharding(tensor: Tensor, sharding: Sharding) -> None:
+    """Note how tensor ranks share a tensor, of which this is the part of this rank."""
+    setattr(tensor, _SHARDING, sharding)
+
+
+def sharding_of(tensor: Tensor) -> Sharding | None:
+    """Return how tensor ranks share a parameter or buffer; None if each has all of it."""
+    found: Sharding | None = getattr(tensor, _SHARDING, None)
+    return found
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether other tensor ranks have other elements of a parameter or buffer."""
+    sharding = sharding_of(tensor)
+    return sharding is not None and sharding.is_divided
+
+
+def refuse_draw_of_shard(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
+) -> None:
+    """Raise ``ValueError`` for random numbers that all tensor ranks would draw alike for shards."""
+    if not origins & OF_SHARD:
+        return
+    names = [argument.name for argument in func._schema.arguments]
+    if not dict(zip(names, args, strict=False)).get("dropout_p", True):  # an attention without it
+        return
+    raise ValueError(
+        f"{func.overloadpacket.__name__}{in_brackets(calling_line())} draws random numbers for a "
+        f"shard of a layer, and all tensor ranks would draw the same ones; draw behind the layer "
+        f"whose result all of them have, such as one that is RowwiseParallel(), or set dropout to 0"
+    )
+
+
+def refuse_dtensor(value: Any, what: str) -> None:
+    """Raise ``ValueError`` for a DTensor where blocks begin and end; ``what`` says where."""
+    if isinstance(value, DTensor):
+        raise ValueError(
+            f"{what} a DTensor, and what goes from one stage to another is a plain tensor; set "
+            f"use_local_output=True in the plan of parallelize_module"
+        )
+
+
+def refuse_loss_of_shard(loss: Any) -> None:
+    """Raise ``ValueError`` for a loss that each tensor rank would compute from its shard alone."""
+    if getattr(loss, "origins", frozenset()) >= OF_SHARD:
+        raise ValueError(
+            "the loss is computed from a shard of a layer, and tensor ranks would have different "
+            "ones; have all of the layer's result on each, with output_layouts=Replicate() in the "
+            "plan of parallelize_module, and read no weight of the plan outside of its layer"
+        )

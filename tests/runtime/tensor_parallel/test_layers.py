@@ -1,0 +1,164 @@
+"""Layers that tensor ranks share compute what the whole ones do, over gloo."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.profiler import profile
+
+from lightning_pipeoffload.runtime.shapes.sharding import is_shard, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
+    gather_whole,
+    install_collectives,
+    remove_collectives,
+)
+from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+
+WIDTH = 4
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh() * self.gate(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = Inner()
+        self.head = nn.Linear(WIDTH, 6)
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        hidden = hidden + self.inner(self.norm(hidden))
+        return self.head(hidden)
+
+
+INNER = {"inner.up": ColwiseParallel(), "inner.gate": ColwiseParallel()}
+TENSOR = {**INNER, "inner.down": RowwiseParallel()}
+OF_SEQUENCES = {"input_layouts": Shard(1), "output_layouts": Replicate()}
+PLANS = {
+    "tensor": TENSOR,
+    "head": {**TENSOR, "head": ColwiseParallel(output_layouts=Replicate())},
+    "embedding by rows": {"embed": RowwiseParallel(input_layouts=Replicate())},
+    "embedding by columns": {"embed": ColwiseParallel(output_layouts=Replicate())},
+    "sequence": {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "inner": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        **INNER,
+        "inner.down": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(**OF_SEQUENCES),
+    },
+}  # fmt: skip
+
+
+def train(plan):
+    """Return the products that wait for W, the collectives there, and what is off by how much."""
+    mesh = _mesh()
+    torch.manual_seed(0)
+    whole = Net().double()
+    x = torch.arange(12).view(2, 6) % 6
+    gradient = torch.randn(2, 6, 6, dtype=torch.float64)
+    result = whole(x)
+    result.backward(gradient)
+    net = Net().double()
+    net.load_state_dict(whole.state_dict())
+    parallelize_module(net, mesh, PLANS[plan])
+    keep_local_parts(net, mesh)
+    for parameter in net.parameters():
+        assert not isinstance(parameter, DTensor)
+        mark(parameter)
+    install_kernels("cpu")
+    install_collectives()
+    try:
+        found, waiting, collectives = _run(net, x, gradient)
+    finally:
+        remove_collectives()
+        remove_kernels()
+    off = [(found - result).abs().max()]
+    for name, parameter in net.named_parameters():
+        gradient, sharding = parameter.grad, sharding_of(parameter)
+        if is_shard(parameter):
+            gradient = gather_whole(gradient, sharding)
+        off.append((gradient - whole.get_parameter(name).grad).abs().max())
+    shards = [name for name, parameter in net.named_parameters() if is_shard(parameter)]
+    return waiting, collectives, max(off).item(), shards
+
+
+def _mesh():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+
+
+def _run(net, x, gradient):
+    queue = WeightGradQueue()
+    with queue:
+        found = net(x)
+        found.backward(gradient)
+    waiting = len(queue.waiting)
+    with profile() as trace:
+        queue.run()
+    return found.detach(), waiting, sum("c10d" in event.name for event in trace.events())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_products_wait_for_w_and_need_no_collective_there(ranks, plan):
+    for waiting, collectives, off, shards in ranks(2).run(train, plan):
+        assert waiting == 4
+        assert collectives == 0
+        assert off < 1e-14
+        assert shards
+
+
+def shard_data(net, mesh):
+    fully_shard(net.inner, mesh=mesh)
+
+
+def divide_unevenly(net, mesh):
+    net.inner.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+    parallelize_module(net, mesh["tensor_parallel"], {"inner.up": ColwiseParallel()})
+
+
+REFUSED = {
+    "nothing": (lambda net, mesh: None, "configure_model distributes no layer over"),
+    "fully_shard": (shard_data, 'leave fully_shard out, .* sharding="optimizer"'),
+    "unevenly": (divide_unevenly, "cannot be shared in equal parts by tensor_parallel_size=2"),
+}
+
+
+def refusal(case):
+    _mesh()
+    names = ("data_parallel", "tensor_parallel")
+    mesh, net = init_device_mesh("cpu", (1, 2), mesh_dim_names=names), Net()
+    REFUSED[case][0](net, mesh["data_parallel"] if case == "fully_shard" else mesh)
+    with pytest.raises(ValueError, match=REFUSED[case][1]):
+        keep_local_parts(net, mesh["tensor_parallel"])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_built_is_refused(ranks, case):
+    ranks(2).run(refusal, case)

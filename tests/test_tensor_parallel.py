@@ -1,0 +1,257 @@
+"""Fits whose stages' layers are shared by tensor ranks are those of one device."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeoffload import PipeOffloadStrategy
+from tests.support import fits
+
+WIDTH, WORDS = 8, 32
+NUM_STEPS = 5
+
+
+class Inner(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.down(self.dropout(self.up(x).tanh() * self.gate(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = Inner(dropout.get("inside", 0.0))
+        self.dropout = nn.Dropout(dropout.get("behind", 0.0))
+
+    def forward(self, x):
+        result = self.dropout(self.inner(self.norm(x)))
+        return result if isinstance(result, DTensor) else x + result
+
+
+INNER = {"inner.up": ColwiseParallel(), "inner.gate": ColwiseParallel()}
+BY_ROWS = {"input_layouts": Replicate()}
+PLANS = {
+    "tensor": ({}, {**INNER, "inner.down": RowwiseParallel()}),
+    "sequence": (
+        {
+            "embed": RowwiseParallel(**BY_ROWS, output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+        {
+            "norm": SequenceParallel(),
+            "inner": PrepareModuleInput(
+                input_layouts=Shard(1), desired_input_layouts=Replicate()
+            ),
+            **INNER,
+            "inner.down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+    ),
+    "no sum": ({}, {"inner.down": RowwiseParallel()}),
+    "shard of the head": ({"head": ColwiseParallel()}, {}),
+    "a DTensor": (
+        {},
+        {**INNER, "inner.down": RowwiseParallel(use_local_output=False)},
+    ),
+}  # fmt: skip
+
+
+class Net(L.LightningModule):
+    """Four blocks over an embedding, with a head; in float64."""
+
+    def __init__(self, plan="tensor", dropout=(), optimizer=torch.optim.AdamW):
+        super().__init__()
+        self.plan, self.dropout, self.optimizer = plan, dict(dropout), optimizer
+        self.losses = []
+
+    def configure_model(self):
+        if hasattr(self, "blocks"):
+            return
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(self.dropout) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.double()
+        if self.device_mesh is None:
+            return
+        mesh = self.device_mesh["tensor_parallel"]
+        of_module, of_block = PLANS[self.plan]
+        parallelize_module(self, mesh, of_module)
+        for block in self.blocks:
+            parallelize_module(block, mesh, of_block)
+
+    def loss(self, batch):
+        x, y = batch
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def on_train_batch_end(self, *args):
+        self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=1e-2)
+
+
+def loader(num_replicas=1):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(WORDS, (2, 40, 6), generator=generator)
+    return DataLoader(TensorDataset(x, y), 8 // num_replicas)
+
+
+def fit(sizes, folder, module=None, pipeline=None, ckpt_path=None, callbacks=(), **options):
+    """Fit for some steps and save; of sizes (pipeline, tensor, data), or () for one device."""
+    L.seed_everything(7, verbose=False)
+    strategy, devices = "auto", 1
+    if sizes:
+        names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
+        given = {"schedule": "zb_h1", "num_microbatches": 4, **(pipeline or {})}
+        strategy = PipeOffloadStrategy(**dict(zip(names, sizes, strict=False)), **given)
+        devices = torch.tensor(sizes).prod().item()
+    net = Net(**(module or {}))
+    path = f"{folder}/{'-'.join(map(str, sizes))}.ckpt"
+    limits = {"max_steps": NUM_STEPS, "max_epochs": 3, "gradient_clip_val": 0.5, **options}
+    trainer = L.Trainer(
+        **{**fits.SILENT, **limits}, devices=devices, strategy=strategy, callbacks=[*callbacks],
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+    )  # fmt: skip
+    num_replicas = sizes[2] if len(sizes) > 2 else 1
+    trainer.fit(net, loader(num_replicas), loader(), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(path)
+    return net.losses, float(trainer.callback_metrics.get("val_loss", 0)), path
+
+
+def read(path):
+    checkpoint = torch.load(path, weights_only=False)
+    (optimizer,) = checkpoint["optimizer_states"]
+    return checkpoint["state_dict"], optimizer
+
+
+def check_alike(found, expected):
+    """Compare losses, weights and the optimizer's state with those of one device."""
+    *numbers, found = found
+    *expected_numbers, expected = expected
+    weights, optimizer = read(found)
+    expected_weights, expected_optimizer = read(expected)
+    assert list(weights) == list(expected_weights)
+    assert optimizer["param_groups"] == expected_optimizer["param_groups"]
+    found = numbers, weights, optimizer["state"]
+    expected = expected_numbers, expected_weights, expected_optimizer["state"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+slow = pytest.mark.slow
+CASES = {
+    "zb_h1": ((2, 2), {}),
+    "1f1b": ((2, 2), {"pipeline": {"schedule": "1f1b"}}),
+    "zb_v": ((2, 2), {"pipeline": {"schedule": "zb_v"}}),
+    "one stage": ((1, 4), {"pipeline": {"schedule": "1f1b"}}),
+    "replicas": ((1, 2, 2), {"pipeline": {"schedule": "1f1b"}}),
+    "data_inner": ((1, 2, 2), {"pipeline": {"schedule": "1f1b", "rank_order": "data_inner"}}),
+    "sequence": ((2, 2), {"module": {"plan": "sequence"}}),
+    "clipped by value": ((2, 2), {"gradient_clip_algorithm": "value", "gradient_clip_val": 1e-3}),
+    "accumulated": ((2, 2), {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [name if name == "zb_h1" else pytest.param(name, marks=slow) for name in CASES]
+)
+def test_a_fit_is_that_of_one_device(ranks, tmp_path, case):
+    sizes, options = CASES[case]
+    found = ranks(4).run(run, sizes, tmp_path, options)
+    if len(sizes) > 2:  # whose data Lightning shuffles
+        expected = ranks(2).run(run, (1, 1, sizes[2]), tmp_path, options)[0]
+    else:
+        one = {name: value for name, value in options.items() if name != "pipeline"}
+        expected = fit((), tmp_path, **one)
+        assert all(each == found[0] for each in found)
+    check_alike(found[0], expected)
+
+
+def run(sizes, folder, options):
+    return fit(sizes, folder, **options)
+
+
+def save_at(folder):
+    """Save after the third step, in the middle of an epoch."""
+    return ModelCheckpoint(folder, "middle", every_n_train_steps=3, enable_version_counter=False)
+
+
+def resume(sizes, resumed, folder):
+    """Resume a fit that was saved in its middle; return what it and one that is not come to."""
+    whole = fit(sizes, folder, callbacks=[save_at(folder)])
+    return whole, fit(resumed, folder, ckpt_path=f"{folder}/middle.ckpt")
+
+
+def test_a_checkpoint_of_tensor_ranks_resumes_with_other_numbers(ranks, tmp_path):
+    for whole, resumed in ranks(4).run(resume, (1, 4), (2, 2), tmp_path):
+        check_alike(resumed, (whole[0][3:], *whole[1:]))
+
+
+@slow
+def test_tensor_ranks_resume_a_fit_of_one_device(ranks, tmp_path):
+    expected = fit((), tmp_path, callbacks=[save_at(tmp_path)])
+    found = ranks(4).run(run, (2, 2), tmp_path, {"ckpt_path": f"{tmp_path}/middle.ckpt"})
+    check_alike(found[0], (expected[0][3:], *expected[1:]))
+
+
+class ReadsGradients(L.Callback):
+    def on_after_backward(self, *args):
+        """Read gradients."""
+
+
+REFUSED = {
+    "dropout of a shard": ({"module": {"dropout": {"inside": 0.1}}}, "draws random numbers for a"),
+    "no sum": ({"module": {"plan": "no sum"}}, "mat1 and mat2 shapes cannot be multiplied"),
+    "a shard of the logits": (
+        {"module": {"plan": "shard of the head"}, "num_sanity_val_steps": 0},
+        "the loss is computed from a shard of a layer",
+    ),
+    "a DTensor": (
+        {"module": {"plan": "a DTensor"}, "pipeline": {"blocks": "blocks"}},
+        "blocks.0 returns a DTensor",
+    ),
+    "Adafactor": ({"module": {"optimizer": torch.optim.Adafactor}}, "Adafactor is not known to"),
+    "a hook": ({"callbacks": [ReadsGradients()]}, "on_after_backward may read gradients, of which"),
+    "averages": ({"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging saves averages"),
+}
+
+
+def refusal(case, folder):
+    options, message = REFUSED[case]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        fit((2, 2), folder, **options)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_wrong_is_refused(ranks, tmp_path, case):
+    ranks(4).run(refusal, case, tmp_path)
