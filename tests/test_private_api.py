@@ -57,6 +57,7 @@ IMPORTED = {
         "KeyPath TreeSpec keystr register_pytree_node tree_flatten tree_flatten_with_path "
         "tree_iter tree_leaves tree_map tree_map_with_path tree_unflatten"
     ),
+    "torch.distributed": "_functional_collectives",
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",
@@ -159,7 +160,6 @@ OWNERS = [
     (ThroughputMonitor(len), "_throughputs"),
     (ModelParallelStrategy, "_setup_distributed"),
     (DTensor, "_local_tensor"),
-    (torch.distributed, "_functional_collectives"),
     (torch.distributed._functional_collectives, "_maybe_wrap_tensor"),
     (SHARDED, "_get_fsdp_state"),
     (SHARDED._get_fsdp_state(), "_fsdp_param_group"),

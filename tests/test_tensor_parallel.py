@@ -237,7 +237,7 @@ REFUSED = {
         "the loss is computed from a shard of a layer",
     ),
     "a DTensor": (
-        {"module": {"plan": "a DTensor"}, "pipeline": {"blocks": "blocks"}},
+        {"module": {"plan": "a DTensor"}, "num_sanity_val_steps": 0},
         "blocks.0 returns a DTensor",
     ),
     "Adafactor": ({"module": {"optimizer": torch.optim.Adafactor}}, "Adafactor is not known to"),
