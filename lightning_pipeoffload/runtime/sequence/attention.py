@@ -7,7 +7,7 @@ a slice, also where torch calls it itself, as in ``nn.MultiheadAttention``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,10 +35,19 @@ class BlockOnSlice:
         call: The number of the block's call, the same for all slices.
         part: The slice.
         earlier: What earlier slices of the microbatch have kept.
+        has_dropout: Whether attention drops what the block says.
     """
 
-    def __init__(self, block: str, call: int, part: SequenceSlice, earlier: EarlierSlices) -> None:
+    def __init__(
+        self,
+        block: str,
+        call: int,
+        part: SequenceSlice,
+        earlier: EarlierSlices,
+        has_dropout: bool = True,
+    ) -> None:
         self._block, self._call = block, call
+        self._has_dropout = has_dropout
         self.part, self._earlier = part, earlier
         self._num_attentions = 0
         self._around: Any = None
@@ -52,6 +61,8 @@ class BlockOnSlice:
                 output = block(*args, **kwargs)
         finally:
             self._around = None  # a checkpoint's hooks hold this object
+        if (self._call, self._num_attentions) in self._earlier.keys_and_values:
+            self._refuse_other_number()
         self._has_run = True
         return output
 
@@ -71,13 +82,24 @@ class BlockOnSlice:
         slices = self._earlier.keys_and_values[self._call, self._num_attentions]
         self._num_attentions += 1
         if not self._has_run:  # in a backward no later slice comes
+            if len(slices) != part.index:
+                self._refuse_other_number()
             slices.append((self._earlier.share(part, key), self._earlier.share(part, value)))
         keys, values = zip(*slices[: part.index], (key, value), strict=True)
+        if not self._has_dropout:
+            options["dropout_p"] = 0.0
         with _JoinedTensors() as joined:
             key, value = joined.join(keys), joined.join(values)
             if is_causal and part.index:
                 return _attend_lower_right(plain, query, key, value, options)
             return plain(query, key, value, mask, is_causal=is_causal, **options)
+
+    def _refuse_other_number(self) -> NoReturn:
+        raise ValueError(
+            f"{self._block} calls attention on some slices of a sequence only, since what it "
+            f"decides by values or random numbers (LayerDrop) is decided for each slice; decide "
+            f"it before the blocks, or use num_sequence_slices=1"
+        )
 
     def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> None:
         size, reason = self.part.stop - self.part.start, ""

@@ -1,32 +1,49 @@
 """The check that a block computes on slices of a sequence what it computes on the whole.
 
 A block that looks along the sequence by other means than causal attention (a scan, a convolution,
-positions of its own) would train on other numbers without an error. So each block runs once on a
-whole sequence and on its slices, on random values, in float32 and without dropout. There right
-blocks differ by rounding, and wrong ones by a thousand times that; in bfloat16 rounding is as
-large. Parameters that begin at zero are random too: behind a gate of zero all blocks are right.
+positions of its own) would train on other numbers without an error. So each block runs on a whole
+sequence and on its slices, in float32, and outputs and gradients are compared. There right blocks
+differ by rounding, and wrong ones by a thousand times that; in bfloat16 rounding is as large.
+
+It runs twice, each time on made-up values behind which less is hidden than behind real ones:
+
+1. Parameters, and buffers of one value, vary by a tenth: a gate of zero, a mixing weight of one or
+   a convolution that begins as the identity hides what it is applied to.
+2. Tokens are large and nearly alike, whole numbers random: experts overflow, and lengths that are
+   all the same differ. The gradient that comes in is zero: then only a block's own one, such as
+   that of a router's loss, is left.
+
+Blocks train, so dropout is drawn: of each operation that draws, all numbers are the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode  # private: torch's own modes use it
 from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see runtime/leaves
+from typing_extensions import override
 
 from lightning_pipeoffload.runtime.leaves import output_tensors
-from lightning_pipeoffload.runtime.randomness import seeded
+from lightning_pipeoffload.runtime.randomness import seed_all, seed_torch, seeded
 from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
 from lightning_pipeoffload.runtime.sequence.slices import Dims, EarlierSlices, SequenceSlice
+from lightning_pipeoffload.runtime.shapes.operations import DRAWS_BY_SHAPE, FACTORIES
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.snapshot import private_copy
 
+aten = torch.ops.aten
 _MOST = 1e-4  # of the largest number
+_VARIATION = 0.1
+_LARGE = 10.0  # times what a norm returns
 
 
 class BlockCheck:
@@ -53,7 +70,7 @@ class BlockCheck:
         slices: Sequence[SequenceSlice],
     ) -> None:
         self._name, self._slices = name, slices
-        self._block = _Called(block, call)
+        self._block, self._call = _Around(block), call
         self._dims, self._output_dims = dims, output_dims
         self._leaves, self._form = tree_flatten(arguments)
 
@@ -64,105 +81,209 @@ class BlockCheck:
             ValueError: They differ, or the block fails on a slice.
         """
         device = next((leaf.device for leaf in self._leaves if isinstance(leaf, Tensor)), "cpu")
-        with seeded(0), self._in_float32(torch.device(device)):
-            leaves, weights = [_with_values(leaf) for leaf in self._leaves], self._weights()
-            whole = self._run(weights, leaves)
-            try:
-                parts = self._parts(EarlierSlices())
-                found = [self._run(weights, leaves, part) for part in parts]
-            except Exception as error:
-                raise ValueError(
-                    f"{self._name} fails on a slice of its sequence ({type(error).__name__}: "
-                    f"{error}); use num_sequence_slices=1"
-                ) from error
-            self._compare(whole, found)
+        with seeded(0), _in_float32(torch.device(device)):
+            weights = self._weights()
+            self._compare(weights, [*map(_varied_input, self._leaves, self._dims)], 1.0)
+            self._compare(weights, [*map(_extreme_input, self._leaves, self._dims)], 0.0)
 
-    def _parts(self, earlier: EarlierSlices) -> Iterator[BlockOnSlice]:
-        return (BlockOnSlice(self._name, 0, part, earlier) for part in self._slices)
+    def _weights(self) -> dict[str, Tensor]:
+        # They train as before: torch's own transformer layers call no attention where none does.
+        weights = {
+            name: _varied(weight).requires_grad_(weight.requires_grad)
+            for name, weight in self._block.named_parameters()
+        }
+        buffers = {
+            name: _varied(buffer).abs() if _is_constant(buffer) else _as_float32(buffer).clone()
+            for name, buffer in self._block.named_buffers()
+        }
+        return weights | buffers
+
+    def _compare(self, weights: dict[str, Tensor], leaves: Sequence[Any], gradient: float) -> None:
+        length = self._slices[0].length
+        run = partial(self._run, weights, leaves, gradient)
+        try:
+            whole = run([SequenceSlice(0, 0, length, length)])
+        except IndexError:
+            if gradient:
+                raise
+            return  # the block takes no whole numbers that are made up
+        try:
+            found = run(self._slices)
+        except Exception as error:
+            raise ValueError(
+                f"{self._name} fails on a slice of its sequence ({type(error).__name__}: "
+                f"{error}); use num_sequence_slices=1"
+            ) from error
+        for expected, of_slices in zip(whole, found, strict=True):
+            self._compare_tensors(expected, of_slices)
 
     def _run(
         self,
         weights: dict[str, Tensor],
         leaves: Sequence[Any],
-        on_slice: BlockOnSlice | None = None,
+        gradient: float,
+        slices: Sequence[SequenceSlice],
     ) -> list[Tensor]:
-        block = self._block
-        if on_slice is not None:
-            cut = zip(leaves, self._dims, strict=True)
-            leaves = [on_slice.part.cut(leaf, dims) if dims else leaf for leaf, dims in cut]
-        args, kwargs = tree_unflatten([private_copy(leaf) for leaf in leaves], self._form)
+        """Return the outputs, and gradients of what is cut along the sequence."""
+        # The backward is inside too: it may run parts of the block again.
+        run = partial(self._run_slices, leaves, gradient, slices)
+        results: list[Tensor] = functional_call(self._block, weights, (run,))
+        return results
 
-        def run() -> Any:
-            return functional_call(block, weights, args, kwargs)
+    def _run_slices(
+        self, leaves: Sequence[Any], gradient: float, slices: Sequence[SequenceSlice]
+    ) -> list[Tensor]:
+        earlier = _Joined()
+        found = [self._run_slice(leaves, part, earlier) for part in slices]
+        dims = [dim for (dim, *_) in self._output_dims]
+        outputs = [torch.cat(parts, dim) for *parts, dim in zip(*found, dims, strict=True)]
+        outputs = [output for output in outputs if output.is_floating_point()]
+        ends = [output for output in outputs if output.requires_grad]
+        cut = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        seed_all(0)
+        given = [torch.randn_like(output) * gradient for output in ends]
+        gradients = torch.autograd.grad(ends, cut, given, allow_unused=True) if ends and cut else ()
+        zero = torch.zeros(1)
+        return [output.detach() for output in outputs] + [
+            zero if gradient is None else gradient for gradient in gradients
+        ]
 
-        output = run() if on_slice is None else on_slice.run(run)
-        return [tensor.detach() for tensor in output_tensors(output)]
+    def _run_slice(
+        self, leaves: Sequence[Any], part: SequenceSlice, earlier: EarlierSlices
+    ) -> list[Tensor]:
+        given = [
+            (part.cut(leaf, dims) if dims else leaf).clone()
+            if isinstance(leaf, Tensor)
+            else private_copy(leaf)
+            for leaf, dims in zip(leaves, self._dims, strict=True)
+        ]
+        args, kwargs = tree_unflatten(given, self._form)
+        seed_all(0)
+        on_slice = BlockOnSlice(self._name, 0, part, earlier, has_dropout=False)
+        with _AlikeDraws():
+            return output_tensors(on_slice.run(self._call, *args, **kwargs))
 
-    def _weights(self) -> dict[str, Tensor]:
-        # Not detached: torch's own transformer layers call no attention where nothing trains.
-        weights = {name: _not_zero(value) for name, value in self._block.named_parameters()}
-        named = weights | dict(self._block.named_buffers())
-        return {name: _as_float32(tensor) for name, tensor in named.items()}
-
-    def _compare(self, whole: Sequence[Tensor], slices: Sequence[Sequence[Tensor]]) -> None:
-        for index, expected in enumerate(whole):
-            found = torch.cat([part[index] for part in slices], self._output_dims[index][0])
-            if found.shape != expected.shape or not expected.is_floating_point():
-                continue
-            error = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-            if not error <= _MOST:
-                raise ValueError(
-                    f"{self._name} computes something else on slices of a sequence than on the "
-                    f"whole ({float(error):.1e} of the largest number): num_sequence_slices is for "
-                    f"blocks that look along the sequence by scaled_dot_product_attention alone, "
-                    f"with is_causal=True or a causal mask (attn_implementation='sdpa' of "
-                    f"transformers); use num_sequence_slices=1"
-                )
-
-    @contextmanager
-    def _in_float32(self, device: torch.device) -> Iterator[None]:
-        """Run the block without dropout and autocast; autograd saves nothing for the F around."""
-        modes = [(module, module.training) for module in self._block.modules()]
-        dtype = torch.get_default_dtype()
-        with ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(Tensor.detach, _same))
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-            stack.callback(torch.set_default_dtype, dtype)
-            torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
-            for module, _ in modes:
-                module.training = False
-            try:
-                yield
-            finally:
-                for module, training in modes:
-                    module.training = training
+    def _compare_tensors(self, expected: Tensor, found: Tensor) -> None:
+        if found.shape == expected.shape:
+            error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+        else:
+            error = inf
+        if not error <= _MOST:
+            raise ValueError(
+                f"{self._name} computes something else on slices of a sequence than on the "
+                f"whole ({error:.1e} of the largest number): num_sequence_slices is for "
+                f"blocks that look along the sequence by scaled_dot_product_attention alone, "
+                f"with is_causal=True or a causal mask (attn_implementation='sdpa' of "
+                f"transformers); use num_sequence_slices=1"
+            )
 
 
-class _Called(nn.Module):
-    """A block, whose call is given."""
+class _Around(nn.Module):
+    """A block, whose weights are others while a function runs."""
 
-    def __init__(self, block: nn.Module, call: Callable[..., Any]) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block, self._call = block, call
+        self.block = block
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
-def _with_values(leaf: Any) -> Any:
+class _Joined(EarlierSlices):
+    """Slices with one graph."""
+
+    @override
+    def share(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class _AlikeDraws(TorchDispatchMode):
+    """Lets each operation draw one number for all places, and drop nothing."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket is aten.native_dropout:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        seed_torch(0)
+        if kwargs.get("generator") is not None:
+            kwargs["generator"].manual_seed(0)
+        result = func(*args, **kwargs)
+        if func.overloadpacket in _DRAWS and result.numel():
+            result.fill_(result.flatten()[0])
+        return result
+
+
+_DRAWS = {aten.rand, aten.randn, aten.randint, *DRAWS_BY_SHAPE, *FACTORIES}
+
+
+@contextmanager
+def _in_float32(device: torch.device) -> Iterator[None]:
+    """Run the block without autocast; autograd saves nothing for the F around."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
+    try:
+        with saved_tensors_hooks(Tensor.detach, _same), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def _varied_input(leaf: Any, dims: Dims) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
     if isinstance(leaf, ShapeOnly):
-        dtype = torch.promote_types(leaf.dtype, torch.float32)
-        return torch.randn(leaf.shape, dtype=dtype, device=leaf.device)
-    return _as_float32(leaf.detach()) if isinstance(leaf, Tensor) else leaf
+        return _empty(leaf).normal_().requires_grad_() if leaf.is_floating_point() else _empty(leaf)
+    if leaf.is_floating_point() and len(dims) == 1:
+        return _varied(leaf).requires_grad_()
+    return _as_float32(leaf.detach())
 
 
-def _not_zero(weight: Tensor) -> Tensor:
-    if not weight.is_floating_point() or weight.detach().any():
-        return weight
-    values = torch.randn_like(weight)
-    if weight.dim() > 1:
-        values /= weight.shape[-1] ** 0.5  # as large as what a linear layer begins with
-    return values.requires_grad_(weight.requires_grad)
+def _extreme_input(leaf: Any, dims: Dims) -> Any:
+    is_tensor = isinstance(leaf, Tensor)
+    if is_tensor and leaf.is_floating_point() and len(dims) == 1 and leaf.requires_grad:
+        shared = [1 if dim in (0, *dims) else size for dim, size in enumerate(leaf.shape)]
+        values = _empty(leaf)
+        token = torch.randn(shared, dtype=values.dtype, device=values.device)
+        return values.normal_(std=_VARIATION).add_(token).mul_(_LARGE).requires_grad_()
+    is_number = is_tensor and leaf.dtype in _WHOLE and not isinstance(leaf, ShapeOnly)
+    if is_number and leaf.dim() and leaf.numel() and len(dims) < 2:
+        least, most = int(leaf.min()), int(leaf.max())
+        least = least // 2 if least == most else least
+        return torch.randint_like(leaf, least, most + 1)
+    return _varied_input(leaf, dims)
+
+
+_WHOLE = {torch.int64, torch.int32}
+
+
+def _empty(leaf: Tensor) -> Tensor:
+    dtype = leaf.dtype
+    if leaf.is_floating_point():
+        dtype = torch.promote_types(dtype, torch.float32)
+    return torch.zeros(leaf.shape, dtype=dtype, device=leaf.device)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    is_one = tensor.is_floating_point() and tensor.numel() > 0
+    return is_one and bool(tensor.eq(tensor.flatten()[0]).all())
+
+
+def _varied(tensor: Tensor) -> Tensor:
+    """Change each number by a tenth, and zeros by a tenth of the others."""
+    values = _as_float32(tensor.detach())
+    if not values.is_floating_point():
+        return values.clone()
+    is_finite = values.isfinite()
+    size = values.where(is_finite, 0).square().mean().sqrt()
+    fan = values.shape[-1] if values.dim() > 1 else 1
+    size = size.where(size > 0, fan**-0.5 / _VARIATION)  # as large as a linear layer's
+    by = torch.randn_like(values) * _VARIATION * values.abs().where(values != 0, size)
+    return values.where(~is_finite, values + by)
 
 
 def _as_float32(tensor: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def _take(tree: Any, indices: list[int]) -> Any:
 
 
 # The number of random numbers that they draw depends on the shape alone.
-_BY_SHAPE = {
+DRAWS_BY_SHAPE = {
     aten.bernoulli_, aten.cauchy_, aten.exponential_, aten.geometric_, aten.log_normal_,
     aten.normal_, aten.random_, aten.uniform_, aten.bernoulli, aten.normal,
 }  # fmt: skip
@@ -146,7 +146,7 @@ _PIECE = 1 << 20  # elements
 def draws_by_shape(func: torch._ops.OpOverload) -> bool:
     """Whether :func:`advance_generator` knows how many random numbers an operation draws."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return not draws or func.overloadpacket in {*_BY_SHAPE, aten.native_dropout}
+    return not draws or func.overloadpacket in {*DRAWS_BY_SHAPE, aten.native_dropout}
 
 
 def advance_generator(
@@ -160,7 +160,7 @@ def advance_generator(
         torch.empty(args[0].shape, dtype=args[0].dtype, device=device).bernoulli_(0.5)
     elif func.overloadpacket in _IN_PIECES and _is_drawn_in_pieces(args[0], device):
         _draw_in_pieces(func, args, kwargs)
-    elif func.overloadpacket in _BY_SHAPE:
+    elif func.overloadpacket in DRAWS_BY_SHAPE:
         real_args, real_kwargs = tree_map(lambda leaf: _in_place_of(leaf, device), (args, kwargs))
         func(*real_args, **real_kwargs)
 
