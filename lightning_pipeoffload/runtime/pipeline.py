@@ -339,7 +339,7 @@ class Pipeline:
                 self._take_in(record)
                 record.is_known = True
             if self._num_slices > 1 and record.sequence is None:
-                check_slices(record, self.chain, bool(self.settings.compile))
+                check_slices(record, self.chain, self.module, bool(self.settings.compile))
                 record.sequence = self.records.find_sequence(record, part, step, own_seed)
             records.append(record)
             run: Callable[[StepCall], Any] = partial(step, part)

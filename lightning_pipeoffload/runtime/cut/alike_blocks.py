@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_output, output_tensors
+from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
 
@@ -155,7 +156,7 @@ class AlikeBlocks:
             return None
         completed = expected.with_sized(record.sized)
         completed.is_derived, completed.is_short, completed.pairs = False, True, record.pairs
-        completed.sequence, completed.checked_on_slices = None, set()  # may differ by length
+        completed.sequence, completed.slice_checks = None, SliceChecks()  # may differ by length
         return completed
 
 

@@ -17,6 +17,7 @@ from lightning_pipeoffload.runtime.cut.ownership import SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
     in_brackets,
@@ -191,13 +192,13 @@ def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
     return ""
 
 
-def check_slices(record: StepRecord, chain: BlockChain, compile: bool) -> None:
+def check_slices(record: StepRecord, chain: BlockChain, module: nn.Module, compile: bool) -> None:
     """Refuse ``num_sequence_slices`` for a step whose blocks alone do not carry its sequences.
 
     Raises:
         ValueError: With the block or the line, and what to do.
     """
-    for reason in _obstacles_to_slices(record, chain, compile):
+    for reason in (*_obstacles_to_slices(record, chain, compile), *_hooks(record, chain, module)):
         raise ValueError(
             f"num_sequence_slices needs a step that hands its sequences from block to block only: "
             f"{reason}; change that, or use num_sequence_slices=1"
@@ -217,18 +218,28 @@ def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -
             name = chain.block_name(write.point.segment)
             yield f"{name} writes {write.variable.label}{in_brackets(write.line)}"
     for index, block in enumerate(chain.blocks):
-        does = _obstacle_in(block, compile, record.shapes_suffice(index))
+        does = _obstacle_in(block, compile, record, index)
         if does:
             yield f"{chain.block_name(index)} {does}"
 
 
-def _obstacle_in(block: nn.Module, compile: bool, has_shapes: bool) -> str:
-    if not has_shapes:
+def _hooks(record: StepRecord, chain: BlockChain, module: nn.Module) -> Iterator[str]:
+    for name, parameter in module.named_parameters():
+        if has_hooks(parameter) and any(s < len(chain) for s in record.segments.get(name, ())):
+            yield f"a hook on {name} would get the gradient of each slice"
+
+
+def _obstacle_in(block: nn.Module, compile: bool, record: StepRecord, index: int) -> str:
+    if not record.shapes_suffice(index):
         return "returns more than tensors, or puts some into an attribute, an argument or a hook"
     if compile or is_compiled(block):
         return "is compiled"
     if any(hasattr(child, "track_running_stats") for child in block.modules()):
         return "has a norm over samples and tokens (BatchNorm)"
+    for path, child in block.named_modules():
+        for name, _ in child.named_buffers(path, recurse=False):
+            if Attribute(child, name.rpartition(".")[2]) in record.written_in_place:
+                return f"writes its buffer {name}"
     return ""
 
 

@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.cut.crossings import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder
+from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
 from lightning_pipeoffload.runtime.sequence.slices import SequenceDims, SequenceSlice
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
@@ -195,8 +196,7 @@ class StepRecord:
     sequence_slice: SequenceSlice | None = None
     """The slice that this is the record of, see :meth:`in_slices`."""
     sequence_slices: Sequence[SequenceSlice] = ()  # all of them
-    checked_on_slices: set[int] = field(default_factory=set)
-    """The blocks that are found to compute on these slices what they do on the whole."""
+    slice_checks: SliceChecks = field(default_factory=SliceChecks)
 
     is_derived: bool = False  # see derived_records
     is_short: bool = False  # see alike_blocks

@@ -15,7 +15,7 @@ earlier one is a leaf of the later one's graph, whose gradient adds up until the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -103,12 +103,15 @@ class EarlierSlices:
     """What the slices of a microbatch on one stage keep for later ones.
 
     Attributes:
+        masks: By the address of a mask, the block that gets it, and a function that reads whether
+            it lets a slice attend to later ones.
         outputs: The outputs of the last block, of each slice.
         keys_and_values: Those of each slice, by attention: the block's call and its number there.
     """
 
     def __init__(self) -> None:
         self.outputs: list[list[Tensor]] = []
+        self.masks: dict[tuple[int, int], tuple[str, Callable[[], Tensor]]] = {}
         self.keys_and_values: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]]
         self.keys_and_values = defaultdict(list)
         self._shared: defaultdict[int, list[SharedValue]] = defaultdict(list)
@@ -124,11 +127,13 @@ class EarlierSlices:
     def drop(self) -> None:
         """Drop everything, where no B follows: graphs hold this object, and its edges them."""
         self.outputs.clear()
+        self.masks.clear()
         self.keys_and_values.clear()
         self._shared.clear()
 
     def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return where a slice's backward begins beside what it sends, with the gradients."""
+        self._check_masks()
         del self.outputs[part.index :]
         for of_attention in self.keys_and_values.values():
             del of_attention[part.index :]
@@ -138,3 +143,12 @@ class EarlierSlices:
                 edges.append(edge)
                 gradients.append(leaf.grad)
         return edges, gradients
+
+    def _check_masks(self) -> None:
+        for name, is_open in self.masks.values():
+            if is_open():
+                raise ValueError(
+                    f"the mask that {name} gets in this batch lets tokens attend to later ones, "
+                    f"which slices of sequences do not; use a causal mask, or num_sequence_slices=1"
+                )
+        self.masks.clear()

@@ -57,7 +57,8 @@ class SlicedPass(StagePass):
 
     @override
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if index not in self._step_record.checked_on_slices:
+        block, unit = self._context.chain.blocks[index], self._microbatch.index
+        if not self._part.index and self._step_record.slice_checks.is_due(index, block, unit):
             self._check(call, index, (args, kwargs))
         args, kwargs = self._cut(call, index, (args, kwargs))
         # The code before the blocks has drawn the same for each slice.
@@ -100,17 +101,20 @@ class SlicedPass(StagePass):
         return [torch.cat(parts, dim) for parts, dim in zip(slices, dims, strict=True)]
 
     def _check(self, call: int, index: int, arguments: Any) -> None:
-        """Check that a block may run on slices, once for each traced length."""
+        """Check that a block may run on slices."""
         if checkpoint_around() is not None:
             raise ValueError(
                 f"the step checkpoints {self._context.chain.block_name(index)}, which would run "
                 f'again on whole sequences; leave that out, and use recompute="full"'
             )
         chain, dims, record = self._context.chain, self._dims, self._step_record
-        record.checked_on_slices.add(index)
         given = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
         plain = super()._plain_call(index)
         BlockCheck(chain.block_name(index), chain.blocks[index], plain, *given).check()
+        leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
+        for place, (leaf, of) in enumerate(leaves):
+            if len(of) == 2 and not isinstance(leaf, ShapeOnly):
+                record.slice_checks.note_mask((call, place), leaf, of, record.sequence_slices)
 
     def _cut(self, call: int, index: int, arguments: Any) -> Any:
         leaves, form = tree_flatten(arguments)
@@ -121,8 +125,20 @@ class SlicedPass(StagePass):
                 f"{len(dims)} when the step ran without values; with num_sequence_slices they "
                 f"cannot depend on values{self._step_record.derivation}"
             )
+        for place, (leaf, of) in enumerate(zip(leaves, dims, strict=True)):
+            if len(of) == 2:
+                self._look_behind((call, place), index, leaf, of)
         cut = [self._cut_leaf(index, leaf, of) for leaf, of in zip(leaves, dims, strict=True)]
         return tree_unflatten(cut, form)
+
+    def _look_behind(self, place: tuple[int, int], index: int, mask: Any, dims: Dims) -> None:
+        """Find, until this microbatch's B, whether a mask lets the slice attend to later ones."""
+        key = id(mask), self._part.index  # of other blocks too
+        if isinstance(mask, ShapeOnly) or key in self._earlier.masks:
+            return
+        is_open = self._step_record.slice_checks.look_behind(place, mask, dims, self._part)
+        if is_open is not None:
+            self._earlier.masks[key] = self._context.chain.block_name(index), is_open
 
     def _cut_leaf(self, index: int, leaf: Any, dims: Dims) -> Any:
         if not isinstance(leaf, Tensor):

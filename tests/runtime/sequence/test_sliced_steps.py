@@ -431,6 +431,160 @@ def test_eager_attention_is_refused(attention):
         run_pipeline(module.double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
 
 
+class Mixed(nn.Module):
+    """A token shift behind a weight that begins at one."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.own * x + (1 - self.own) * functional.pad(x, (0, 0, 1, -1))
+
+
+class Scheduled(nn.Module):
+    """A sum along the sequence behind a number that a hook would raise from zero."""
+
+    def __init__(self, share=0.0):
+        super().__init__()
+        if share is None:
+            self.register_buffer("share", torch.zeros(()))
+        else:
+            self.share = share
+
+    def forward(self, x):
+        return x + self.share * x.cumsum(1)
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True) if self.training else x
+
+
+class Capacity(nn.Module):
+    """Experts of which each takes half of all tokens, the first ones; alike tokens want one."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+
+    def forward(self, x):
+        wants = functional.one_hot(self.router(x).argmax(-1), 4).flatten(0, 1)
+        place = (wants.cumsum(0) * wants).amax(-1)
+        return x * (place <= len(place) / 2).view(*x.shape[:2], 1)
+
+
+class WithLoss(torch.autograd.Function):
+    """Adds the gradient of a loss that nobody sees, as DeepSeek's AddAuxiliaryLoss."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones(())
+
+
+class RouterLoss(nn.Module):
+    def forward(self, x):
+        return WithLoss.apply(x, 1e-6 * x.softmax(-1).mean(1).square().sum())
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (Mixed, "something else on slices"),
+        (lambda: Scheduled(None), "something else on slices"),
+        (Centred, "something else on slices"),
+        (Capacity, "something else on slices"),
+        (RouterLoss, "something else on slices"),
+        (Counts, "blocks.1 writes its buffer 1.count"),
+    ],
+)
+def test_what_little_shows_of_is_refused(part, words):
+    torch.manual_seed(0)
+    module = Between(lambda block, x: block(x))
+    module.blocks[1].append(part())
+    with pytest.raises(ValueError, match=words):
+        run_pipeline(module.double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
+
+
+def test_hooks_on_gradients_are_refused_where_they_would_get_those_of_slices():
+    pipeline = InProcessPipeline(Window(10), sliced("seq_zb", 2, 2, 3), sum_step)
+    for rank in pipeline.ranks:
+        rank.module.embed.weight.register_hook(torch.sign)
+    with pytest.raises(ValueError, match=r"hook on embed.weight would get the gradient of each"):
+        pipeline.run(tokens(4), 2)
+
+
+class Prefix(nn.Module):
+    """Tokens of a text attend to its prefix, whose lengths are part of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(map(Attention, range(4)))
+
+    def step(self, batch):
+        x = self.embed(batch["tokens"])
+        place = torch.arange(x.shape[1])
+        is_seen = (place <= place[:, None]) | (place < batch["prefix"][:, None, None])
+        for block in self.blocks:
+            x = block(x, is_seen[:, None])
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("num_causal", [0, 2])
+def test_a_mask_that_lets_tokens_see_later_slices_is_refused_in_each_batch(num_causal):
+    pipeline = InProcessPipeline(Prefix(), sliced("seq_zb", 2, 2, 3), sum_step)
+    for _ in range(num_causal):
+        pipeline.run({"tokens": tokens(4), "prefix": torch.tensor([1, 1, 1, 1])}, 2)
+    open_mask = {"tokens": tokens(4), "prefix": torch.tensor([1, 1, 1, 9])}
+    with pytest.raises(ValueError, match=r"mask that blocks.\d gets .* attend to later ones"):
+        pipeline.run(open_mask, 2)
+
+
+class Dropped(nn.Module):
+    def forward(self, x):
+        if torch.rand(()) < 0.4:
+            return x
+        y = x[:, None]
+        return x + functional.scaled_dot_product_attention(y, y, y, is_causal=True)[:, 0]
+
+
+def test_a_block_that_is_dropped_on_some_slices_is_refused():
+    module = Between(lambda block, x: block(x))
+    for block in module.blocks:
+        block.append(Dropped())
+    with pytest.raises(ValueError, match=r"attention on some slices of a sequence only"):
+        run_pipeline(module.double(), sliced("seq_1f1b", 2, 2, 3), tokens(4), 2)
+
+
+def test_a_block_whose_attribute_has_changed_is_checked_again():
+    module = Between(lambda block, x: block(x))
+    for block in module.blocks:
+        block.append(Scheduled())
+    pipeline = InProcessPipeline(module, sliced("seq_zb", 2, 2, 3), sum_step)
+    for _ in range(2):
+        pipeline.run(tokens(4), 2)
+    for rank in pipeline.ranks:
+        for block in rank.module.blocks:
+            block[1].share = 0.5
+    with pytest.raises(ValueError, match="something else on slices"):
+        pipeline.run(tokens(4), 2)
+
+
 class LongSum(nn.Module):
     """Looks along sequences that are longer than 10."""
 

@@ -1,0 +1,92 @@
+"""When blocks are checked on slices, and the check that masks stay causal.
+
+A check of two forwards and backwards is too long for each batch. It is made in the first one, where
+a number, flag or name among a block's attributes has changed (a coefficient that a hook schedules),
+and in the batches 2, 4, 8 and so on, for what changes otherwise. A mask that a block gets is other
+values in each batch: one that lets a slice attend to a later one, which is not there yet, is found
+in each, without a wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.late_values import start_reading
+from lightning_pipeoffload.runtime.sequence.slices import Dims, SequenceSlice
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_FORBIDS = -1e4  # added to a score
+
+
+class _Seen(NamedTuple):
+    unit: int
+    num_batches: int
+    state: list[Any]
+    is_quiet: bool
+
+
+class SliceChecks:
+    """The checks of the blocks of one record."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}  # by block
+        self._forbidden: dict[tuple[int, int], float] = {}  # by call and argument
+
+    def is_due(self, index: int, block: nn.Module, unit: int) -> bool:
+        """Return whether to check a block; called for the first slice of each microbatch.
+
+        Args:
+            index: The block's number.
+            block: The block.
+            unit: The slice's place in the plan.
+        """
+        seen = self._seen.get(index)
+        if seen is not None and unit > seen.unit:  # of the same batch
+            self._seen[index] = seen._replace(unit=unit)
+            return False
+        state = [v for part in block.modules() for v in vars(part).values() if type(v) in _PLAIN]
+        if seen is None:
+            seen = _Seen(unit, 0, state, True)
+        has_changed, num_batches = state != seen.state, seen.num_batches + 1
+        self._seen[index] = _Seen(unit, num_batches, state, not has_changed)
+        # What changes in each batch is checked as if nothing did.
+        return num_batches.bit_count() == 1 or (has_changed and seen.is_quiet)
+
+    def note_mask(
+        self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]
+    ) -> None:
+        """Record the number by which an argument forbids all later keys, if it has one.
+
+        Args:
+            place: The call of the block, and the place of the argument.
+            mask: The argument.
+            dims: Its dimensions of queries and of keys.
+            slices: The slices.
+        """
+        number = float(_behind(slices[0], mask, dims).flatten()[0])
+        if not any(_is_open(number, part, mask, dims) for part in slices[:-1]):
+            self._forbidden[place] = number
+
+    def look_behind(
+        self, place: tuple[int, int], mask: Tensor, dims: Dims, part: SequenceSlice
+    ) -> Callable[[], Tensor] | None:
+        """Return a function that reads whether a mask lets a slice attend to later keys."""
+        number = self._forbidden.get(place)
+        if number is None or part.is_last:
+            return None
+        return start_reading(_is_open(number, part, mask, dims))
+
+
+def _is_open(number: float, part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
+    values = _behind(part, mask.detach(), dims)
+    return (values > _FORBIDS if number <= _FORBIDS else values != number).any()
+
+
+def _behind(part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
+    """Return what a mask says of a slice's queries and the keys behind the slice."""
+    queries, keys = dims
+    rows = mask.narrow(queries, part.start, part.stop - part.start)
+    return rows.narrow(keys, part.stop, part.length - part.stop)
