@@ -328,7 +328,7 @@ _SIZED = (
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("is_derived", "is_short", "is_known", "has_run"),
-    *("sequence", "sequence_slice", "sequence_slices", "checked_on_slices"),
+    *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
     "pairs",  # of samples, which are as many at any length
     "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced
