@@ -23,6 +23,7 @@ from lightning_pipeoffload.processes.replica import (
     data_parallel_rank,
     data_parallel_size,
 )
+from lightning_pipeoffload.runtime.tensor_parallel.hugging_face import tensor_parallel_plan
 from lightning_pipeoffload.runtime.weight_grad.chunked_loss import chunked_loss
 from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
@@ -47,6 +48,7 @@ __all__ = [
     "defer_weight_grad",
     "load_weights",
     "save_pretrained",
+    "tensor_parallel_plan",
 ]
 
 register_strategies()

@@ -26,6 +26,7 @@ SMALL = {
     "vision": "--images 128 --width 4",
     "simclr": "--images 256 --width 8",
     "packed_rows": "--steps 2 --texts 40 --rows 4 --max-tokens 64 --width 16",
+    "tensor_parallel": "--steps 2 --devices 2 --width 16 --context 8 --batch-size 8 --layers 2",
     "on_demand": "--steps 2 --texts 40 --width 16 --layers 2 --max-tokens 128",
 }
 COMPARED = ["one device", "fsdp", "pipeoffload_zb_v"]

@@ -138,7 +138,7 @@ OWNERS = [
     (nn.Module().state_dict(), "_metadata"),
     (
         PreTrainedModel,
-        "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",
+        "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected _tp_plan",
     ),
     (torch._C._distributed_c10d.Backend.Options, "_timeout"),  # of NCCL's options too
     (ModelParallelStrategy(), "_save_distributed_checkpoint _device_mesh"),

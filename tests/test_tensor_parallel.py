@@ -1,5 +1,7 @@
 """Fits whose stages' layers are shared by tensor ranks are those of one device."""
 
+from functools import partial
+
 import lightning as L
 import pytest
 import torch
@@ -14,8 +16,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload import PipeOffloadStrategy, tensor_parallel_plan
 from tests.support import fits
 
 WIDTH, WORDS = 8, 32
@@ -35,11 +38,11 @@ class Inner(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout):
+    def __init__(self, inner, behind):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.inner = Inner(dropout.get("inside", 0.0))
-        self.dropout = nn.Dropout(dropout.get("behind", 0.0))
+        self.inner = inner()
+        self.dropout = nn.Dropout(behind)
 
     def forward(self, x):
         result = self.dropout(self.inner(self.norm(x)))
@@ -77,16 +80,16 @@ PLANS = {
 class Net(L.LightningModule):
     """Four blocks over an embedding, with a head; in float64."""
 
-    def __init__(self, plan="tensor", dropout=(), optimizer=torch.optim.AdamW):
+    def __init__(self, plan="tensor", inner=Inner, behind=0.0, optimizer=torch.optim.AdamW):
         super().__init__()
-        self.plan, self.dropout, self.optimizer = plan, dict(dropout), optimizer
+        self.plan, self.inner, self.behind, self.optimizer = plan, inner, behind, optimizer
         self.losses = []
 
     def configure_model(self):
         if hasattr(self, "blocks"):
             return
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(self.dropout) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(self.inner, self.behind) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
         self.double()
@@ -127,7 +130,9 @@ def loader(num_replicas=1):
     return DataLoader(TensorDataset(x, y), 8 // num_replicas)
 
 
-def fit(sizes, folder, module=None, pipeline=None, ckpt_path=None, callbacks=(), **options):
+def fit(
+    sizes, folder, module=None, pipeline=None, ckpt_path=None, callbacks=(), kind=None, **options
+):
     """Fit for some steps and save; of sizes (pipeline, tensor, data), or () for one device."""
     L.seed_everything(7, verbose=False)
     strategy, devices = "auto", 1
@@ -136,7 +141,7 @@ def fit(sizes, folder, module=None, pipeline=None, ckpt_path=None, callbacks=(),
         given = {"schedule": "zb_h1", "num_microbatches": 4, **(pipeline or {})}
         strategy = PipeOffloadStrategy(**dict(zip(names, sizes, strict=False)), **given)
         devices = torch.tensor(sizes).prod().item()
-    net = Net(**(module or {}))
+    net = (kind or Net)(**(module or {}))
     path = f"{folder}/{'-'.join(map(str, sizes))}.ckpt"
     limits = {"max_steps": NUM_STEPS, "max_epochs": 3, "gradient_clip_val": 0.5, **options}
     trainer = L.Trainer(
@@ -177,6 +182,10 @@ CASES = {
     "replicas": ((1, 2, 2), {"pipeline": {"schedule": "1f1b"}}),
     "data_inner": ((1, 2, 2), {"pipeline": {"schedule": "1f1b", "rank_order": "data_inner"}}),
     "sequence": ((2, 2), {"module": {"plan": "sequence"}}),
+    "dropout behind": (
+        (1, 2, 2),
+        {"module": {"behind": 0.3}, "pipeline": {"schedule": "1f1b"}},
+    ),
     "clipped by value": ((2, 2), {"gradient_clip_algorithm": "value", "gradient_clip_val": 1e-3}),
     "accumulated": ((2, 2), {"accumulate_grad_batches": 2}),
 }
@@ -229,8 +238,24 @@ class ReadsGradients(L.Callback):
         """Read gradients."""
 
 
+class Scaled(Inner):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.LayerNorm(WIDTH)  # of a shard, which is as wide
+
+    def forward(self, x):
+        return self.down(self.scale(self.up(x)))
+
+
 REFUSED = {
-    "dropout of a shard": ({"module": {"dropout": {"inside": 0.1}}}, "draws random numbers for a"),
+    "a whole weight": (
+        {"module": {"inner": Scaled}},
+        "scale.* is in no plan .* is used .* on a shard",
+    ),
+    "dropout of a shard": (
+        {"module": {"inner": partial(Inner, dropout=0.1)}},
+        "draws random numbers for a shard",
+    ),
     "no sum": ({"module": {"plan": "no sum"}}, "mat1 and mat2 shapes cannot be multiplied"),
     "a shard of the logits": (
         {"module": {"plan": "shard of the head"}, "num_sanity_val_steps": 0},
@@ -255,3 +280,57 @@ def refusal(case, folder):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_wrong_is_refused(ranks, tmp_path, case):
     ranks(4).run(refusal, case, tmp_path)
+
+
+# Models of Hugging Face's
+
+
+class Llama(Net):
+    """A Llama, which shares its layers by its own plan."""
+
+    def configure_model(self):
+        config = LlamaConfig(
+            vocab_size=WORDS, hidden_size=WIDTH * 2, intermediate_size=24, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config).double()
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["tensor_parallel"]
+            parallelize_module(self.model, mesh, tensor_parallel_plan(self.model))
+
+    def loss(self, batch):
+        logits = self.model(input_ids=batch[0]).logits  # its own loss is in float32
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+@slow
+def test_a_llama_shares_its_layers_by_its_own_plan(ranks, tmp_path):
+    options = {"kind": Llama}
+    found = ranks(4).run(run, (2, 2), tmp_path, options)
+    check_alike(found[0], fit((), tmp_path, **options))
+
+
+def config_with(**options):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    return LlamaConfig(**sizes, num_attention_heads=2, **options)
+
+
+def test_a_tied_head_stays_whole_and_the_base_model_has_names_of_its_own():
+    with torch.device("meta"):
+        tied, base = (
+            LlamaForCausalLM(config_with(tie_word_embeddings=True)),
+            LlamaModel(config_with()),
+        )
+    of_tied, of_base = tensor_parallel_plan(tied), tensor_parallel_plan(base)
+    assert of_tied.keys() == {f"model.{name}" for name in of_base}
+    assert isinstance(of_base["layers.*.self_attn.o_proj"], RowwiseParallel)
+
+
+def test_a_model_without_a_plan_or_with_an_unknown_style_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="Linear has no plan of its own"):
+        tensor_parallel_plan(nn.Linear(1, 1))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_with())
+    monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", {"layers.*.mlp.up_proj": "sideways"})
+    with pytest.raises(ValueError, match="shares model.layers.*up_proj as 'sideways', which"):
+        tensor_parallel_plan(model)

@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, is_shard
+from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, sharding_of
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_written
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -43,6 +43,7 @@ class StrippedModule:
         self._weight_names: dict[int, str] = {}  # by address
         self._saved: set[int] = set()
         self.saved_attributes: set[Attribute] = set()
+        self.has_shards = False
 
     def strip(self) -> None:
         """Replace the parameters and buffers; the caller restores them."""
@@ -55,7 +56,8 @@ class StrippedModule:
             like = slot.tensor
             meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
             origins = frozenset((slot.name,))
-            origins = origins | OF_SHARD if is_shard(like) else origins
+            if sharding_of(like) is not None:  # of a layer that tensor ranks share
+                origins, self.has_shards = origins | OF_SHARD, True
             stand_in = ShapeOnly(meta, self._device, origins, trains)
             carry_quantization(stand_in, slot)
             slot.put(stand_in)

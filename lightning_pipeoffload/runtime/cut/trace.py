@@ -64,7 +64,10 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.shapes.sharding import refuse_loss_of_shard
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    refuse_loss_of_shard,
+    refuse_weight_on_shard,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
     NO_ALARM,
@@ -345,6 +348,8 @@ class StepTrace:
         elif segment == len(self.chain) > 0:  # a search for blocks has none
             self._note_pairs(result)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
+        if self._stripped.has_shards and any(weights):
+            refuse_weight_on_shard(tensors, weights)
         for leaf in leaves_of(result):
             if isinstance(leaf, ShapeOnly):
                 leaf.is_weight = all(weights)  # type: ignore[attr-defined]

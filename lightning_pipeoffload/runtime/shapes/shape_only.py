@@ -225,7 +225,7 @@ class ShapeOnly(Tensor):
         # but the trace has to observe that a generator of the user's advances.
         is_seen = not are_observed() or kwargs.get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            refuse_draw_of_shard(func, args, origins)
+            refuse_draw_of_shard(func, args, kwargs, origins)
             if is_seen:
                 advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:

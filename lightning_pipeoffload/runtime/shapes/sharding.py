@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,13 +68,17 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def refuse_draw_of_shard(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    origins: frozenset[str],
 ) -> None:
     """Raise ``ValueError`` for random numbers that all tensor ranks would draw alike for shards."""
     if not origins & OF_SHARD:
         return
     names = [argument.name for argument in func._schema.arguments]
-    if not dict(zip(names, args, strict=False)).get("dropout_p", True):  # an attention without it
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "dropout_p" in names and not given.get("dropout_p"):  # an attention without it
         return
     raise ValueError(
         f"{func.overloadpacket.__name__}{in_brackets(calling_line())} draws random numbers for a "
@@ -99,3 +104,20 @@ def refuse_loss_of_shard(loss: Any) -> None:
             "ones; have all of the layer's result on each, with output_layouts=Replicate() in the "
             "plan of parallelize_module, and read no weight of the plan outside of its layer"
         )
+
+
+def refuse_weight_on_shard(tensors: Sequence[Tensor], are_weights: Sequence[bool]) -> None:
+    """Raise ``ValueError`` for a weight that all tensor ranks have and that one uses on its shard.
+
+    Its gradient would be that of the shard alone.
+    """
+    origins: list[frozenset[str]] = [getattr(each, "origins", frozenset()) for each in tensors]
+    if not any(each >= OF_SHARD for each in origins):
+        return
+    for tensor, of_tensor, is_weight in zip(tensors, origins, are_weights, strict=True):
+        if is_weight and tensor.requires_grad and not of_tensor >= OF_SHARD:
+            raise ValueError(
+                f"{', '.join(sorted(of_tensor))} is in no plan of parallelize_module and is used"
+                f"{in_brackets(calling_line())} on a shard, so that tensor ranks would have "
+                f"different gradients of it; name its layer in the plan, or freeze it"
+            )

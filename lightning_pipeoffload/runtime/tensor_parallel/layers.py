@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lightning_pipeoffload.runtime.shapes.sharding import Sharding, is_shard, set_sharding
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    OF_SHARD,
+    Sharding,
+    is_shard,
+    set_sharding,
+)
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 Registry = dict[str, Any]
@@ -211,10 +217,12 @@ def _share_other(layer: nn.Module, name: str, shardings: Mapping[str, Sharding])
         for registry, key, tensor in _registered(layer, shardings):
             sharding = shardings[key]
             kept.append((registry, key, tensor))
-            registry[key] = DTensor.from_local(
+            registry[key] = made = DTensor.from_local(
                 tensor, sharding.mesh, [sharding.placement],
                 run_check=False, shape=sharding.shape, stride=sharding.stride,
             )  # fmt: skip
+            if isinstance(made._local_tensor, ShapeOnly):  # its gradient is summed
+                made._local_tensor.origins |= OF_SHARD
 
     def leave(layer: nn.Module, args: Any, result: Any) -> None:
         while kept:
