@@ -127,6 +127,13 @@ def test_text_says(overrides, words, printed):
     assert [word for word in words if word not in found] == []
 
 
+def test_plans_that_differ_in_postponed_weights_are_one_row(printed):
+    found = printed("schedule=auto", "num_ranks=2", "num_microbatches=4", "costs.step=3")
+    rows = re.findall(r"^ (\w.*?) +(\d+) +none ", found, re.MULTILINE)
+    assert len(rows) > 5
+    assert len(rows) == len({*rows})
+
+
 @pytest.mark.parametrize("words", ["schedule=zb_h1", "schedule=auto", "compare=[zb_h1]"])
 def test_what_was_measured_is_told_in_seconds_and_mebibytes(capsys, tmp_path, words):
     path = tmp_path / "costs.json"

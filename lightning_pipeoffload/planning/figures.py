@@ -23,7 +23,7 @@ from lightning_pipeoffload.schedule import (
     simulate,
     steady_period,
 )
-from lightning_pipeoffload.schedule.candidates import Candidate
+from lightning_pipeoffload.schedule.candidates import Candidate, Option
 from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
@@ -128,18 +128,25 @@ def bare_table(*columns: Column | str, title: str, is_narrow: bool = False) -> T
 
 
 def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
-    """Return a table of the candidates that fit, the fastest first."""
-    fitting = [c for c in plan.candidates if c.fits]
+    """Return a table of the candidates that fit, the fastest first.
+
+    Plans that differ in how many W's are postponed are one row, with the figures of the fastest.
+    """
+    fitting: dict[tuple[Option, str], Candidate] = {}
+    for candidate in sorted(plan.candidates, key=lambda c: (c is not plan.best, c.score)):
+        if candidate.fits:
+            fitting.setdefault((candidate.option, candidate.offload), candidate)
+    num_tried = len({(c.option, c.offload) for c in plan.candidates})
     has_counts = len({c.option.num_microbatches for c in plan.candidates}) > 1
     recomputes = len({c.option.recompute for c in plan.candidates}) > 1
     heads = len({c.option.head_weight_grad for c in plan.candidates}) > 1
     varied = ["microbatches"] * has_counts + ["recompute"] * recomputes + ["head"] * heads
     columns = ("stages", *varied, "offload", "step", "bubble", "memory", "")
-    title = f"Plans that fit: {len(fitting)} of {len(plan.candidates)}"
+    title = f"Plans that fit: {len(fitting)} of {num_tried}"
     head = Column("schedule", no_wrap=True)
     table = bare_table(head, *columns, title=title, is_narrow=True)
     rows: dict[tuple[str, ...], list[str]] = {}  # names of schedules with the same figures
-    for candidate in sorted(fitting, key=lambda c: (c is not plan.best, c.score)):
+    for candidate in fitting.values():
         assert candidate.period is not None
         assert candidate.peak_memory is not None
         option = candidate.option
