@@ -107,7 +107,7 @@ class PipeOffloadStrategy(CheckpointHooks):
             its share of what the machine, or the container, has left when training is set up, but
             for a reserve. Where it does not suffice, training stops before the machine swaps.
         blocks: Name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
-            blocks' names in calling order (["layer1.*", "layer2.*"]); None: found.
+            blocks' names in calling order (``["layer1.*", "layer2.*"]``); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
         make_microbatches: A callable ``(batch, num_microbatches) -> list`` of so many batches, for
             batches that no dimension cuts: graphs, pixels of many images in one tensor. Of batches
