@@ -3,14 +3,15 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config
 
-from examples.benchmarks import packed_rows
+from examples.benchmarks import packed_rows, sequence_slices
 from lightning_pipeoffload import plan
 from lightning_pipeoffload.cli import minibatch_balance
 from tests.support.pairs import slow
@@ -29,6 +30,10 @@ def compared(monkeypatch, capsys):
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return run
+
+
+def page(name):
+    return (ROOT / f"docs/{name}.md").read_text()
 
 
 def percent(share, digits=1):
@@ -90,7 +95,7 @@ def a_base_in_four_bits(compared):
     LlamaConfig(
         **SHAPES_OF_7B, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000
     ).save_pretrained("FOLDER")
-    text = (ROOT / "docs/consumer_gpus.md").read_text()
+    text = page("consumer_gpus")
     words = text.partition("\npipeoffload-plan ")[2].partition("\n")[0]
     base, cells = 0.0, []
     for row in compared(words)["estimates"]:
@@ -101,18 +106,74 @@ def a_base_in_four_bits(compared):
 
 
 def blocks_computed_again(compared):
-    text = (ROOT / "docs/memory.md").read_text()
+    text = page("memory")
     words = text.partition("\npipeoffload-plan model=gpt_tiny model.depth")[2].partition("\n")[0]
     rows = compared(f"model=gpt_tiny model.depth{words}")["estimates"]
     one, other = (max(row["memory"]["activations"]) / 2**20 for row in rows)
     yield f"at most {one:.1f} MiB of a rank under `1f1b`, and {other:.1f} MiB under `zb_v`"
 
 
-def packed_texts(compared):
+HOST_OPTIMIZER = (
+    "num_ranks=8 data.context=2048 strategy.recompute=full +trainer.precision=bf16-true "
+    "+strategy.optimizer_offload=true +strategy.master_weights=float32 +model._target_=mine.Mine"
+)
+
+
+def write_models():
+    """Write the program of the page of schedules, and what it needs of the models of two sizes."""
+    program = re.search(r"```python\n(.*?class Mine.*?)```", page("schedules"), re.DOTALL)
+    Path("mine.py").write_text(program[1])
+    eight = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    LlamaConfig(**eight, **heads).save_pretrained("8B")
+    large = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64}
+    heads = {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
+    Qwen2Config(**large, **heads).save_pretrained("32B")
+
+
+def all_weights_on_eight_cards(compared):
+    write_models()
+    words = f"{HOST_OPTIMIZER} data.batch_size=64 num_microbatches=64"
+    rows = compared(f"{words} +model.folder=8B compare=[zb_v,1f1b]")["estimates"]
+    chunked = "schedule=interleaved_1f1b num_chunks=4"
+    rows.append(compared(f"{words} +model.folder=32B {chunked}"))
+    shown = "8B | `zb_v`", "8B | `1f1b`", "32B | `interleaved_1f1b`, 4 stages a card"
+    for name, row in zip(shown, rows, strict=True):
+        memory = row["memory"]
+        fullest = memory["device"].index(max(memory["device"]))
+        parts = "parameters", "gradients", "activations", "messages", "device"
+        sizes = (f"{memory[part][fullest] / 2**30:.1f}" for part in parts)
+        yield f"| {name} | {' | '.join(sizes)} | {sum(memory['host']) / 2**30:.0f} |"
+
+
+def an_eighth_of_8b(compared):
+    write_models()
+    words = "data.batch_size=16 num_microbatches=16 schedule=zb_h1 +model.folder=8B"
+    memory = compared(f"{HOST_OPTIMIZER} {words}")["memory"]
+    device, host = ([size / 2**30 for size in memory[name]] for name in ("device", "host"))
+    yield (
+        f"takes {min(device):.0f} to {max(device):.0f} GiB of its device and {min(host):.0f} to "
+        f"{max(host):.0f} GiB of the host, {sum(host):.0f} GiB over all ranks"
+    )
+
+
+def printed_by(main, *words):
     lines = io.StringIO()
     with contextlib.redirect_stdout(lines):
-        packed_rows.main([])
-    for line in lines.getvalue().splitlines()[2:]:
+        main(words)
+    return lines.getvalue().splitlines()
+
+
+def slices_of_sequences(compared):
+    lines = printed_by(sequence_slices.main, "--microbatches", "2", "8")
+    few, many, _, limited = (line for line in lines if re.match(r"\| \d", line))
+    yield from (few, many, limited.replace("8 |", "8, in the memory of 2 microbatches |", 1))
+    equal = printed_by(sequence_slices.main, "--microbatches", "8", "--equal")[3].split(" | ")[3]
+    yield f"with 8 of them takes {equal.partition(',')[0]} instead of"
+
+
+def packed_texts(compared):
+    for line in printed_by(packed_rows.main)[2:]:
         yield line.removeprefix("| ").partition(" ")[2]
 
 
@@ -124,7 +185,7 @@ def idle_ranks(compared):
 
 
 @pytest.mark.parametrize(
-    ("page", "lines"),
+    ("path", "lines"),
     [
         ("README.md", readme),
         ("docs/cluster.md", bubbles_by_size),
@@ -134,13 +195,17 @@ def idle_ranks(compared):
         ("docs/consumer_gpus.md", cards_that_compute_all_the_time),
         slow(("docs/memory.md", blocks_computed_again)),
         slow(("docs/consumer_gpus.md", a_base_in_four_bits)),
+        slow(("docs/consumer_gpus.md", all_weights_on_eight_cards)),
+        slow(("docs/memory_reference.md", an_eighth_of_8b)),
+        slow(("docs/schedules_reference.md", slices_of_sequences)),
         ("docs/on_demand.md", idle_ranks),
         slow(("docs/packed_rows.md", packed_texts)),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
-def test_the_page_has_what_the_command_prints(page, lines, compared, monkeypatch, tmp_path):
+def test_the_page_has_what_the_command_prints(path, lines, compared, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
-    text = " ".join((ROOT / page).read_text().split())
+    monkeypatch.syspath_prepend(tmp_path)
+    text = " ".join((ROOT / path).read_text().split())
     assert [line for line in lines(compared) if line not in text] == []

@@ -219,6 +219,9 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
     if "FOLDER" in line:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
         LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained("FOLDER")
+        program = re.search(r"```python\n(.*?class Mine.*?)```", page("schedules.md"), re.DOTALL)[1]
+        Path("mine.py").write_text(program)
+        monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *shlex.split(line)])
     plan.main()
     assert "bubble" in capsys.readouterr().out
