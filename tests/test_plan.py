@@ -212,7 +212,7 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("schedule=auto num_ranks=[1,2]", r"num_ranks \(\[1, 2\]\) must be a whole number"),
         ("schedule=auto num_chunks=x", r"num_chunks \('x'\) must be a whole number"),
         ("schedule=auto memory_limit=abc", r"memory_limit \('abc'\) must be a number"),
-        ("schedule=po_h offload=half", "po_h says itself what it offloads"),
+        ("schedule=po_h offload=half", "po_h has copies of its own"),
         ("compare=[1f1b,grouped] offload=half", r"offload \(half\) is for one schedule"),
         (
             "compare=[1f1b,grouped] +options.group_size=3",

@@ -67,9 +67,7 @@ def _warn_of_slow_bfloat16(trainer: Trainer) -> None:
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
-        rank_zero_warn(
-            f"{name} has no bfloat16, which is imitated slowly; use precision='16-mixed'"
-        )
+        rank_zero_warn(f"{name} has no bfloat16, and emulates it slowly; use precision='16-mixed'")
 
 
 @contextmanager

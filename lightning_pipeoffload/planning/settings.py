@@ -131,7 +131,7 @@ class PipelineSettings:
             check_solver()
             if self.offload != "auto":
                 raise ValueError(
-                    f"schedule='optpipe' decides itself what it offloads under memory_limit, and "
+                    f"schedule='optpipe' plans what it offloads by memory_limit, and "
                     f"offload={self.offload!r} was asked for; leave that at 'auto'"
                 )
         if self.tensor_parallel_size > 1:
@@ -348,7 +348,7 @@ class PipelineSettings:
             )
         if schedule.has_copies and self.offload not in ("auto", "none"):
             raise ScheduleError(
-                f"schedule {schedule.name} says itself what it offloads, and offload="
+                f"schedule {schedule.name} has copies of its own, and offload="
                 f"{self.offload!r} was asked for; leave that at auto, or use a schedule without "
                 f"copies, such as uniform"
             )

@@ -274,7 +274,7 @@ def test_more_microbatches_than_can_be_told_apart_are_refused_before_a_plan_is_b
 
 
 def test_optpipe_needs_its_extra_and_plans_its_own_offload(monkeypatch):
-    with pytest.raises(ValueError, match="optpipe' decides itself what it offloads"):
+    with pytest.raises(ValueError, match="optpipe' plans what it offloads"):
         PipelineSettings(schedule="optpipe", offload="half")
     monkeypatch.setattr(
         "lightning_pipeoffload.schedule.solver.plan_model.find_spec", lambda name: None

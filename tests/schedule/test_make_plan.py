@@ -161,7 +161,7 @@ def test_a_share_is_offloaded_by_every_candidate():
     costs_of = costs_by_chunk(offload=1, reload=1)
     choice = planned(2, wanted, costs_of, offload="half")
     assert choice.best.schedule.has_copies
-    assert "says itself what it offloads" in choice.candidates[1].reason
+    assert "has copies of its own" in choice.candidates[1].reason
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def offload_activations(
     """
     if schedule.has_copies:
         raise ScheduleError(
-            f"schedule {schedule.name} says itself what it offloads; ask for no offload, or use a "
+            f"schedule {schedule.name} has copies of its own; ask for no offload, or use a "
             f"schedule without copies, such as uniform"
         )
     if others := schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW}:
