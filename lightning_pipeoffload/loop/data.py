@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import combinations, count, islice
@@ -166,10 +166,28 @@ def check_rows(loader: Any, settings: PipelineSettings, is_training: bool, predi
             f"together: texts are packed by batch_sampler=PackedRowsSampler(...) with "
             f"collate_fn=PackedRows(...)"
         )
-    if not isinstance(collate, PackedRows):
+    if not isinstance(sampler, PackedRowsSampler) or not isinstance(collate, PackedRows):
         return False
+    _check_sizes(loader, sampler, collate)
     _check_packing(collate, settings, is_training, predicts)
     return True
+
+
+def _check_sizes(loader: Any, sampler: PackedRowsSampler, collate: PackedRows) -> None:
+    for name in ("num_rows", "max_tokens"):
+        given = getattr(sampler, name), getattr(collate, name)
+        if given[0] != given[1]:
+            raise ValueError(
+                f"PackedRowsSampler has {name}={given[0]}, and PackedRows {given[1]}; give both "
+                f"the same"
+            )
+    dataset = getattr(loader, "dataset", None)
+    num_texts = len(dataset) if isinstance(dataset, Sized) else sampler.num_texts
+    if num_texts != sampler.num_texts:
+        raise ValueError(
+            f"PackedRowsSampler has the lengths of {sampler.num_texts} texts, and the loader's "
+            f"dataset has {num_texts}; give it the length of each, or the loader a Subset"
+        )
 
 
 def _name_of(collate: Any) -> str:

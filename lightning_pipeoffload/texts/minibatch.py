@@ -10,7 +10,14 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory  # private: what a loader itself calls
 
 from lightning_pipeoffload.texts.index_groups import GroupSampler, IndexGroups
-from lightning_pipeoffload.texts.packing import Cost, Microbatches, check_packing, find_cost, pack
+from lightning_pipeoffload.texts.packing import (
+    Cost,
+    Microbatches,
+    check_packing,
+    find_cost,
+    pack,
+    read_lengths,
+)
 
 
 class Minibatch:
@@ -150,7 +157,7 @@ class MinibatchSampler(GroupSampler):
         num_ranks: int | None = None,
     ) -> None:
         super().__init__(rank, num_ranks)
-        self._lengths = [int(length) for length in lengths]
+        self._lengths = read_lengths(lengths)
         check_packing(self._lengths, max_tokens, mode)
         if samples_per_rank < 1:
             raise ValueError(f"samples_per_rank={samples_per_rank} must be at least 1")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.texts.index_groups import GroupSampler, IndexGroups
-from lightning_pipeoffload.texts.packing import Cost, check_lengths, find_cost
+from lightning_pipeoffload.texts.packing import Cost, check_lengths, find_cost, read_lengths
 
 IGNORED_LABEL = -100  # torch's ignore_index, and transformers'
 
@@ -62,20 +62,26 @@ class PackedRowsSampler(GroupSampler):
         super().__init__()
         _check_sizes(num_rows, max_tokens)
         self.num_rows, self.max_tokens = num_rows, max_tokens
-        self._lengths = [int(length) for length in lengths]
+        self._lengths = read_lengths(lengths)
         if not self._lengths:
             raise ValueError("lengths is empty; give the number of tokens of each text")
         check_lengths(self._lengths, max_tokens, "a row")
         find = find_cost("tokens" if cost is None else cost)
         self._by_length = sorted(self._lengths, reverse=True)
         self._costs = [find(length) for length in self._by_length]
-        if min(self._costs) <= 0:
-            raise ValueError(f"cost gives a text {min(self._costs)}; it must be more than 0")
+        for each in self._costs:
+            if not each > 0:  # nor not a number
+                raise ValueError(f"cost gives a text {each}; it must be more than 0")
         self._shuffle, self._seed = shuffle, seed
         self._packed: dict[int, Rows] = {}  # by the number of rows that all replicas read at once
 
     def __len__(self) -> int:
         return len(self._rows()) // self._rows_at_once
+
+    @property
+    def num_texts(self) -> int:
+        """The number of texts whose lengths it has."""
+        return len(self._lengths)
 
     def __iter__(self) -> Iterator[IndexGroups]:
         texts, rows = [*range(len(self._lengths))], [*self._rows()]

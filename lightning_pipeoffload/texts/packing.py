@@ -8,9 +8,11 @@ part swaps texts with others as long as that makes it lighter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
+from operator import index
+from typing import Any
 
 Cost = Callable[[int], float]
 
@@ -129,6 +131,24 @@ def check_packing(lengths: Sequence[int], max_tokens: int, mode: str) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} must be one of {', '.join(MODES)}")
     check_lengths(lengths, max_tokens, "a microbatch")
+
+
+def read_lengths(lengths: Iterable[Any]) -> list[int]:
+    """Return the lengths of texts as ints.
+
+    Raises:
+        ValueError: One is no whole number.
+    """
+    found = []
+    for place, length in enumerate(lengths):
+        try:
+            found.append(index(length))
+        except TypeError:
+            raise ValueError(
+                f"lengths[{place}] is a {type(length).__name__}; lengths are numbers of tokens, "
+                f"one for each text: [len(tokens) for tokens in texts]"
+            ) from None
+    return found
 
 
 def check_lengths(lengths: Sequence[int], max_tokens: int, what: str) -> None:

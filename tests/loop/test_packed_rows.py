@@ -309,6 +309,14 @@ def with_torchs_collate():
     return DataLoader(ITEMS, batch_sampler=sampler())
 
 
+def of_other_rows():
+    return DataLoader(ITEMS, batch_sampler=sampler(), collate_fn=PackedRows(ROWS, 2 * TOKENS))
+
+
+def of_other_texts():
+    return DataLoader(ITEMS[1:], batch_sampler=sampler(), collate_fn=PackedRows(ROWS, TOKENS))
+
+
 def of_minibatches():
     return DataLoader(ITEMS, batch_sampler=MinibatchSampler([5] * len(ITEMS), 16))
 
@@ -321,6 +329,8 @@ def of_minibatches():
         (loader, BY_TOKENS | {"make_microbatches": lambda b, n: [b]}, "leave out make_microbatch"),
         (with_torchs_collate, BY_TOKENS, "collate_fn=default_collate do not go together"),
         (of_minibatches, BY_TOKENS, "MinibatchSampler makes minibatches for strategy=.odc."),
+        (of_other_rows, BY_TOKENS, "PackedRowsSampler has max_tokens=.* give both the same"),
+        (of_other_texts, BY_TOKENS, "lengths of .* texts, and the loader's dataset has"),
     ],
 )
 def test_settings_that_do_not_go_with_packed_rows_are_refused(make, options, message):

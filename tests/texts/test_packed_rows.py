@@ -3,6 +3,7 @@
 import random
 import re
 from itertools import chain
+from math import nan
 
 import pytest
 import torch
@@ -140,6 +141,9 @@ def test_labels_may_be_those_of_the_next_token():
         ),
         (lambda: PackedRowsSampler([3, 0], 2, 8), "text 1 has 0 tokens"),
         (lambda: PackedRowsSampler([], 2, 8), "lengths is empty"),
+        (lambda: PackedRowsSampler([3, [1, 2]], 2, 8), "lengths[1] is a list; lengths are numbers"),
+        (lambda: PackedRowsSampler([3.5], 2, 8), "lengths[0] is a float"),
+        (lambda: PackedRowsSampler([3], 2, 8, cost=lambda n: nan), "cost gives a text nan"),
         (lambda: PackedRowsSampler([3], 0, 8), "num_rows=0 must be a whole number, at least 1"),
         (lambda: PackedRowsSampler([3], 2, 8, cost="13b"), "cost='13b' must be one of"),
         (lambda: PackedRowsSampler([3], 2, 8, cost=lambda n: 0), "cost gives a text 0"),
