@@ -135,6 +135,15 @@ def test_a_step_that_calls_blocks_again_trains_as_on_one_device(step, plan, reco
     assert_same(found, expected)
 
 
+def test_one_layer_that_all_calls_share_is_on_one_rank():
+    module, batch = Twice(shared_layers, [nn.Linear(4, 4)]), torch.randn(8, 4).double()
+    pipeline = InProcessPipeline(module, build("1f1b", 1, 4), call_step, blocks="blocks")
+    found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients())
+    assert_same(found, train_plain(module, batch, 2))
+    with pytest.raises(ValueError, match="blocks has 1 blocks for 2 stages; use fewer devices"):
+        InProcessPipeline(module, build("1f1b", 2, 4), call_step, blocks="blocks")
+
+
 def loss_network(m, x):
     """A frozen network, here the last blocks, compares a generator's output with its goal."""
     m.blocks[3:].requires_grad_(False)
@@ -150,13 +159,17 @@ def two_heads(m, x):
 
 
 COMPILED = {"compile": {"backend": "aot_eager"}}
+BY_INDUCTOR = {"compile": True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [("zb_h1", 2), ("zb_v", 2), ("1f1b", 3)])
 @pytest.mark.parametrize(
     ("step", "options"),
-    [(loss_network, {}), (two_heads, {}), (two_views, COMPILED), (preference, COMPILED)],
+    [
+        *[(loss_network, {}), (two_heads, {}), (two_views, COMPILED), (preference, COMPILED)],
+        *[(two_views, BY_INDUCTOR), (preference, BY_INDUCTOR)],
+    ],
 )
 def test_parts_of_a_chain_and_compiled_blocks_may_be_called_again(step, options, plan):
     torch.manual_seed(1)

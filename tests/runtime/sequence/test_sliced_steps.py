@@ -405,6 +405,7 @@ def count(block, x):
     [
         (lambda block, x: block(x) + x.mean(1, keepdim=True), "from block to block only"),
         (lambda block, x: block(x).relu(), "from outputs of blocks"),
+        (lambda block, x: block(block(x)), "the step calls blocks several times"),
         (partial(checkpoint, use_reentrant=False), "checkpoints blocks.0"),
         (lambda block, x: block(x[:, ::2]).repeat_interleave(2, 1), "num_sequence_slices=1"),
     ],
