@@ -372,9 +372,9 @@ class StagePass:
         instead = f"called {name(expected[0])}" if expected else "called no more blocks"
         raise ValueError(
             f"the step calls {name(index)}{in_brackets(calling_line())}, and {instead} when it ran "
-            f"without values; in a pipeline the blocks that a step calls cannot depend on values, on "
-            f"attributes or on the batch's number: call them in every step, and multiply by 0 what "
-            f"is not wanted{self._step_record.derivation}"
+            f"without values; in a pipeline the blocks that a step calls cannot depend on values, "
+            f"attributes or the batch's number: call them in every step, and multiply by 0 what is "
+            f"not wanted{self._step_record.derivation}"
         )
 
     def _refuse_early_end(self, result: Any) -> None:
