@@ -182,6 +182,20 @@ CASES = {
     "replicas": ((1, 2, 2), {"pipeline": {"schedule": "1f1b"}}),
     "data_inner": ((1, 2, 2), {"pipeline": {"schedule": "1f1b", "rank_order": "data_inner"}}),
     "sequence": ((2, 2), {"module": {"plan": "sequence"}}),
+    "divided optimizer": (
+        (1, 2, 2),
+        {"pipeline": {"schedule": "1f1b", "sharding": "optimizer"}},
+    ),
+    "recomputed": ((2, 2), {"pipeline": {"recompute": "full"}}),
+    "recomputed cheaply": ((2, 2), {"pipeline": {"recompute": "cheap"}}),
+    "recomputed sequences": (
+        (2, 2),
+        {"module": {"plan": "sequence"}, "pipeline": {"recompute": "full"}},
+    ),
+    "cheaply recomputed sequences": (
+        (2, 2),
+        {"module": {"plan": "sequence"}, "pipeline": {"recompute": "cheap"}},
+    ),
     "dropout behind": (
         (1, 2, 2),
         {"module": {"behind": 0.3}, "pipeline": {"schedule": "1f1b"}},

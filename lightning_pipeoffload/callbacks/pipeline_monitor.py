@@ -119,7 +119,8 @@ class PipelineMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        is_counted = self._step.is_logged and _strategy_of(trainer).group.is_root
+        group = _strategy_of(trainer).group
+        is_counted = self._step.is_logged and group.is_root and not group.tensor_rank
         self._counts = count_batch(batch, self._tokens) if is_counted else {}
 
     @override

@@ -56,13 +56,11 @@ _CHOICES = {
 }
 # With several tensor ranks: what an argument has to be, and why it cannot be what was given.
 _OF_TENSOR_RANKS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "sharding": (("none",), "replicas do not share out steps of shards"),
     "optimizer_sync": (("barrier",), "a step of shards is not taken back"),
     "optimizer_offload": ((False,), "shards are not stepped on the host"),
     "master_weights": ((None,), "there are no masters of shards"),
     "compile": ((False,), "blocks are compiled on one tensor rank only"),
     "offload": (("auto", "none"), "offload is not planned for several tensor ranks"),
-    "recompute": (("none",), "a block is not computed again with its collectives"),
     "memory_limit": ((None,), "memory is not planned for several tensor ranks"),
     "num_sequence_slices": ((1,), "blocks of shards do not run on slices"),
 }

@@ -154,8 +154,8 @@ class PipelineGroup(RankMesh, HostGroup):
     @property
     def ranks_with_gradients(self) -> list[int]:
         """Global ranks that have the gradients of one model: of replica 0, or of all replicas."""
-        replicas = range(1 if self._owner_of is None else self.num_replicas)
-        return [rank for replica in replicas for rank in self.ranks_of(replica)]
+        num_replicas = 1 if self._owner_of is None else self.num_replicas
+        return [rank for table in self._tables for row in table[:num_replicas] for rank in row]
 
     def drop_remote_gradients(self) -> None:
         """Set gradients that other replicas have to None, before others are added to them."""

@@ -306,10 +306,6 @@ class RankMesh:
         """The root of each replica, of its first tensor ranks."""
         return [row[self.stage_ranks[-1]] for row in self._table_of_tensor_rank(0)]
 
-    def ranks_of(self, replica: int) -> list[int]:
-        """Return the global rank of each rank of a replica."""
-        return self._table[replica]
-
     @property
     def first_replica(self) -> list[int]:
         """The global rank of each rank of replica 0, of its first tensor ranks."""

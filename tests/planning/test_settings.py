@@ -106,13 +106,11 @@ def test_replicas_and_ranks_of_eight_devices_that_share_layers_by_two(ranks, rep
 
 NOT_OF_TENSOR_RANKS = {
     "schedule": "auto",
-    "sharding": "optimizer",
     "optimizer_sync": "post_validation",
     "optimizer_offload": True,
     "master_weights": "float32",
     "compile": True,
     "offload": "half",
-    "recompute": "full",
     "memory_limit": "1GiB",
     "save_distributed_checkpoint": True,
 }
