@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from lightning_pipeoffload import PipeOffloadStrategy, tensor_parallel_plan
+from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy, tensor_parallel_plan
 from tests.support import fits
 
 WIDTH, WORDS = 8, 32
@@ -294,6 +295,31 @@ def refusal(case, folder):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_wrong_is_refused(ranks, tmp_path, case):
     ranks(4).run(refusal, case, tmp_path)
+
+
+class Norms(L.Callback):
+    """Keeps the norm of all gradients before they are clipped, on one device."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.found.append(float(get_total_norm([p.grad for p in module.parameters()])))
+
+
+def log_norms(folder):
+    journal = fits.Journal()
+    fit((2, 2), folder, callbacks=[PipelineMonitor()], logger=journal, log_every_n_steps=1)
+    logged = [numbers for _, numbers in journal.entries]
+    return [numbers["pipeline/grad_norm"] for numbers in logged if "pipeline/grad_norm" in numbers]
+
+
+@slow
+def test_the_logged_norm_is_that_of_whole_gradients(ranks, tmp_path):
+    norms = Norms()
+    fit((), tmp_path, callbacks=[norms])
+    found = ranks(4).run(log_norms, tmp_path)
+    assert found[0] == pytest.approx(norms.found, abs=1e-12)
 
 
 # Models of Hugging Face's
