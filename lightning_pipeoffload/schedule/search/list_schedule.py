@@ -86,7 +86,7 @@ class ListScheduler:
         num_started = self.num_started
         microbatch = num_started[operation]
         num_started[operation] = microbatch + 1
-        end = self._run(rank, (operation, microbatch), time)
+        end = self.execute(rank, (operation, microbatch), time)
         if operation >= self._num_stages and not self.operations.is_fused:
             self.pending[rank].append((operation + self._num_stages, microbatch))
         if operation < self._last:
@@ -96,9 +96,9 @@ class ListScheduler:
 
     def start_weight(self, rank: int, time: float) -> None:
         """Run the oldest W."""
-        self._run(rank, self.pending[rank].popleft(), time)
+        self.execute(rank, self.pending[rank].popleft(), time)
 
-    def _run(self, rank: int, started: Pass, time: float) -> float:
+    def execute(self, rank: int, started: Pass, time: float) -> float:
         done, operation = self.done[rank], started[0]
         if done:
             self.idle[rank] += time - self.clock[rank]
@@ -247,15 +247,15 @@ class _SlicesByClock(_ByClock):
             return
         unit = self.num_started[operation]
         self.num_started[operation] = unit + 1
-        end = self._run(rank, (operation, unit), time)
+        end = self.execute(rank, (operation, unit), time)
         if (unit + 1) % self._num_slices == 0:
             self.arrivals[operation + 1] += [end] * self._num_slices
             self.arrived(rank, end)
 
-    def _run(self, rank: int, started: Pass, time: float) -> float:
+    def execute(self, rank: int, started: Pass, time: float) -> float:
         operation, place = started[0], started[1] % self._num_slices
         memory = self.memory[rank] + self._unit_growth[operation][place]
-        super()._run(rank, started, time)
+        super().execute(rank, started, time)
         # Replace those of the mean slice.
         self.memory[rank] = memory
         end = self.clock[rank] = time + self._unit_seconds[operation][place]
