@@ -27,7 +27,6 @@ from lightning_pipeoffload.runtime.compiled.split_region import (
     compiling_ahead,
     leaving_if_ahead,
 )
-from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
 
@@ -159,7 +158,7 @@ class BlockCompiler:
     def compile_ahead(self, block: nn.Module, run: Callable[[], Any]) -> None:
         """Compile a block now; if that fails, the block runs uncompiled."""
         try:
-            with forked_randomness(), unchanged(block), compiling_ahead():
+            with unchanged(block), compiling_ahead():
                 run()
         except TorchDynamoException as error:
             if block not in self._blocks:

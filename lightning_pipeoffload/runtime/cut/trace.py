@@ -53,7 +53,6 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
@@ -79,7 +78,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
 )
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, StepPoint, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
-from lightning_pipeoffload.runtime.users_code.sources import Generators, refusing_iterators
+from lightning_pipeoffload.runtime.users_code.sources import refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
@@ -251,11 +250,9 @@ class StepTrace:
         module = self._module
         with ExitStack() as stack:
             stack.enter_context(without_collection())
-            stack.enter_context(forked_randomness())
             stack.enter_context(_same_grad_mode())
             stack.enter_context(_without_cached_casts())
             stack.enter_context(self._kernels.in_use(self._note_kernel))
-            stack.enter_context(Generators(module).kept())
             written = stack.enter_context(unchanged(module))
             stack.enter_context(uncompiled())
             stack.enter_context(refusing_iterators(module))

@@ -33,14 +33,12 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     parameters_in,
     tied_names,
 )
-from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.operations import draws_by_shape, written_arguments
 from lightning_pipeoffload.runtime.shapes.quantized_weight import forget_state
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
-from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
@@ -99,7 +97,7 @@ def make_blueprint(
     Raises:
         ValueError: The module cannot be cut, or reads a whole model from files.
     """
-    with forked_randomness(), Generators(module).kept(), unchanged(module):
+    with unchanged(module):
         draft = _Draft(module)
         try:
             with draft.following():

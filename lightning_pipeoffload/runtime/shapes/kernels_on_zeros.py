@@ -387,12 +387,13 @@ def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Res
         return tensor.detach()
 
     with ExitStack() as stack:
-        stack.enter_context(forked_randomness())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())
         zeros = {id(leaf): _zeros_like(leaf) for leaf in inputs}
         stack.enter_context(saved_tensors_hooks(save, lambda tensor: tensor))
-        if kernel.module is not None:
+        if kernel.module is None:
+            stack.enter_context(forked_randomness())
+        else:
             stack.enter_context(unchanged(kernel.module))
         for slot in kernel.slots:
             stack.callback(slot.put, slot.tensor)

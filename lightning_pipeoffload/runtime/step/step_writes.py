@@ -43,8 +43,7 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
     GONE,
     Attribute,
     Fingerprint,
-    Snapshot,
-    TensorValues,
+    StepState,
     fingerprint,
     is_unchanged,
     private_copy,
@@ -234,45 +233,34 @@ class StepWrites:
         return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
     def keep(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
-        """Take a snapshot of what steps write, and of buffers, at the start of a step.
+        """Record what steps write, and buffers, at the start of a step.
 
         Returns:
             A function that restores it, as if no stage had run a microbatch since.
         """
-        restore = self._snapshot(buffers)
+        state = self._state(buffers)
 
         def put_back() -> None:
             self._values_of.clear()
             self._num_passes = dict.fromkeys(self._num_passes, 0)
-            restore()
+            state.put_back()
 
         return put_back
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo what a step writes inside: of a microbatch in slices the last one's writes count."""
-        restore = self._snapshot(())
+        state = self._state(())
         yield
-        restore()
+        state.put_back()
 
-    def _snapshot(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
-        held = [v.value for v in self._written.values() if v.attribute in self._in_place]
-        values = TensorValues([*(v for v in held if type(v) is Tensor), *buffers])
-        snapshot = Snapshot(v.attribute for v in self._written.values())
-        places = [
-            (space, name, space[name])
-            for child, name in self._in_place
-            for space in (child.__dict__, child.__dict__["_buffers"])
-            if name in space
-        ]
-
-        def put_back() -> None:
-            for space, name, value in places:  # stages have had copies there
-                space[name] = value
-            snapshot.put_back()
-            values.put_back()
-
-        return put_back
+    def _state(self, buffers: Iterable[Tensor]) -> StepState:
+        variables = self._written.values()
+        held = [v.value for v in variables if v.attribute in self._in_place]
+        tensors = [value for value in held if type(value) is Tensor]
+        holders = {id(child): (child, "_buffers") for child, _ in self._in_place}
+        places = *(v.attribute for v in variables), *self._in_place, *holders.values()
+        return StepState(places, [*tensors, *buffers])
 
     def is_block(self, function: Any) -> bool:
         """Return whether a function is a block or a method of one."""
@@ -290,14 +278,14 @@ class StepWrites:
         for variable, value in values:
             if isinstance(value, Elsewhere):
                 variable.put(value.local_value)
-        snapshot = Snapshot(v.attribute for v in written)
+        state = StepState((v.attribute for v in written), ())
         for variable, value in values:
             if variable.key not in self._of_blocks:
                 variable.put(value)
         try:
             yield
         finally:
-            snapshot.put_back()
+            state.put_back()
             for variable, value in values:
                 variable.put(value)
 

@@ -352,81 +352,93 @@ def _has_same_values(tensor: Tensor, copied: Tensor) -> bool:
     return bool(is_same.all())
 
 
-class Snapshot:
-    """A snapshot of attributes and of the containers in them.
+class StepState:
+    """What a step may change: attributes, the containers in them, tensors and arrays.
 
     Args:
-        attributes: The attributes, whether they exist or not.
+        places: A module and the name of one of its attributes, which may not exist.
+        tensors: The tensors whose values are copied; None: those in the attributes, and arrays.
     """
 
-    def __init__(self, attributes: Iterable[Attribute]) -> None:
-        self.values = [(part, name, vars(part).get(name, GONE)) for part, name in attributes]
-        self.contents = _contents(_walk(value, set(), _DEPTH) for *_, value in self.values)
+    def __init__(
+        self, places: Iterable[tuple[nn.Module, str]], tensors: Iterable[Tensor] | None = None
+    ) -> None:
+        self._values = [(part, name, vars(part).get(name, GONE)) for part, name in places]
+        # One walk for each value, and no line of Python for each number in it: it may be large.
+        several = {id(value): value for *_, value in self._values if type(value) not in _PLAIN}
+        self._empty = {k: v for k, v in several.items() if type(v) in _REFILLED_EMPTY and not v}
+        self._insides = {
+            key: (each, [*_walk(each, set(), _DEPTH)])
+            for key, each in several.items()
+            if key not in self._empty
+        }
+        self._contents = _contents(walked for _, walked in self._insides.values())
+        self._compares = tensors is None
+        self._arrays: list[tuple[_Array, _Array]] = []
+        if tensors is None:
+            objects = {id(v): v for inside in self._insides.values() for v in _written_in(*inside)}
+            tensors = [value for value in objects.values() if type(value) is Tensor]
+            self._arrays = [
+                (value, value.copy())
+                for value in objects.values()
+                if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
+            ]
+        self._tensors = TensorValues(tensors)
 
-    def put_back(self) -> None:
-        """Restore the attributes and containers."""
-        for container, contents in self.contents:
-            if not _has_same_entries(container, contents):  # it may refuse to be written
-                refill(container, contents)
-        for part, name, value in self.values:
+    def put_back(self) -> set[int]:
+        """Restore all; return the ids of what was changed in place, but for given tensors."""
+        refilled = [each for each in self._contents if not _has_same_entries(*each)]
+        refilled += [(container, ()) for container in self._empty.values() if container]
+        changed = {id(container) for container, _ in refilled}
+        if self._compares:
+            changed.update(map(id, self._tensors.put_back_written()))
+        else:
+            self._tensors.put_back()
+        for array, copied in self._arrays:
+            if _bytes_of(array) != _bytes_of(copied):
+                changed.add(id(array))
+                array[...] = copied
+        for container, contents in refilled:  # others may refuse to be written
+            refill(container, contents)
+        for part, name, value in self._values:
             if value is GONE:
                 vars(part).pop(name, None)
             else:
                 vars(part)[name] = value
+        return changed
+
+    def attributes_with(self, changed: set[int]) -> set[Attribute]:
+        """Return the attributes in which these objects are, by their ids."""
+        insides = self._insides.items()
+        holders = {key for key, each in insides if changed & {*map(id, _objects_in(*each))}}
+        holders |= changed & self._empty.keys()
+        return {Attribute(part, name) for part, name, value in self._values if id(value) in holders}
 
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
-    """Restore the attributes of a module tree and their contents afterwards.
+    """Restore the attributes of a module tree, their contents, and all generators afterwards.
 
     Yields:
         The attributes that were changed in place; complete only after the context.
     """
     names = [(part, [*vars(part)]) for part in module.modules()]
-    values = [(part, name, vars(part)[name]) for part, before in names for name in before]
-    # One walk for each value, and no line of Python for each number in it: it may be large.
     with without_collection():
-        several = {id(value): value for *_, value in values if type(value) not in _PLAIN}
-        empty = {k: v for k, v in several.items() if type(v) in _REFILLED_EMPTY and not v}
-        insides = {
-            key: (each, [*_walk(each, set(), _DEPTH)])
-            for key, each in several.items()
-            if key not in empty
-        }
-        contents = _contents(walked for _, walked in insides.values())
-    objects = {id(v): v for inside in insides.values() for v in _written_in(*inside)}
-    tensors = TensorValues(value for value in objects.values() if type(value) is Tensor)
-    arrays = [
-        (value, value.copy())
-        for value in objects.values()
-        if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST
-    ]
+        state = StepState((part, name) for part, before in names for name in before)
     written: set[Attribute] = set()
-    try:
-        yield written
-    finally:
-        refilled = [each for each in contents if not _has_same_entries(*each)]
-        refilled += [(container, ()) for container in empty.values() if container]
-        changed = {*(id(c) for c, _ in refilled), *map(id, tensors.put_back_written())}
-        for array, copied in arrays:
-            if _bytes_of(array) != _bytes_of(copied):
-                changed.add(id(array))
-                array[...] = copied
-        if changed:
-            holders = {k for k, each in insides.items() if changed & {*map(id, _objects_in(*each))}}
-            holders |= changed & empty.keys()
-            written.update(
-                Attribute(part, name) for part, name, value in values if id(value) in holders
-            )
-        for container, copied in refilled:  # others may refuse to be written
-            refill(container, copied)
-        for part, name, value in values:
-            vars(part)[name] = value
-        for part, before in names:
-            for name in vars(part).keys() - before:
-                del vars(part)[name]
+    with forked_randomness(), Generators(module).kept():
+        try:
+            yield written
+        finally:
+            changed = state.put_back()
+            if changed:
+                written |= state.attributes_with(changed)
+            for part, before in names:
+                for name in vars(part).keys() - before:
+                    del vars(part)[name]
 
 
+_Array = np.ndarray[Any, Any]
 _Walked = list[tuple[Any, Parts]]  # a container, and what it held
 
 
@@ -463,7 +475,7 @@ def leaving_no_trace(module: nn.Module, written: Container[str]) -> Iterator[Non
     weights = TensorValues(parameter for name, parameter in named if name in written)
     gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in module.parameters()]
     try:
-        with forked_randomness(), Generators(module).kept(), unchanged(module):
+        with unchanged(module):
             for parameter, _ in gradients:
                 parameter.grad = None
             yield

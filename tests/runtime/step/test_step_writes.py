@@ -469,3 +469,18 @@ def test_all_ranks_refuse_a_list_that_several_stages_of_one_rank_have(rank):
     pipeline.ranks = [pipeline.ranks[rank]]
     with pytest.raises(ValueError, match=r"self\.blocks\.0\.seen and self\.seen are one list, w"):
         pipeline.run(batches(1)[0], 2)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_forwards_that_run_again_have_written_is_put_back(write):
+    torch.manual_seed(0)
+    pipeline = InProcessPipeline(Writing(write).double(), build("1f1b", 1, 2), call_step)
+    batch = batches(1)[0]
+    pipeline.run(batch, 4)
+    (rank,) = pipeline.ranks
+    before = copy.deepcopy(rank.module.state_dict()), copy.deepcopy(rank.module.written())
+    put_back = rank.stages[0].keep_writes()
+    pipeline.run(batch, 4)
+    put_back()
+    after = rank.module.state_dict(), rank.module.written()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
