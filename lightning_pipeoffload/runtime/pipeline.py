@@ -171,7 +171,7 @@ class Pipeline:
         self.parts = parts
         self._cut_at(chain)
         if parts is not None:
-            self._own(parts.owners)
+            self._own(parts.owners, find_slots(module))
             self._leave_remote()
         self.attach()
 
@@ -182,7 +182,6 @@ class Pipeline:
             self.module, chain, self.device, self._before_trace, self.settings.derive_lengths
         )
         self._forget_cut()
-        self._know_parameters()
 
     def _cut_instead_at(self, names: list[str] | None) -> None:
         self.chain.release()
@@ -239,11 +238,12 @@ class Pipeline:
 
     def _forget_cut(self) -> None:
         ranks = self.settings.stage_ranks
-        self.tensors = NamedTensors(self.module, ranks)
+        slots = find_slots(self.module)
+        self.tensors = NamedTensors(self.module, slots, ranks)
         self._writes = StepWrites(self.module, self.chain, self.local_stages, ranks)
         self.records.cut_anew(len(ranks))
         self.stages.clear()
-        self._uses = SegmentUses(self.module, self.chain, self.tensors.trainable)
+        self._uses = SegmentUses(self.chain, self.tensors.trainable)
         self._shared_weights: list[SharedWeight] = []
         if self.chain.blocks:  # an impossible split is refused here, before anything runs
             split = "even" if self.settings.split == "auto" else self.settings.split
@@ -251,6 +251,7 @@ class Pipeline:
         self.left_to_b: set[str] = set()
         self.at_once: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
+        self._know_parameters(slots)  # some may have replaced shapes
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
         """Cut the module again at the next batch, with other settings but the same blocks.
@@ -264,14 +265,13 @@ class Pipeline:
         assert not self.is_split  # every rank still has the whole module
         self.rank, self.settings = rank, settings
         self._forget_cut()
-        self._know_parameters()  # some may have replaced shapes
 
-    def _know_parameters(self) -> None:
+    def _know_parameters(self, slots: list[Slot]) -> None:
         self._parameters = list(self.module.parameters())
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
             mark_at_once(parameter, False)  # of another cut
-        mark_slots(find_slots(self.module), self.chain)
+        mark_slots(slots, self.chain)
 
     @property
     def group(self) -> PipelineGroup:
@@ -528,38 +528,38 @@ class Pipeline:
     @torch.inference_mode(False)  # a validation may run before training
     def _learn(self, record: StepRecord) -> None:
         """Cut by the first record; add to stages the tensors that a later record uses there."""
-        self.tensors.refuse_added(self.module)
+        slots = find_slots(self.module)
+        self.tensors.refuse_added(slots)
         if not self._uses.segments:
-            self._cut(record)
-        if self._uses.learn(record):
-            self._assign()
+            self._cut(slots, record)
+        if self._uses.learn(slots, record):
+            self._assign(slots)
 
-    def _cut(self, record: StepRecord) -> None:
-        head_weight_grad = self.settings.head_weight_grad
-        costs = estimate_costs(self.module, self.chain, record, head_weight_grad)
+    def _cut(self, slots: list[Slot], record: StepRecord) -> None:
+        costs = estimate_costs(slots, self.chain, record, self.settings.head_weight_grad)
         together = record.calls.inseparable
-        impossible = self._impossible_cuts(record) | together
+        impossible = self._impossible_cuts(slots, record) | together
         costs = self.settings.agree(replace(costs, impossible=impossible, inseparable=together))
         stages = cut(self.chain, costs, self.settings.stage_ranks, self.settings.split)
         self.cut = Cut(self.chain, stages, costs)
 
-    def _impossible_cuts(self, record: StepRecord) -> frozenset[int]:
+    def _impossible_cuts(self, slots: list[Slot], record: StepRecord) -> frozenset[int]:
         written = record.weight_writes  # for nothing else does it matter which segments need what
-        needed = find_segments(self.module, self.chain, record) if written else {}
+        needed = find_segments(slots, self.chain, record) if written else {}
         aliases = self.tensors.aliases
         return impossible_cuts(
             record, self.chain, lambda name: set().union(*(needed[n] for n in aliases(name)))
         )
 
-    def _assign(self) -> None:
+    def _assign(self, slots: list[Slot]) -> None:
         owners = {
             name: stages_with(self.cut.stages, segments)
             for name, segments in self._uses.segments.items()
         }
         if self.parts is not None:
-            self.parts.bring(owners, self.tensors)
-            self._know_parameters()
-        self._own(owners)
+            self.parts.bring(owners, self.tensors, slots)
+            self._know_parameters(slots)
+        self._own(owners, slots)
         self._shared_weights = self.tensors.on_several_stages()
         self.ownership.move()
         self.stage_gradients = stage_gradients(self.tensors.with_local_stages())
@@ -583,9 +583,9 @@ class Pipeline:
             warn_once(_NO_FUSION.format(self.device.type))
         return add_product_to_grad
 
-    def _own(self, owners: Mapping[str, frozenset[int]]) -> None:
+    def _own(self, owners: Mapping[str, frozenset[int]], slots: list[Slot]) -> None:
         self.tensors.ownership = Ownership(
-            self.module, self.chain, owners, self.local_stages, self.device
+            slots, self.chain, owners, self.local_stages, self.device
         )
 
     def sum_stage_gradients(self) -> None:

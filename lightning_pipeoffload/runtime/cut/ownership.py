@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.shapes.quantized_weight import forget_state, move_weight
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 
@@ -33,7 +33,7 @@ class Ownership:
 
     def __init__(
         self,
-        module: nn.Module,
+        slots: Sequence[Slot],
         chain: BlockChain,
         owners: Mapping[str, frozenset[int]],
         local_stages: Iterable[int],
@@ -42,7 +42,7 @@ class Ownership:
         self.owners = owners
         self._device = device
         self.local_stages = frozenset(local_stages)
-        self.slots = find_slots(module)
+        self.slots = slots
         self._stand_ins: list[tuple[RemoteTensor, Slot]] = []
         everyone = frozenset().union(*owners.values())
         self._common = {name for name, stages in owners.items() if stages == everyone}
@@ -193,11 +193,12 @@ class NamedTensors:
 
     ownership: Ownership  # once the module is cut
 
-    def __init__(self, module: nn.Module, stage_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, module: nn.Module, slots: Sequence[Slot], stage_ranks: Sequence[int]
+    ) -> None:
         self._stage_ranks = stage_ranks
         state = module.state_dict(keep_vars=True)
         self.names = list(state)
-        slots = find_slots(module)
         by_id = {id(slot.tensor): slot.name for slot in reversed(slots)}
         self.identity = {slot.name: id(slot.tensor) for slot in slots}
         self._names_of: dict[int, list[str]] = {}
@@ -209,9 +210,10 @@ class NamedTensors:
             for key, tensor in state.items()
         }
 
-    def refuse_added(self, module: nn.Module) -> None:
+    def refuse_added(self, slots: Iterable[Slot]) -> None:
         """Raise ``ValueError`` if a hook has added a parameter to the module since."""
-        added = [name for name, _ in module.named_parameters() if name not in self.identity]
+        parameters = [slot.name for slot in slots if slot.kind == "_parameters"]
+        added = [name for name in parameters if name not in self.identity]
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             raise ValueError(

@@ -15,7 +15,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.shapes.quantized_weight import num_values
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.schedule import Costs
 
 
@@ -94,7 +94,7 @@ class SegmentCosts:
 
 
 def estimate_costs(
-    module: nn.Module, chain: BlockChain, record: StepRecord, head_weight_grad: str = "W"
+    slots: Sequence[Slot], chain: BlockChain, record: StepRecord, head_weight_grad: str = "W"
 ) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
 
@@ -109,7 +109,7 @@ def estimate_costs(
     forward = tuple(n / unit for n in record.forward_flops)
     for_input = tuple((n + w) / unit for n, w in zip(record.input_flops, in_b, strict=True))
     for_weight = tuple((n - w) / unit for n, w in zip(weight, in_b, strict=True))
-    parameters = _sum_sizes(find_slots(module), find_segments(module, chain, record), chain)
+    parameters = _sum_sizes(slots, find_segments(slots, chain, record), chain)
     sent = {
         block: sum(spec.num_bytes for spec in record.payload_over(block))
         for block in range(1, len(chain) + 1)
@@ -118,14 +118,13 @@ def estimate_costs(
 
 
 def costs_by_size(
-    module: nn.Module, chain: BlockChain, segments: Mapping[str, set[int]]
+    slots: Sequence[Slot], chain: BlockChain, segments: Mapping[str, set[int]]
 ) -> SegmentCosts:
     """Estimate each segment's work before any step has run, from the sizes of its weights.
 
     An embedding's lookup costs nothing; a tied embedding counts for the head. A frozen weight has
     no W.
     """
-    slots = find_slots(module)
     parameters = _sum_sizes(slots, segments, chain)
     multiplied = [s for s in slots if not isinstance(s.module, nn.Embedding | nn.EmbeddingBag)]
     trained = [slot for slot in multiplied if slot.tensor.requires_grad]
@@ -148,7 +147,9 @@ def _sum_sizes(
     return sizes
 
 
-def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> dict[str, set[int]]:
+def find_segments(
+    slots: Iterable[Slot], chain: BlockChain, record: StepRecord
+) -> dict[str, set[int]]:
     """Return, by name, the segments that need each parameter and buffer.
 
     A segment needs the parameters that it uses, and all of its block. A parameter that nothing uses
@@ -159,7 +160,7 @@ def find_segments(module: nn.Module, chain: BlockChain, record: StepRecord) -> d
     """
     needed: dict[str, set[int]] = {}
     default = 0
-    for slot in find_slots(module):
+    for slot in slots:
         block = chain.index_of(slot.name)
         if block is not None:
             default = len(chain)
@@ -404,8 +405,7 @@ class Cut:
 class SegmentUses:
     """The segments that use each parameter and buffer, over all records so far."""
 
-    def __init__(self, module: nn.Module, chain: BlockChain, trainable: Collection[str]) -> None:
-        self._module = module
+    def __init__(self, chain: BlockChain, trainable: Collection[str]) -> None:
         self._chain = chain
         self._trainable = trainable
         self._computed_buffers: set[str] = (
@@ -413,9 +413,9 @@ class SegmentUses:
         )  # buffers that a step writes from what a stage computes
         self.segments: dict[str, set[int]] = {}  # by name
 
-    def learn(self, record: StepRecord) -> bool:
+    def learn(self, slots: Iterable[Slot], record: StepRecord) -> bool:
         """Add a record; return whether a segment uses a tensor that it did not use before."""
-        new_uses = find_segments(self._module, self._chain, record)
+        new_uses = find_segments(slots, self._chain, record)
         computed = {n for n in new_uses if n not in self._trainable and record.segments[n]}
         for name in (
             computed - self._computed_buffers

@@ -14,7 +14,7 @@ split: then each copy holds the tensors that this rank owns, and shapes for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import (
 )
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
@@ -335,18 +335,6 @@ class Lending:
         self._seed_segment()
         return output
 
-    @contextmanager
-    def _lent(self, slots: Iterable[Slot]) -> Iterator[None]:
-        before = [(slot, slot.tensor) for slot in slots]
-        lent: list[tuple[Slot, Tensor, Tensor]] = []
-        try:
-            for slot, tensor in before:
-                value = self._fetch(slot)
-                slot.put(value)
-                lent.append((slot, tensor, value))
-            yield
-        finally:
-            for slot, tensor, value in lent:
-                # A buffer that the step has assigned stays if this rank owns it.
-                if slot.tensor is value or value is not tensor:
-                    slot.put(tensor)
+    def _lent(self, slots: Iterable[Slot]) -> AbstractContextManager[None]:
+        # A buffer that the step has assigned stays if this rank owns it.
+        return swapped((slot, self._fetch(slot)) for slot in slots)

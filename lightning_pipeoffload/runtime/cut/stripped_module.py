@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, sharding_of
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_written
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 
@@ -45,9 +45,9 @@ class StrippedModule:
         self.saved_attributes: set[Attribute] = set()
         self.has_shards = False
 
-    def strip(self) -> None:
+    def strip(self, slots: Iterable[Slot]) -> None:
         """Replace the parameters and buffers; the caller restores them."""
-        for slot in find_slots(self._module):
+        for slot in slots:
             if slot.kind == "_buffers" and not isinstance(slot.tensor, ShapeOnly):
                 self._copy_buffer(slot, slot.tensor)
                 continue
@@ -92,9 +92,9 @@ class StrippedModule:
         self._record.weight_writes.append(write)
 
     @contextmanager
-    def noting_new_weights(self) -> Iterator[None]:
+    def noting_new_weights(self, slots: Iterable[Slot]) -> Iterator[None]:
         """Record each parameter that the step replaces with another one."""
-        names = {(id(slot.module), slot.attribute): slot.name for slot in find_slots(self._module)}
+        names = {(id(slot.module), slot.attribute): slot.name for slot in slots}
         plain = nn.Module.register_parameter
 
         def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -176,8 +176,9 @@ class _Draft(RegisteredParameters):
         if all(index < self.num_found for index in known.values()):
             return None
         chain = find_chain(self._module, blocks)
-        segments = find_segments(self._module, chain, StepRecord(len(chain) + 1))
-        costs = costs_by_size(self._module, chain, segments)
+        slots = find_slots(self._module)
+        segments = find_segments(slots, chain, StepRecord(len(chain) + 1))
+        costs = costs_by_size(slots, chain, segments)
         stages = cut(chain, costs, stage_ranks, split)
         owners = self._find_owners(segments, stages)
         return Blueprint(

@@ -69,18 +69,20 @@ class PartedModule:
         self._is_filled = True
 
     @torch.no_grad()
-    def bring(self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors) -> None:
+    def bring(
+        self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors, slots: Sequence[Slot]
+    ) -> None:
         """Send parameters to the ranks that need them; ``owners`` are their stages, by name."""
-        slots = {slot.name: slot for slot in find_slots(self._module)}
+        by_name = {slot.name: slot for slot in slots}
         for names in tensors.parameter_names():
             have = self._ranks.setdefault(names[0], self._ranks_of(names, self.owners))
             missing = self._ranks_of(names, owners) - have
             if missing:
                 source = self.moved[names[0]] = min(have)
-                value = self._fetch(slots[names[0]].tensor, source)
+                value = self._fetch(by_name[names[0]].tensor, source)
                 have |= missing
                 if self._rank in missing:
-                    _fill([slots[name] for name in names], value)
+                    _fill([by_name[name] for name in names], value)
 
     def _ranks_of(self, names: Collection[str], owners: Mapping[str, frozenset[int]]) -> set[int]:
         return {self._stage_ranks[stage] for name in names for stage in owners[name]}

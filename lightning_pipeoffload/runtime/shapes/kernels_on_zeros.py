@@ -58,7 +58,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
 from lightning_pipeoffload.runtime.shapes.step_rules import AddressNeededError, tell_observers
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
 
 log = logging.getLogger(__name__)
 
@@ -395,9 +395,8 @@ def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Res
             stack.enter_context(forked_randomness())
         else:
             stack.enter_context(unchanged(kernel.module))
-        for slot in kernel.slots:
-            stack.callback(slot.put, slot.tensor)
-            slot.put(zeros[id(slot.tensor)])
+        in_slots = ((slot, zeros[id(slot.tensor)]) for slot in kernel.slots)
+        stack.enter_context(swapped(in_slots))
         args, kwargs = tree_map(lambda leaf: zeros.get(id(leaf), leaf), arguments)
         try:
             with products:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -30,6 +32,24 @@ class Slot:
     def put(self, tensor: Tensor) -> None:
         """Replace the tensor without ``nn.Module.__setattr__``."""
         self.module.__dict__[self.kind][self.attribute] = tensor
+
+
+@contextmanager
+def swapped(pairs: Iterable[tuple[Slot, Tensor]]) -> Iterator[None]:
+    """Put tensors into slots inside, and those that were there back.
+
+    What is assigned inside stays in a slot that got the tensor which it had.
+    """
+    before: list[tuple[Slot, Tensor, Tensor]] = []
+    try:
+        for slot, tensor in pairs:
+            before.append((slot, slot.tensor, tensor))
+            slot.put(tensor)
+        yield
+    finally:
+        for slot, replaced, tensor in before:
+            if tensor is not replaced or slot.tensor is tensor:
+                slot.put(replaced)
 
 
 def find_slots(module: nn.Module) -> list[Slot]:
