@@ -26,33 +26,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-_Said = TypeVar("_Said")
+_Setting = TypeVar("_Setting")
 
 
 class InForce:
     """A stack of settings for each type of setting."""
 
     def __init__(self) -> None:
-        self._said: defaultdict[type, list[Any]] = defaultdict(list)
+        self._settings: defaultdict[type, list[Any]] = defaultdict(list)
 
-    def stack(self, kind: type[_Said]) -> list[_Said]:
+    def stack(self, kind: type[_Setting]) -> list[_Setting]:
         """Return the settings of a type, the current one last, for code that every action calls."""
-        return self._said[kind]
+        return self._settings[kind]
 
-    def latest(self, kind: type[_Said]) -> _Said | None:
+    def latest(self, kind: type[_Setting]) -> _Setting | None:
         """Return the current setting of a type; None if there is none."""
-        said = self._said[kind]
-        return said[-1] if said else None
+        settings = self._settings[kind]
+        return settings[-1] if settings else None
 
     @contextmanager
-    def during(self, said: object) -> Iterator[None]:
-        """Make ``said`` the current setting within the context."""
-        found = self._said[type(said)]
-        found.append(said)
+    def during(self, setting: object) -> Iterator[None]:
+        """Make ``setting`` the current one of its type within the context."""
+        settings = self._settings[type(setting)]
+        settings.append(setting)
         try:
             yield
         finally:
-            found.pop()
+            settings.pop()
 
 
 IN_FORCE = InForce()

@@ -68,10 +68,10 @@ class CallOrder:
 
     @cached_property
     def _calls_of(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {block: [] for block in range(self.num_blocks)}
+        calls: dict[int, list[int]] = {block: [] for block in range(self.num_blocks)}
         for call, block in enumerate(self.blocks):
-            found[block].append(call)
-        return found
+            calls[block].append(call)
+        return calls
 
     def calls_of(self, block: int) -> Sequence[int]:
         """Return the calls of a block."""

@@ -355,9 +355,9 @@ class StageRecord:
         num_handed_on: The number of these tensors; carried values follow.
         sent: The calls whose outputs go to the next stage.
         exit: The call behind which the stage leaves the step; -1: it runs to the end.
-        outputs: The outputs of calls before the stage that each F may use again, with what each
-            was made of. To make one takes as long as all else that an F does for such a block, of
-            which the last stages of a deep model have many.
+        shape_outputs: By call before the stage, the tensor without values that it returns, with its
+            meta tensor; all F's use the same. To make one takes as long as all else that an F does
+            for such a block, of which the last stages of a deep model have many.
         seed_segment: Seeds the generators that the step draws from.
         meets_kernels: Whether it may call kernels without values.
         shapes_suffice: Of each call, whether the shapes of its output are known.
@@ -381,7 +381,7 @@ class StageRecord:
             self.num_handed_on = end
         self.sent = frozenset(() if is_last else step.handed_over(stop))
         self.exit = -1 if is_last else step.calls.last_before(stop)
-        self.outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
+        self.shape_outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.seed_segment = segment_seeder(step.draws_beside_torch)
         self.meets_kernels = step.meets_kernels()
         self.shapes_suffice = [step.shapes_suffice(block) for block in self.calls]

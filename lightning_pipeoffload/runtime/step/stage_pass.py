@@ -176,7 +176,7 @@ class StagePass:
         if record.coming or record.going:
             self._carried = CarriedValues(record.coming, record.going, self._step_record.derivation)
             self._counter = self._carried if self._carried.counts else None
-        self._outputs = {} if self._carried else record.outputs
+        self._shape_outputs = {} if self._carried else record.shape_outputs
 
     def place(self) -> tuple[str, bool]:
         """Return the name of the stage's block called last, and whether it is still running."""
@@ -233,7 +233,7 @@ class StagePass:
         if self._start <= index < self._stop:
             output = self._run_own(call, index, args, kwargs)
         else:
-            earlier = self._outputs.get(call)
+            earlier = self._shape_outputs.get(call)
             if earlier is not None and earlier[0].is_as_made(earlier[1]):
                 output = earlier[0]
             else:
@@ -273,7 +273,7 @@ class StagePass:
             return self._hand_over(call, output)
         shapes = self._context.shapes_of(index, output, self._microbatch.device)
         if isinstance(shapes, ShapeOnly) and suffices and call != self._record.entry:
-            self._outputs[call] = shapes, shapes.meta
+            self._shape_outputs[call] = shapes, shapes.meta
         return shapes
 
     def _hand_over(self, call: int, output: BlockOutput) -> Any:
