@@ -23,6 +23,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
     in_brackets,
     running_frames,
 )
+from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 
@@ -149,7 +150,7 @@ def _count_hooks(block: nn.Module) -> int:
 def checkpoint_around() -> Any:
     """Return an object that identifies the running checkpoint; None if none runs."""
     # Private: no public API shows that a checkpoint runs, whose blocks are called again in B.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saving_hooks()
     if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
         return None
     return hooks[0]

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
 from lightning_pipeoffload.runtime.randomness import generator_state, replayed_generator
+from lightning_pipeoffload.runtime.shapes.operations import is_plain
 from lightning_pipeoffload.runtime.shapes.shape_only import storage_of
 
 aten = torch.ops.aten
@@ -245,7 +246,7 @@ class CallRecorder(TorchDispatchMode):
         return (
             bool(tensors)
             and tensors[0] is args[0]
-            and all(type(t) in kinds and _is_plain(t) for t in tensors)
+            and all(type(t) in kinds and is_plain(t) for t in tensors)
             and not any(isinstance(value, Tensor) for value in options.values())
         )
 
@@ -314,10 +315,6 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 def _generator_of(tensor: Tensor) -> tuple[torch.device, Tensor]:
     return tensor.device, generator_state(tensor.device)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 @cache

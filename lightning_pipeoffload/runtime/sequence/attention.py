@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.weight_grad.kernels import Original, install_kernel
-from lightning_pipeoffload.runtime.weight_grad.node import Hooks, saving_hooks
+from lightning_pipeoffload.runtime.weight_grad.node import NO_HOOKS, saving_hooks
 
 _INSTEAD = (
     "; slices attend by scaled_dot_product_attention with is_causal=True, or with a mask of "
@@ -134,9 +134,7 @@ class _JoinedTensors:
 
     def __init__(self) -> None:
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by address
-        # Detached: a node that holds its own output is never freed.
-        around: Hooks = saving_hooks() or (Tensor.detach, _same)
-        self._pack_around, self._unpack_around = around
+        self._pack_around, self._unpack_around = saving_hooks() or NO_HOOKS
 
     def join(self, slices: Sequence[Tensor]) -> Tensor:
         """Return the slices' keys or values as one tensor."""
@@ -168,10 +166,6 @@ class _JoinedTensors:
 
 class _Slices(NamedTuple):
     tensors: list[Tensor]
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _modes() -> Any:

@@ -39,6 +39,7 @@ from lightning_pipeoffload.runtime.sequence.slices import Dims, EarlierSlices, S
 from lightning_pipeoffload.runtime.shapes.operations import DRAWS_BY_SHAPE, FACTORIES
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.snapshot import private_copy
+from lightning_pipeoffload.runtime.weight_grad.node import NO_HOOKS
 
 aten = torch.ops.aten
 _MOST = 1e-4  # of the largest number
@@ -227,7 +228,7 @@ def _in_float32(device: torch.device) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     try:
-        with saved_tensors_hooks(Tensor.detach, _same), torch.autocast(device.type, enabled=False):
+        with saved_tensors_hooks(*NO_HOOKS), torch.autocast(device.type, enabled=False):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -289,7 +290,3 @@ def _varied(tensor: Tensor) -> Tensor:
 def _as_float32(tensor: Tensor) -> Tensor:
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
     return tensor.float() if is_narrow else tensor
-
-
-def _same(value: Any) -> Any:
-    return value

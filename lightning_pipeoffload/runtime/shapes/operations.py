@@ -280,14 +280,15 @@ def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
 def _has_own_memory(found: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a result shares no memory with the arguments; ``_unsafe_view``'s does."""
     made = found if isinstance(found, tuple) else (found,)
-    if not all(isinstance(tensor, Tensor) and _is_plain(tensor) for tensor in made):
+    if not all(isinstance(tensor, Tensor) and is_plain(tensor) for tensor in made):
         return False
     memory = {tensor.untyped_storage()._cdata for tensor in made}
-    given = [value for value in args if isinstance(value, Tensor) and _is_plain(value)]
+    given = [value for value in args if isinstance(value, Tensor) and is_plain(value)]
     return memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in given)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's memory has its values as they are: strided, no lazy conjugate."""
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 

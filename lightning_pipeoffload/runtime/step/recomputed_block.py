@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.users_code.sources import Generators
+from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
 
 
 def run_checkpointed(
@@ -101,6 +102,5 @@ def _counts_no_versions(module: nn.Module) -> bool:
 def _is_checkpointed(block: nn.Module) -> bool:
     if getattr(block, "gradient_checkpointing", False) and block.training:
         return True  # a block of Hugging Face, which does it inside of its call
-    # Private: nothing public tells of a checkpoint around.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saving_hooks()  # a checkpoint's, or those of its second run
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__

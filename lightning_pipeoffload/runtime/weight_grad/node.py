@@ -57,6 +57,10 @@ saving_hooks: Callable[[], Hooks | None] = partial(
 )
 """Returns the active saved-tensors hooks, such as a checkpoint's; None if there are none."""
 
+# Detached: a node that holds its own output is never freed.
+NO_HOOKS: Hooks = Tensor.detach, lambda tensor: tensor
+"""Hooks that save tensors as they are."""
+
 
 def keeper_of(hooks: Hooks) -> WeightInputKeeper | None:
     """Return the owner of hooks, if it is a :class:`WeightInputKeeper`."""
