@@ -120,7 +120,7 @@ class Mailbox:
         return self._messages.pop(needed)
 
     def give(self, action: Action, tensors: list[Tensor]) -> bool:
-        """Keep the result of an F or B for its next stage; return False if there is none."""
+        """Keep the result of an F or B for its next stage; return False if no stage follows."""
         given = self._ends[action].given
         if given is None:
             return False

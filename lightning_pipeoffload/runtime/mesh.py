@@ -101,9 +101,9 @@ class ProcessGroups:
 
     @classmethod
     def leave_to_parent(cls) -> None:
-        """Keep the groups that a forked process inherits as they are.
+        """Leave the groups that a forked process has inherited as they are.
 
-        Their threads are not in this process, and one that is aborted or freed waits for them.
+        To abort or free such a group would wait for its threads, which only the parent has.
         """
         cls.end()
         cls._pending += cls._ended

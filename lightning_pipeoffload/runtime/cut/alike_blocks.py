@@ -131,11 +131,14 @@ class AlikeBlocks:
         return map_output(alike, done.output)
 
     def complete(self, record: StepRecord, whole: StepRecord) -> StepRecord | None:
-        """Return the record of all blocks; None if it differs from that of the whole trace.
+        """Add the blocks that have not run to a record, as in one of a step in which all ran.
 
         Args:
-            record: The record of this trace.
-            whole: That of a step with the same booleans of the batch.
+            record: The record of this trace, in which one block of each class ran.
+            whole: The record of a trace of all blocks, where the batch gave the same booleans.
+
+        Returns:
+            None if both records differ in more than sizes.
         """
         skipped = self.skipped
         if whole is not self._whole and not skipped <= find_firsts(self._chain, whole).keys():

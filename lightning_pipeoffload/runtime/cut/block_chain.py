@@ -106,7 +106,7 @@ class BlockChain:
         return self._pass is not None
 
     def running(self, step_pass: Pass) -> AbstractContextManager[None]:
-        """Hand the blocks' calls inside to ``step_pass``."""
+        """Call ``step_pass.call_block`` in place of each block that is called inside."""
         return _Running(self, step_pass)
 
     def intercept(self) -> None:

@@ -261,11 +261,11 @@ class BlockMeasurement:
         return is_same or self._sampled.has_few_stages
 
     def costs_of_blocks(self, samples: Costs, stages: Costs) -> tuple[Costs, BesideBlocks]:
-        """Return the costs of all segments, and the overhead of an action beside them.
+        """Return the costs of each segment, and what an action costs in addition to its blocks.
 
         Args:
-            samples: The costs of the sampled stages, of all ranks.
-            stages: The costs of the stages that they are compared with.
+            samples: The measured costs of the sampled stages, of all ranks.
+            stages: Those of whole stages. What they take more than their blocks is the addition.
         """
         compared = self._cut if self._compares_itself else self._first_cut
         num_stages = len(compared.stage_ranks)

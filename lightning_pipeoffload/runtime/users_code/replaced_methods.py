@@ -69,6 +69,6 @@ class WrappedHook:
         return getattr, (self._owner, self._hook)
 
     def remove(self) -> None:
-        """Give the owner its hook back."""
+        """Restore the plain hook of the owner."""
         del self._owner.__dict__[self._hook]
         self._owner.__dict__.update(self._own)
