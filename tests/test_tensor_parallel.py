@@ -69,6 +69,10 @@ PLANS = {
             "inner.down": RowwiseParallel(output_layouts=Shard(1)),
         },
     ),
+    "dropout of a part of the sequence": (
+        {"module": {"plan": "sequence", "behind": 0.1}},
+        "draws random numbers for a shard",
+    ),
     "no sum": ({}, {"inner.down": RowwiseParallel()}),
     "shard of the head": ({"head": ColwiseParallel()}, {}),
     "a DTensor": (
@@ -206,9 +210,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [name if name == "zb_h1" else pytest.param(name, marks=slow) for name in CASES]
-)
+def in_default_run(cases, count):
+    """Mark all but the first so many as slow."""
+    return [*cases][:count] + [pytest.param(name, marks=slow) for name in [*cases][count:]]
+
+
+@pytest.mark.parametrize("case", in_default_run(CASES, 1))
 def test_a_fit_is_that_of_one_device(ranks, tmp_path, case):
     sizes, options = CASES[case]
     found = ranks(4).run(run, sizes, tmp_path, options)
@@ -236,6 +243,7 @@ def resume(sizes, resumed, folder):
     return whole, fit(resumed, folder, ckpt_path=f"{folder}/middle.ckpt")
 
 
+@slow
 def test_a_checkpoint_of_tensor_ranks_resumes_with_other_numbers(ranks, tmp_path):
     for whole, resumed in ranks(4).run(resume, (1, 4), (2, 2), tmp_path):
         check_alike(resumed, (whole[0][3:], *whole[1:]))
@@ -292,9 +300,37 @@ def refusal(case, folder):
         fit((2, 2), folder, **options)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", in_default_run(REFUSED, 3))
 def test_what_would_be_wrong_is_refused(ranks, tmp_path, case):
     ranks(4).run(refusal, case, tmp_path)
+
+
+def fit_again(folder):
+    """Fit one module with one Trainer twice, and with another."""
+    L.seed_everything(7, verbose=False)
+    net, sizes = Net(), {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+
+    def make(max_epochs):
+        pipeline = {**sizes, "schedule": "1f1b"}
+        return fits.trainer(4, pipeline, max_epochs=max_epochs, gradient_clip_val=0.5)
+
+    trainer = make(1)
+    trainer.fit(net, loader(), loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(net, loader(), loader())
+    trainer.save_checkpoint(f"{folder}/twice.ckpt")
+    with pytest.raises(ValueError, match="the module was trained by another Trainer over tensor_"):
+        make(1).fit(net, loader())
+    return net.losses, float(trainer.callback_metrics["val_loss"]), f"{folder}/twice.ckpt"
+
+
+@slow
+def test_one_trainer_fits_again_and_another_one_is_refused(ranks, tmp_path):
+    found = ranks(4).run(fit_again, tmp_path)[0]
+    first = fit((), tmp_path, max_steps=-1, max_epochs=1)
+    assert found[0][: len(first[0])] == pytest.approx(first[0], abs=1e-12)
+    assert len(found[0]) > len(first[0])
+    assert read(found[2])[0]["blocks.0.inner.up.weight"].shape == (2 * WIDTH, WIDTH)
 
 
 class Norms(L.Callback):

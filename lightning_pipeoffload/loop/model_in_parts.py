@@ -45,6 +45,11 @@ class ModelInParts:
             is_new: Whether no run before this one has cut the module.
         """
         if self._group.device_mesh is not None:
+            if is_new and absent_in(self._module):
+                raise ValueError(
+                    "the module was trained by another Trainer over tensor_parallel_size above 1, "
+                    "whose ranks each have a part of it; load its checkpoint into a new module"
+                )
             self._module._device_mesh = self._group.device_mesh  # private: as Lightning sets it
             yield
             keep_local_parts(self._module, self._group.device_mesh["tensor_parallel"])
