@@ -29,6 +29,7 @@ from tests.support.families import NO_DROPOUT, SIZES, VOCABULARY, llama
 from tests.support.pairs import slow
 
 NUM_BATCHES, NUM_MICROBATCHES, SIZE = 2, 4, 5  # of an epoch, of a batch, of a microbatch
+# Two batches: Lightning shuffles what replicas share out, and each of two gets one in any order.
 
 
 class Program(L.LightningModule):
