@@ -69,10 +69,6 @@ PLANS = {
             "inner.down": RowwiseParallel(output_layouts=Shard(1)),
         },
     ),
-    "dropout of a part of the sequence": (
-        {"module": {"plan": "sequence", "behind": 0.1}},
-        "draws random numbers for a shard",
-    ),
     "no sum": ({}, {"inner.down": RowwiseParallel()}),
     "shard of the head": ({"head": ColwiseParallel()}, {}),
     "a DTensor": (
@@ -283,6 +279,10 @@ REFUSED = {
     "a shard of the logits": (
         {"module": {"plan": "shard of the head"}, "num_sanity_val_steps": 0},
         "the loss is computed from a shard of a layer",
+    ),
+    "dropout of a part of the sequence": (
+        {"module": {"plan": "sequence", "behind": 0.1}},
+        "draws random numbers for a shard",
     ),
     "a DTensor": (
         {"module": {"plan": "a DTensor"}, "num_sanity_val_steps": 0},
