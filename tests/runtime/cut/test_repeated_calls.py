@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.cut.partition import estimate_costs
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import Kind, build
@@ -197,7 +196,7 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     (record,) = {id(r): r for r in pipeline.ranks[0].batch_records}.values()
     assert record.calls.blocks == (*range(6), *range(6))
     assert [spec.shape for spec in record.payload_over(3)] == [(2, 4), (2, 4)]
-    planned = estimate_costs(module, pipeline.ranks[0].chain, record).sent[3]
+    planned = pipeline.ranks[0].cut.segment_costs.sent[3]
     assert planned == 2 * 2 * 4 * batch.itemsize
     assert Counter(sent) == {(Kind.SEND_F, planned): 4, (Kind.SEND_B, planned): 4}
     owned = [{*rank.ownership.local_tensors()} for rank in pipeline.ranks]
