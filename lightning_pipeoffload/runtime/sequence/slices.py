@@ -103,15 +103,15 @@ class EarlierSlices:
     """What the slices of a microbatch on one stage keep for later ones.
 
     Attributes:
-        masks: By the address of a mask, the block that gets it, and a function that reads whether
-            it lets a slice attend to later ones.
+        masks: Of each mask and slice the block that gets it, and a function that reads whether it
+            lets the slice attend to later ones.
         outputs: The outputs of the last block, of each slice.
         keys_and_values: Those of each slice, by attention: the block's call and its number there.
     """
 
     def __init__(self) -> None:
         self.outputs: list[list[Tensor]] = []
-        self.masks: dict[tuple[int, int], tuple[str, Callable[[], Tensor]]] = {}
+        self.masks: list[tuple[str, Callable[[], Tensor]]] = []
         self.keys_and_values: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]]
         self.keys_and_values = defaultdict(list)
         self._shared: defaultdict[int, list[SharedValue]] = defaultdict(list)
@@ -145,7 +145,7 @@ class EarlierSlices:
         return edges, gradients
 
     def _check_masks(self) -> None:
-        for name, is_open in self.masks.values():
+        for name, is_open in self.masks:
             if is_open():
                 raise ValueError(
                     f"the mask that {name} gets in this batch lets tokens attend to later ones, "

@@ -47,6 +47,7 @@ class SlicedPass(StagePass):
         assert earlier is not None
         self._dims, self._earlier, self._part = dims, earlier, flight.slice
         self._values: dict[int, tuple[ShapeOnly, Tensor]] = {}  # by the ids of what stands for them
+        self._masks: dict[int, Tensor] = {}  # of several blocks, by id
 
     @override
     def run(self) -> Any:
@@ -54,6 +55,7 @@ class SlicedPass(StagePass):
             return super().run()
         finally:
             self._values.clear()  # a checkpoint in the stage's graph holds this
+            self._masks.clear()
 
     @override
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,12 +135,12 @@ class SlicedPass(StagePass):
 
     def _look_behind(self, place: tuple[int, int], index: int, mask: Any, dims: Dims) -> None:
         """Find, until this microbatch's B, whether a mask lets the slice attend to later ones."""
-        key = id(mask), self._part.index  # of other blocks too
-        if isinstance(mask, ShapeOnly) or key in self._earlier.masks:
+        if isinstance(mask, ShapeOnly) or id(mask) in self._masks:
             return
+        self._masks[id(mask)] = mask
         is_open = self._step_record.slice_checks.look_behind(place, mask, dims, self._part)
         if is_open is not None:
-            self._earlier.masks[key] = self._context.chain.block_name(index), is_open
+            self._earlier.masks.append((self._context.chain.block_name(index), is_open))
 
     def _cut_leaf(self, index: int, leaf: Any, dims: Dims) -> Any:
         if not isinstance(leaf, Tensor):
