@@ -254,7 +254,7 @@ class Split:
 
     def begin_training(self, num_accumulated: int) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
-        self.group.replicas.copy_first(self.pipeline.tensors.own(), "weights")
+        self.group.replicas.copy_first(self.pipeline.tensors.distinct(), "weights")
         self.group.share(self.pipeline.tensors, self.pipeline.records)
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.with_local_stages()

@@ -171,7 +171,7 @@ class Pipeline:
         self.parts = parts
         self._cut_at(chain)
         if parts is not None:
-            self._own(parts.owners, find_slots(module))
+            self._set_owners(parts.owners, find_slots(module))
             self._leave_remote()
         self.attach()
 
@@ -251,7 +251,7 @@ class Pipeline:
         self.left_to_b: set[str] = set()
         self.at_once: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
-        self._know_parameters(slots)  # some may have replaced shapes
+        self._mark_parameters(slots)  # some may have replaced shapes
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
         """Cut the module again at the next batch, with other settings but the same blocks.
@@ -266,7 +266,7 @@ class Pipeline:
         self.rank, self.settings = rank, settings
         self._forget_cut()
 
-    def _know_parameters(self, slots: list[Slot]) -> None:
+    def _mark_parameters(self, slots: list[Slot]) -> None:
         self._parameters = list(self.module.parameters())
         for parameter in self._parameters:
             weight_grad_kernels.mark(parameter)
@@ -558,8 +558,8 @@ class Pipeline:
         }
         if self.parts is not None:
             self.parts.bring(owners, self.tensors, slots)
-            self._know_parameters(slots)
-        self._own(owners, slots)
+            self._mark_parameters(slots)
+        self._set_owners(owners, slots)
         self._shared_weights = self.tensors.on_several_stages()
         self.ownership.move()
         self.stage_gradients = stage_gradients(self.tensors.with_local_stages())
@@ -583,7 +583,7 @@ class Pipeline:
             warn_once(_NO_FUSION.format(self.device.type))
         return add_product_to_grad
 
-    def _own(self, owners: Mapping[str, frozenset[int]], slots: list[Slot]) -> None:
+    def _set_owners(self, owners: Mapping[str, frozenset[int]], slots: list[Slot]) -> None:
         self.tensors.ownership = Ownership(
             slots, self.chain, owners, self.local_stages, self.device
         )

@@ -28,11 +28,11 @@ def local_of(value: Any) -> Any:
         return value
     if not isinstance(value, nn.Parameter):
         return value._local_tensor  # private: to_local() is recorded by autograd
-    found = getattr(value, _LOCAL, None)
-    if found is None:
-        found = nn.Parameter(value._local_tensor, value.requires_grad)
-        setattr(value, _LOCAL, found)
-    return found
+    local = getattr(value, _LOCAL, None)
+    if local is None:
+        local = nn.Parameter(value._local_tensor, value.requires_grad)
+        setattr(value, _LOCAL, local)
+    return local
 
 
 def have_local_parts(inputs: Sequence[Any]) -> bool:
@@ -44,7 +44,7 @@ def have_local_parts(inputs: Sequence[Any]) -> bool:
 def take_local_inputs(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Have a graph take local tensors; return the nodes that are DTensors of its inputs."""
     placeholders = graph.find_nodes(op="placeholder")
-    made: dict[fx.Node, fx.Node] = {}
+    input_of: dict[fx.Node, fx.Node] = {}
     for node in placeholders:
         example = node.meta.get("example_value")
         if isinstance(example, DTensor):
@@ -54,8 +54,8 @@ def take_local_inputs(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             dtensor.args = (node,)
             dtensor.meta["example_value"] = example
             node.meta["example_value"] = local_of(example)
-            made[dtensor] = node
-    return made
+            input_of[dtensor] = node
+    return input_of
 
 
 def dtensor_like(example: DTensor, adds_parts: bool = False) -> Callable[[Tensor], DTensor]:

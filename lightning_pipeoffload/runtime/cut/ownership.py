@@ -267,7 +267,7 @@ class NamedTensors:
         parameters = {self.aliases(name)[0]: tensor for name, tensor in local}
         return {name: t for name, t in parameters.items() if isinstance(t, nn.Parameter)}
 
-    def own(self) -> list[Tensor]:
+    def distinct(self) -> list[Tensor]:
         """List this rank's parameters and buffers, each once; in the same order on all replicas."""
         return list({id(t): t for t in self.ownership.local_tensors().values()}.values())
 
