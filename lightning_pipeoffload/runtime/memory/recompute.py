@@ -28,8 +28,8 @@ from lightning_pipeoffload.runtime.memory.cheap_calls import CallRecorder, Value
 from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
 from lightning_pipeoffload.runtime.weight_grad.node import (
-    NO_HOOKS,
     Fetch,
+    Hooks,
     WeightInputKeeper,
     keeper_of,
     saving_hooks,
@@ -78,7 +78,8 @@ class CheapRecompute(WeightInputKeeper):
     """
 
     def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
-        hooks = saving_hooks() or NO_HOOKS
+        # Not NO_HOOKS: the recorder would see each detach(), and _pass_on() has done it.
+        hooks: Hooks = saving_hooks() or (_same, _same)
         self._pack_around, self._unpack_around = hooks
         keeper = self._keeper_around = keeper_of(hooks)
         self._pack_input_around = self._pack_around if keeper is None else keeper.pack_weight_input
@@ -198,3 +199,7 @@ def check_recompute(recompute: str) -> None:
             f'recompute must be "none", "cheap" (norms, activations, dropout) or "full" (whole '
             f"blocks), not {recompute!r}"
         )
+
+
+def _same(value: Any) -> Any:
+    return value
