@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.utils import get_total_norm
@@ -70,6 +71,7 @@ PLANS = {
         },
     ),
     "no sum": ({}, {"inner.down": RowwiseParallel()}),
+    "logits": ({"head": ColwiseParallel(use_local_output=False)}, {}),
     "shard of the head": ({"head": ColwiseParallel()}, {}),
     "a DTensor": (
         {},
@@ -257,6 +259,12 @@ class ReadsGradients(L.Callback):
         """Read gradients."""
 
 
+class LossOfShards(Net):
+    def loss(self, batch):
+        with loss_parallel():
+            return super().loss(batch)
+
+
 class Scaled(Inner):
     def __init__(self):
         super().__init__()
@@ -287,6 +295,10 @@ REFUSED = {
     "a DTensor": (
         {"module": {"plan": "a DTensor"}, "num_sanity_val_steps": 0},
         "blocks.0 returns a DTensor",
+    ),
+    "loss_parallel": (
+        {"kind": LossOfShards, "module": {"plan": "logits"}, "num_sanity_val_steps": 0},
+        "the loss is a DTensor, as loss_parallel makes it",
     ),
     "Adafactor": ({"module": {"optimizer": torch.optim.Adafactor}}, "Adafactor is not known to"),
     "a hook": ({"callbacks": [ReadsGradients()]}, "on_after_backward may read gradients, of which"),

@@ -98,6 +98,11 @@ def refuse_dtensor(value: Any, what: str) -> None:
 
 def refuse_loss_of_shard(loss: Any) -> None:
     """Raise ``ValueError`` for a loss that each tensor rank would compute from its shard alone."""
+    if isinstance(loss, DTensor):
+        raise ValueError(
+            "the loss is a DTensor, as loss_parallel makes it, which is not supported; set "
+            "output_layouts=Replicate() for the head in the plan of parallelize_module"
+        )
     if getattr(loss, "origins", frozenset()) >= OF_SHARD:
         raise ValueError(
             "the loss is computed from a shard of a layer, and tensor ranks would have different "
