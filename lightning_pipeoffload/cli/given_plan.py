@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 _COSTS = tuple(field.name for field in fields(Costs))
-_SLICES = tuple(field.name for field in fields(Slices))
+_SLICES = tuple(field.name for field in fields(Slices) if field.name != "units")
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")
 _OF_THE_MACHINE = ("communication", "copy_lanes")
 _OF_A_WHOLE_STEP = ("reduce", "step")

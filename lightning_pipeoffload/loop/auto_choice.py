@@ -85,7 +85,7 @@ class Chosen:
         assert self.plan is not None
         if needs is None:
             return self.plan.costs
-        names = ("activation", "weight_input", "weight_residue")
+        names = ("activation", "weight_input", "weight_residue", "slices")
         return replace(self.plan.costs, **{name: getattr(needs.costs, name) for name in names})
 
 

@@ -96,7 +96,7 @@ class Plans:
         self.microbatch_size = 0
         self._search = SolverSearch(group, self.training, measurements, self._replace)
         self._flags = Flags()
-        self._largest: dict[str, dict[int, int | None]] = {}
+        self._largest: dict[str, dict[int, int]] = {}
         self.chosen: Chosen | None = None
         self._has_measured_steps = False
         self._has_reserved_memory = False
@@ -244,10 +244,15 @@ class Plans:
     def _breaks_limit(self) -> bool:
         """Whether a microbatch needs more memory here than planned, and that does not fit."""
         stages = self._executor.stages
+        memories = {index: [*stage.memories.values()] for index, stage in stages.items()}
         found = {
-            "activation": {i: stage.memory.activation_bytes for i, stage in stages.items()},
-            "weight_input": {i: stage.memory.weight_input_bytes for i, stage in stages.items()},
-            "weight_residue": {i: stage.memory.residue_bytes for i, stage in stages.items()},
+            "activation": {i: sum(m.all_bytes for m in of) for i, of in memories.items()},
+            "weight_input": {
+                i: sum(m.weight_input_bytes or 0 for m in of) for i, of in memories.items()
+            },
+            "weight_residue": {
+                i: sum(m.residue_bytes or 0 for m in of) for i, of in memories.items()
+            },
         }
         current = self.training.current
         costs, limits = current.costs, current.limits
@@ -257,7 +262,7 @@ class Plans:
         num_stages = current.schedule.num_stages
         planned = {name: list(costs.per_stage(name, num_stages)) for name in found}
         most: dict[str, Any] = {
-            name: [max(size, found[name].get(i) or 0) for i, size in enumerate(sizes)]
+            name: [max(size, found[name].get(i, 0)) for i, size in enumerate(sizes)]
             for name, sizes in planned.items()
         }
         limit = self.settings.limit_on(limits.device)

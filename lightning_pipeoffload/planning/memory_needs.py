@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.measure.block_costs import costs_of_stages
+from lightning_pipeoffload.runtime.measure.block_costs import (
+    costs_of_slice,
+    costs_of_stages,
+    shares_of_slices,
+)
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.memory.host_memory import gradient_bytes, staging_bytes
 from lightning_pipeoffload.runtime.payload import TensorSpec
@@ -130,15 +134,21 @@ class MemoryNeeds:
         Raises:
             Exception: The step does not run without values.
         """
-        saved = measure_shapes(pipeline, first)
+        saved, num_slices = measure_shapes(pipeline, first), 1
+        if first.record.sequence is not None:
+            num_slices = pipeline.settings.num_sequence_slices
+        starts = range(0, len(saved), num_slices)
+        stages = [saved[start : start + num_slices] for start in starts]
+        parts = [[*map(costs_of_slice, of)] for of in stages]
         costs = replace(
             pipeline.cut.costs,
-            activation=[stage.activation_bytes or 0 for stage in saved],
-            weight_input=[stage.weight_input_bytes or 0 for stage in saved],
-            weight_residue=[stage.residue_bytes or 0 for stage in saved],
+            activation=[sum(part.all_bytes for part in of) for of in stages],
+            weight_input=[sum(part.weight_input_bytes or 0 for part in of) for of in stages],
+            weight_residue=[sum(part.residue_bytes or 0 for part in of) for of in stages],
+            slices=shares_of_slices(parts) if num_slices > 1 else None,
         )
         sent, unit = _sent(pipeline, first.record), pipeline.cut.segment_costs.unit
-        workspace = [stage.workspace_bytes for stage in saved]
+        workspace = [max(part.workspace_bytes for part in of) for of in stages]
         return cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:

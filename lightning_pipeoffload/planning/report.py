@@ -84,8 +84,8 @@ def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
     the step's start on the host's clock, bytes on the device, on the host, and in pending copies.
     ``message_buffer_bytes`` are those of buffers that messages over NCCL go through; gloo has none.
     """
-    memory = {index: runner.memory for index, runner in executor.stages.items()}
-    deferred = sum(stage.deferred_flops or 0 for stage in memory.values())
+    memories = [m for runner in executor.stages.values() for m in runner.memories.values()]
+    deferred = sum(memory.deferred_flops or 0 for memory in memories)
     ledger = executor.memory.ledger
     return {
         "step_seconds": executor.timer.step_seconds(),

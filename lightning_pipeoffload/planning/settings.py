@@ -162,11 +162,10 @@ class PipelineSettings:
         slices = self.num_sequence_slices
         is_count = _is_int(slices) and slices >= 1
         _require(is_count, "num_sequence_slices", "a positive int", slices)
-        if slices > 1 and (self.is_solved or self.memory_limit is not None):
+        if slices > 1 and self.is_solved:
             raise ValueError(
-                f"num_sequence_slices={slices} is not planned by a solver nor for a memory limit, "
-                f"since the memory of slices is not measured; leave out memory_limit and "
-                f"schedule='optpipe', and set offload to a share, or use more slices"
+                f"num_sequence_slices={slices} is not planned by a solver; leave out "
+                f"schedule='optpipe', as schedule='auto' chooses among seq_1f1b, seq_zb and seq_v"
             )
         most = MOST_MICROBATCHES // slices
         if self.num_microbatches != "auto" and int(self.num_microbatches) > most:
@@ -308,8 +307,7 @@ class PipelineSettings:
     def keeps_device_limit(self, on_accelerator: bool) -> bool:
         """Whether the limit is the memory that the devices have left."""
         is_auto = self.memory_limit is None and self.offload == "auto"
-        is_planned = self.num_sequence_slices == 1 and self.tensor_parallel_size == 1
-        return on_accelerator and is_auto and is_planned
+        return on_accelerator and is_auto and self.tensor_parallel_size == 1
 
     def plans_memory(self, on_accelerator: bool) -> bool:
         """Whether activations may be offloaded, for a limit or because that is asked for."""

@@ -169,7 +169,7 @@ class TrainingPlan:
         # A larger microbatch may break the limit: what each of these keeps is measured.
         is_measured = shapes_are_new and current.settings.is_limited(self._on_accelerator)
         for stage in self._executor.stages.values():
-            stage.memory.measures_all = is_measured
+            stage.measure_all(is_measured)
 
 
 def _lower(

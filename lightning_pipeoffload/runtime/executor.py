@@ -184,7 +184,7 @@ class Executor:
         self.mailbox.start_step()
         if self._keep:
             self.timer.start_step()
-            self.memory.start_step(plan[self.rank], self.stages)
+            self.memory.start_step(plan[self.rank], self.stages, plan.num_sequence_slices)
 
     def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
         """Plan how many messages an edge holds, and when receives are posted, of later steps.

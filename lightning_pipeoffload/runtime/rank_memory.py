@@ -32,12 +32,14 @@ from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.schedule import Action
 from lightning_pipeoffload.schedule.actions import (
     ACTIVATION,
+    COMPUTE,
     KINDS,
     NOTHING,
     RELOADS,
     WAITING,
     Part,
 )
+from lightning_pipeoffload.schedule.simulation.memory import key_value_changes
 
 _OFFLOADS = {kind for kind, row in KINDS.items() if row.host_puts}
 
@@ -62,10 +64,13 @@ class Ledger:
 
     Args:
         measured: Returns the bytes of a stage and microbatch after an action that copies nothing.
+        beside: Returns the bytes on the device that an action adds beside these.
     """
 
-    def __init__(self, measured: Callable[[Action], Held]) -> None:
-        self._measured = measured
+    def __init__(
+        self, measured: Callable[[Action], Held], beside: Callable[[Action], int] = lambda action: 0
+    ) -> None:
+        self._measured, self._beside = measured, beside
         self._peak = self._total = Held()
         self._pending: list[tuple[float, Action, Held | None]] = []
         self._counted: tuple[list[Action], Any] = [], None
@@ -125,7 +130,7 @@ class Ledger:
             key = action.stage, action.microbatch
             before, self._held[key] = self._held.get(key, _NONE_HELD), held
             self._offloaded_bytes += max(held.host - before.host, 0)
-            device += held.device - before.device
+            device += held.device - before.device + self._beside(action)
             host += held.host - before.host
             moving += held.moving - before.moving
             self._entries.append(Entry(seconds, action, Held(device, host, moving)))
@@ -148,7 +153,8 @@ class ActivationMemory:
     def __init__(self, settings: OffloadSettings) -> None:
         self.settings = settings
         self._there: dict[_Key, Part] = {}
-        self.ledger = Ledger(self._measured_after)
+        self.ledger = Ledger(self._measured_after, self._kept_for_later)
+        self._num_slices = 1
         self._stages: Mapping[int, StageRunner] = {}
         self._offloaded: set[_Key] = set()
         self._owned: set[int] = set()
@@ -168,7 +174,7 @@ class ActivationMemory:
     def forget_peaks(self) -> None:
         """Reset the ledger, and with it the device's peak, which is compared with the ledger's."""
         self._there = {}
-        self.ledger = Ledger(self._measured_after)
+        self.ledger = Ledger(self._measured_after, self._kept_for_later)
         if self.settings.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self.settings.device)
 
@@ -180,12 +186,15 @@ class ActivationMemory:
             return 0
         return torch.accelerator.max_memory_allocated(device) - self.ledger.peak_device_bytes
 
-    def start_step(self, actions: Sequence[Action], stages: Mapping[int, StageRunner]) -> None:
-        """Begin a step with the rank's actions and stages."""
-        sizes = [(s.memory.activation_bytes, s.memory.residue_bytes) for s in self._stages.values()]
+    def start_step(
+        self, actions: Sequence[Action], stages: Mapping[int, StageRunner], num_slices: int = 1
+    ) -> None:
+        """Begin a step with the rank's actions and stages, by slices of the sequences."""
+        memories = (m for stage in self._stages.values() for m in stage.memories.values())
+        sizes = [(m.activation_bytes, m.residue_bytes, m.for_later) for m in memories]
         self.ledger.start_step(sizes)  # counts the last step, with its stages
         self._there.clear()
-        self._stages = stages
+        self._stages, self._num_slices = stages, num_slices
         self._owned.clear()  # parameters may have moved
         self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _OFFLOADS}
         self._reserve(actions)
@@ -214,7 +223,8 @@ class ActivationMemory:
         """Return a store for the tensors that an F saves, if it needs one."""
         key = action.stage, action.microbatch
         stage = self._stages[action.stage]
-        is_measured = self.measures_all or stage.memory.is_due
+        memory = stage.memory_of(action.microbatch % self._num_slices)
+        is_measured = self.measures_all or memory.is_due
         if key not in self._offloaded and not is_measured:
             return None
         if not self._owned:
@@ -258,8 +268,19 @@ class ActivationMemory:
         key, row = (action.stage, action.microbatch), KINDS[action.kind]
         there = self._there[key] = (self._there.get(key, NOTHING) | row.puts) & ~row.drops
         measured = _BYTES.get(there)
-        memory = self._stages[action.stage].memory
+        memory = self._stages[action.stage].memory_of(action.microbatch % self._num_slices)
         return Held(getattr(memory, measured) or 0 if measured else 0)
+
+    def _kept_for_later(self, action: Action) -> int:
+        """Return what an action adds by the keys and values of slices, and their gradients."""
+        count = self._num_slices
+        if count == 1 or action.kind not in COMPUTE:
+            return 0
+        stage = self._stages[action.stage]
+        kept = [stage.memory_of(place).for_later for place in range(count)]
+        sizes = [of.num_bytes for of in kept], [of.gradient_bytes for of in kept]
+        changes = key_value_changes(*sizes, count).get(action.kind)
+        return int(changes[action.microbatch % count]) if changes else 0
 
 
 def _slabs(

@@ -146,6 +146,15 @@ class ActionTimer:
                 found[action.kind, action.stage].append(self._seconds(spans) / num_actions)
         return {key: median(seconds) for key, seconds in found.items()}
 
+    def slice_seconds(self, num_slices: int) -> dict[tuple[Kind, int, int], float]:
+        """Return the median seconds of each kind of action, stage and slice of a microbatch."""
+        found: defaultdict[tuple[Kind, int, int], list[float]] = defaultdict(list)
+        for step in self._steps:
+            for action, spans, num_actions in step.actions:
+                key = action.kind, action.stage, action.microbatch % num_slices
+                found[key].append(self._seconds(spans) / num_actions)
+        return {key: median(seconds) for key, seconds in found.items()}
+
     def step_seconds(self) -> float:
         """Return the median time from one step's start to the next one's; 0 before a step."""
         return median([seconds for _, seconds in self._periods()] or [0.0])

@@ -69,6 +69,9 @@ class Slices:
         end_weight_input: The same of what only W needs.
         key_values: The share of the activation that are keys and values. They stay on the device
             from a slice's F to its B, for later slices attend to them.
+        units: What was measured, in place of the shares above: of a cost the share that each slice
+            has in the cost of its stage, all slices of a stage, then of the next; of "key_values",
+            and of their gradients, the shares in the activation of the stage.
     """
 
     sizes: tuple[float, ...] = ()
@@ -81,6 +84,7 @@ class Slices:
     end_weight_residue: PerStage = 0.0
     end_weight_input: PerStage = 0.0
     key_values: PerStage = 0.0
+    units: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, _check_shares)
@@ -107,6 +111,9 @@ class Slices:
             name: The name of the cost, such as ``"forward"``.
             costs: The cost of a whole microbatch at each stage.
         """
+        measured = dict(self.units).get(name)
+        if measured is not None:
+            return _of_units(name, measured, costs, num_slices)
         sizes = self.shares(num_slices)
         ends = [0.0, *accumulate(sizes)]
         squares = [end**2 - start**2 for start, end in zip(ends, ends[1:], strict=False)]
@@ -121,6 +128,19 @@ class Slices:
             found += of_stage
         return found
 
+    def kept(
+        self, activations: Sequence[float], num_slices: int
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Return the keys and values of every slice of every stage, and their gradients."""
+        if dict(self.units).get("key_values") is not None:
+            names = "key_values", "key_value_gradients"
+            held, gradients = (self.divide(name, activations, num_slices) for name in names)
+            return held, gradients
+        shares = of_every_stage("slices.key_values", self.key_values, len(activations))
+        whole = [share * kept for share, kept in zip(shares, activations, strict=True)]
+        held = Slices(self.sizes).divide("key_values", whole, num_slices)
+        return held, held
+
     def parts(self, name: str, costs: Sequence[float]) -> tuple[float, float]:
         """Return of a cost of all stages' blocks the linear part and the quadratic one."""
         stages = [*zip(costs, *self._shares_of(name, len(costs)), strict=True)]
@@ -133,7 +153,21 @@ class Slices:
             yield of_every_stage(f"slices.{share}", getattr(self, share, 0.0), num_stages)
 
 
-def _check_shares(name: str, value: PerStage) -> None:
+def _of_units(
+    name: str, shares: Sequence[float], costs: Sequence[float], num_slices: int
+) -> list[float]:
+    if len(shares) != len(costs) * num_slices:
+        raise ScheduleError(
+            f"costs.slices has {name} of {len(shares)} slices of stages, and the schedule has "
+            f"{len(costs)} stages with {num_slices} slices each; measure these, or leave it out"
+        )
+    each = (cost for cost in costs for _ in range(num_slices))
+    return [cost * share for cost, share in zip(each, shares, strict=True)]
+
+
+def _check_shares(name: str, value: Any) -> None:
+    if name == "units":
+        return
     numbers = value if isinstance(value, Sequence) else (value,)
     least, most = (0, 1) if name != "sizes" else (1e-100, inf)
     if not all(isinstance(n, (int, float)) and least <= n <= most for n in numbers):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
@@ -291,6 +292,31 @@ def test_shapes_tell_what_the_ledger_counts(name, schedule, num_ranks, recompute
     plan = build(schedule, num_ranks, NUM_MICROBATCHES)
     pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
     assert_as_counted(pipeline, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute"),
+    [
+        ("gpt_dropout", "seq_1f1b", "none"),
+        ("gpt_deep_tied", "seq_zb", "none"),
+        ("gpt_deep_dropout", "seq_zb", "full"),
+        ("gpt_deep", "seq_v", "full"),
+        ("gpt_plain", "seq_v", "cheap"),
+        ("llama_padding_mask", "seq_zb", "none"),
+    ],
+)
+def test_shapes_tell_what_the_ledger_counts_of_slices(name, schedule, recompute):
+    module, batch = make(name)
+    plan = build(schedule, 2, NUM_MICROBATCHES, num_sequence_slices=3)
+    pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
+    rank = pipeline.ranks[0]
+    size = (len(batch) if torch.is_tensor(batch) else count(batch)) // NUM_MICROBATCHES
+    parts = rank.cut_batch(batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
+    costs = MemoryNeeds.of(rank, parts[0]).costs
+    pipeline.run(batch, size)
+    counted = [executor.memory.ledger.peak_device_bytes for executor in pipeline.executors]
+    assert counted == pytest.approx([*peak_memory(pipeline.plan, costs)], rel=1e-9)
+    assert min(counted)
 
 
 def test_of_alike_blocks_of_a_stage_two_run_and_the_last(monkeypatch):

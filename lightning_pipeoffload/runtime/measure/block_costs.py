@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice, product
-from operator import mul
 from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +25,7 @@ from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage, cut
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
+from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater, SavedMemory
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import forget_casts, sharing_casts
@@ -41,12 +40,14 @@ from lightning_pipeoffload.schedule import (
     Kind,
     Schedule,
     ScheduleError,
+    Slices,
     lower,
     one_at_a_time,
 )
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from lightning_pipeoffload.schedule.schedule import stages_on
 
+_ONE_BYTE_A_SECOND = CopySpeed(1.0, 1.0, 1.0)
 _NUM_MEASURED = 3  # microbatches, of which the median counts
 
 BesideBlocks = Mapping[str, float]
@@ -66,70 +67,103 @@ class StageCosts(NamedTuple):
     reload: float
 
 
+class SliceCosts(NamedTuple):
+    """Costs of one slice of a microbatch at a stage, and of them what it keeps for later slices."""
+
+    costs: StageCosts
+    for_later: KeptForLater
+
+
 @dataclass(frozen=True)
 class RankCosts:
     """One rank's measurements.
 
     Attributes:
-        stages: The costs of this rank's stages, by index.
+        slices: The costs of each slice of a microbatch at this rank's stages, by their index; where
+            sequences are whole there is one.
         copy_lanes: The number of copies that its device makes at a time.
         latencies: P2P latency in seconds, by index of each stage whose next stage is on another
             rank.
         step: Seconds of the optimizer's step on the host, for all stages.
     """
 
-    stages: Mapping[int, StageCosts]
+    slices: Mapping[int, Sequence[SliceCosts]]
     copy_lanes: int
     latencies: Mapping[int, float]
     step: float = 0.0
+
+    @property
+    def stages(self) -> dict[int, StageCosts]:
+        """The costs of this rank's stages, by index."""
+        return {
+            index: StageCosts(*map(sum, zip(*(part.costs for part in parts), strict=True)))
+            for index, parts in self.slices.items()
+        }
 
 
 def measure_costs(
     executor: Executor, speed: CopySpeed, latencies: Mapping[int, float] = MappingProxyType({})
 ) -> RankCosts:
-    """Return the median costs of a microbatch over an executor's steps so far.
+    """Return the median costs of a microbatch over an executor's steps so far."""
+    num_slices = executor.plan.num_sequence_slices
+    seconds: Mapping[Any, float] = executor.timer.action_seconds()
+    if num_slices > 1:
+        seconds = executor.timer.slice_seconds(num_slices)
+    slices = {
+        index: [
+            costs_of_slice(
+                stage.memory_of(place), speed, seconds, (index, place)[: 1 + (num_slices > 1)]
+            )
+            for place in range(num_slices)
+        ]
+        for index, stage in executor.stages.items()
+    }
+    return RankCosts(slices, speed.num_lanes, latencies)
 
-    Of one in slices of its sequence, the number of slices times the median seconds of a slice, and
-    times the bytes of the largest slice that was measured.
-    """
-    seconds, num_slices = executor.timer.action_seconds(), executor.plan.num_sequence_slices
-    stages = {}
-    for index in executor.stages:
-        of_slice = _costs_of(executor, index, seconds, speed)
-        stages[index] = StageCosts(*map(partial(mul, num_slices), of_slice))
-    return RankCosts(stages, speed.num_lanes, latencies)
 
-
-def _costs_of(
-    executor: Executor, index: int, seconds: Mapping[tuple[Kind, int], float], speed: CopySpeed
-) -> StageCosts:
-    memory = executor.stages[index].memory
-    activation = memory.activation_bytes or 0
+def costs_of_slice(
+    memory: SavedMemory,
+    speed: CopySpeed = _ONE_BYTE_A_SECOND,
+    seconds: Mapping[Any, float] = MappingProxyType({}),
+    key: tuple[int, ...] = (),
+) -> SliceCosts:
+    """Return the costs of a slice at a stage; actions have their seconds by kind and ``key``."""
+    moved = memory.activation_bytes or 0
     # A fused backward is one measurement; no plan depends on how it divides into B and W.
-    half = seconds.get((Kind.BW, index), 0.0) / 2
-    return StageCosts(
-        forward=seconds.get((Kind.F, index), 0.0),
-        backward_input=seconds.get((Kind.B, index), half),
-        backward_weight=seconds.get((Kind.W, index), half),
-        activation=activation,
+    half = seconds.get((Kind.BW, *key), 0.0) / 2
+    costs = StageCosts(
+        forward=seconds.get((Kind.F, *key), 0.0),
+        backward_input=seconds.get((Kind.B, *key), half),
+        backward_weight=seconds.get((Kind.W, *key), half),
+        activation=memory.all_bytes,
         weight_input=memory.weight_input_bytes or 0,
         weight_residue=memory.residue_bytes or 0,
-        offload=activation / speed.to_host * speed.slowed_by,
-        reload=activation / speed.to_device * speed.slowed_by,
+        offload=moved / speed.to_host * speed.slowed_by,
+        reload=moved / speed.to_device * speed.slowed_by,
     )
+    return SliceCosts(costs, memory.for_later)
 
 
 def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
     """Return the maximum of each cost over one rank's counterparts."""
-    first, stages = of_replicas[0], {}
-    for index in first.stages:
-        found = zip(*(replica.stages[index] for replica in of_replicas), strict=True)
-        stages[index] = StageCosts(*map(max, found))
+    first = of_replicas[0]
+    slices = {
+        index: [*map(_most, zip(*(replica.slices[index] for replica in of_replicas), strict=True))]
+        for index in first.slices
+    }
     latencies = {
         index: max(replica.latencies[index] for replica in of_replicas) for index in first.latencies
     }
     lanes = min(replica.copy_lanes for replica in of_replicas)
-    return RankCosts(stages, lanes, latencies, max(replica.step for replica in of_replicas))
+    return RankCosts(slices, lanes, latencies, max(replica.step for replica in of_replicas))
+
+
+def _most(of_replicas: Sequence[SliceCosts]) -> SliceCosts:
+    costs, for_later = zip(*of_replicas, strict=True)
+    return SliceCosts(
+        StageCosts(*map(max, zip(*costs, strict=True))),
+        KeptForLater(*map(max, zip(*for_later, strict=True))),
+    )
 
 
 def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
@@ -144,7 +178,35 @@ def join_costs(of_ranks: Iterable[RankCosts]) -> Costs:
         communication=[latencies.get(index, 0.0) for index in sorted(by_index)],
         step=[steps[index] for index in sorted(by_index)],
     )
+    slices = {index: parts for rank in ranks for index, parts in rank.slices.items()}
+    if any(len(parts) > 1 for parts in slices.values()):
+        costs["slices"] = shares_of_slices([slices[index] for index in sorted(slices)])
     return Costs(**costs, copy_lanes=min(rank.copy_lanes for rank in ranks))
+
+
+def shares_of_slices(stages: Sequence[Sequence[SliceCosts]]) -> Slices:
+    """Return how the costs of each stage are shared out to its slices, as measured.
+
+    Times that are not measured are equal, for slices have equal work.
+    """
+    by_name: dict[str, Any] = {
+        name: [[part.costs[place] for part in parts] for parts in stages]
+        for place, name in enumerate(StageCosts._fields)
+    }
+    wholes = {name: [sum(parts) for parts in of_stages] for name, of_stages in by_name.items()}
+    for name, field in (("key_values", "num_bytes"), ("key_value_gradients", "gradient_bytes")):
+        by_name[name] = [[getattr(part.for_later, field) for part in parts] for parts in stages]
+        wholes[name] = wholes["activation"]
+    units = {
+        name: tuple(
+            part / whole if whole else 1 / len(parts)
+            for parts, whole in zip(of_stages, wholes[name], strict=True)
+            for part in parts
+        )
+        for name, of_stages in by_name.items()
+    }
+    sizes = tuple(part.for_later.num_tokens for part in stages[0])
+    return Slices(sizes if all(sizes) else (), units=tuple(units.items()))
 
 
 @dataclass(frozen=True)

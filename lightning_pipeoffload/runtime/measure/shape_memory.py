@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -26,7 +27,7 @@ from lightning_pipeoffload.runtime.batch_tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.leaves import output_tensors, tensors_in
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
@@ -40,12 +41,15 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
+from lightning_pipeoffload.runtime.sequence.slices import Dims, EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage import backward_on
+from lightning_pipeoffload.runtime.users_code.snapshot import private_copy
 from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -74,37 +78,56 @@ class _ShapeStore(ActivationStore):
 
 
 class StageStores(WeightInputKeeper):
-    """The stores of all stages; tensors go to that of ``turn``, the running stage."""
+    """The stores of all stages; tensors go to that of ``turn``, the running stage.
 
-    def __init__(self, stores: Sequence[_ShapeStore]) -> None:
-        self.stores = stores
-        self.turn = 0
+    Args:
+        stores: Of every stage those of its slices, of a whole microbatch one.
+        before: That of the code before the blocks, which each slice runs; None: it counts among
+            the first stage's.
+    """
+
+    def __init__(
+        self, stores: Sequence[Sequence[_ShapeStore]], before: _ShapeStore | None = None
+    ) -> None:
+        self.stores, self.before = stores, before
+        self.turn = self.place = 0
+        self.is_before = before is not None
+
+    @property
+    def running(self) -> _ShapeStore:
+        """The store of what runs."""
+        if self.is_before and self.before is not None:
+            return self.before
+        return self.stores[self.turn][self.place]
 
     def count_for(self, num_blocks: int) -> None:
-        """Count what is new in a store for so many blocks."""
-        self.stores[self.turn].num_alike = num_blocks
+        """Count what is new in a stage's stores for so many blocks."""
+        for store in self.stores[self.turn]:
+            store.num_alike = num_blocks
 
     def pack(self, tensor: Tensor) -> Saved:
-        return self.stores[self.turn].pack(tensor)
+        return self.running.pack(tensor)
 
     @override
     def pack_weight_input(self, x: Tensor) -> Saved:
-        return self.stores[self.turn].pack_weight_input(x)
+        return self.running.pack_weight_input(x)
 
     def keep_for_weight(self, tensor: Tensor) -> Fetch:
-        return self.stores[self.turn].keep_for_weight(tensor)
+        return self.running.keep_for_weight(tensor)
 
     @override
     def unpack(self, packed: Any) -> Tensor:
-        return self.stores[self.turn].unpack(packed)
+        return self.running.unpack(packed)
 
     @override
     def unpack_for_b(self, packed: Any) -> tuple[Tensor, Fetch | None]:
-        return self.stores[self.turn].unpack_for_b(packed)
+        return self.running.unpack_for_b(packed)
 
 
 def measure_shapes(pipeline: Pipeline, part: Microbatch) -> list[SavedMemory]:
     """Return the saved bytes of every stage for one microbatch, from a run without values.
+
+    Where blocks run on slices of sequences, they are of all slices of a stage, then of the next.
 
     Args:
         pipeline: One rank's pipeline; its module is not changed.
@@ -150,7 +173,13 @@ class _MeasuringPass(StepTrace):
         alike = self._find_alike(pipeline)
         self.outputs = {index: part.record.outputs[index] for index in alike}
         self._num_alike = Counter(alike.values())  # how many others a block counts for
-        self.memories = [SavedMemory() for _ in stages]
+        self._slices: Sequence[SequenceSlice] = ()
+        if part.record.sequence is not None:
+            of_slices = part.record.in_slices(pipeline.settings.num_sequence_slices)
+            self._slices = of_slices[0].sequence_slices
+        self._cuts: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._of_stages = [[SavedMemory() for _ in self._slices or (None,)] for _ in stages]
+        self._before = SavedMemory()
         self._is_backward = False
         self._cheap: CheapRecompute | None = None
         self._hooks: list[RemovableHandle] = []
@@ -166,9 +195,9 @@ class _MeasuringPass(StepTrace):
         resident = self._note_resident()
         lanes = make_lanes(torch.device("cpu"))  # nothing is copied
         settings = OffloadSettings(self._part.device, lanes, HostMemory(pinned=False))
-        names = (f"stage {stage}" for stage in range(len(self.memories)))
-        stores = (_ShapeStore(n, resident, settings, counts_shapes=True) for n in names)
-        self._stores = StageStores([*stores])
+        make = partial(_ShapeStore, resident=resident, settings=settings, counts_shapes=True)
+        stores = [[make(f"stage {n}") for _ in of] for n, of in enumerate(self._of_stages)]
+        self._stores = StageStores(stores, make("before the blocks") if self._slices else None)
         self._queue = WeightGradQueue(keeper=self._stores, has_at_once=bool(self._at_once))
         defers = not self._part.record.starts_backward
         with (
@@ -221,7 +250,7 @@ class _MeasuringPass(StepTrace):
     def around_chunks(self) -> Iterator[None]:
         with LiveBytes() as live:
             yield
-        memory = self.memories[self._stores.turn]
+        memory = self._of_stages[self._stores.turn][self._stores.place]
         memory.workspace_bytes = max(memory.workspace_bytes, live.peak)
 
     @override
@@ -236,20 +265,68 @@ class _MeasuringPass(StepTrace):
     def _begin_stage(self, stage: int) -> None:
         if self._cheap and stage != self._stores.turn:
             self._cheap.change_stage(self._stores.turn, stage)
-        self._stores.turn = stage
+        if stage != self._stores.turn:
+            self._cuts.clear()
+        self._stores.turn, self._stores.place = stage, max(0, len(self._slices) - 1)
+        self._stores.is_before = False
 
     @override
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         if index in self.outputs:
             return self._leave_out(index, (args, kwargs))
+        if self._slices:
+            return self._run_in_slices(index, args, kwargs)
+        return self._run_whole(index, self.chain.plain_call(index), args, kwargs)
+
+    def _run_whole(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._recompute != "full" or index in self._part.record.opened:
-            return self.chain.plain_call(index)(*args, **kwargs)
+            return call(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._again_in_block() if self._is_backward else nullcontext():
-                return self.chain.plain_call(index)(*args, **kwargs)
+                return call(*args, **kwargs)
 
         return run_checkpointed(self.chain.blocks[index], run, args, kwargs)
+
+    def _run_in_slices(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Run a block slice by slice; return its whole output."""
+        call, earlier = self.num_calls, EarlierSlices()
+        stage, plain = self._stage_of[index], self.chain.plain_call(index)
+        dims, is_last = self._part.record.sequence, index == len(self.chain) - 1
+        parts: list[list[Tensor]] = []
+        assert dims is not None
+        for part in self._slices:
+            self._stores.place = part.index
+            on_slice = BlockOnSlice(self.chain.block_name(index), index, part, earlier)
+            cut = self._cut(part, (args, kwargs), dims.arguments[call])
+            output = self._run_whole(index, partial(on_slice.run, plain), *cut)
+            tensors = output_tensors(output)
+            for leaf in tensors:
+                if leaf.requires_grad:
+                    come_back = partial(self._come_back_to_slice, stage, index, part.index)
+                    self._hooks.append(leaf.register_hook(come_back))
+            # Behind the last block slices are joined as here, but earlier ones are leaves then.
+            is_joined = is_last and part.is_last
+            parts.append(tensors if is_joined else [*map(_Apart.apply, tensors)])
+        if is_last:
+            earlier.outputs += parts[:-1]
+        for part, memory in zip(self._slices, self._of_stages[stage], strict=True):
+            memory.add_for_later(earlier.kept_by(part), 1 + self._num_alike[index])
+        joined = zip(zip(*parts, strict=True), dims.outputs[call], strict=True)
+        return self._part.record.outputs[call].fill([torch.cat(p, dim) for p, (dim, *_) in joined])
+
+    def _cut(self, part: SequenceSlice, arguments: Any, dims: Sequence[Dims]) -> Any:
+        """Return a slice of the arguments of a call; what several blocks get is cut once."""
+        leaves, form = tree_flatten(arguments)
+        for place, (leaf, of) in enumerate(zip(leaves, dims, strict=True)):
+            if not isinstance(leaf, Tensor):
+                leaves[place] = private_copy(leaf)  # a cache of keys, say
+            elif of:
+                key = part.index, memory_of(leaf), leaf.shape, leaf.storage_offset()
+                if key not in self._cuts:
+                    self._cuts[key] = leaf, part.cut(leaf, of).clone()
+                leaves[place] = self._cuts[key][1]
+        return tree_unflatten(leaves, form)
 
     def _leave_out(self, index: int, arguments: Any) -> Any:
         output = self.outputs[index]
@@ -268,12 +345,22 @@ class _MeasuringPass(StepTrace):
 
     def run_backward(self, loss: Tensor) -> None:
         """Run the B of all stages."""
-        for memory, store in zip(self.memories, self._stores.stores, strict=True):
-            memory.measure_forward(store)
+        for memories, stores in zip(self._of_stages, self._stores.stores, strict=True):
+            for memory, store in zip(memories, stores, strict=True):
+                memory.measure_forward(store)
+        self._before.measure_forward(self._stores.before)
         self._is_backward = True
         with backward_on(self._part.device), self._queue:
             torch.autograd.backward(loss)
         self._come_back_to(-1, -1)
+        self._before.measure_backward(self._queue, self._stores.before)
+        for memory in self._of_stages[0] if self._slices else ():  # each slice runs it
+            memory.add(self._before)
+
+    @property
+    def memories(self) -> list[SavedMemory]:
+        """The bytes of every stage, or of all slices of a stage, then of the next."""
+        return [memory for of_stage in self._of_stages for memory in of_stage]
 
     def let_go(self) -> None:
         """Remove the hooks: Python cannot collect a cycle through autograd, which holds them."""
@@ -290,11 +377,16 @@ class _MeasuringPass(StepTrace):
                 return
         while self._stores.turn > stage:
             turn = self._stores.turn
-            self.memories[turn].measure_backward(self._queue, self._stores.stores[turn])
+            for memory, store in zip(self._of_stages[turn], self._stores.stores[turn], strict=True):
+                memory.measure_backward(self._queue, store)
             if not turn:
                 return
             self._stores.turn -= 1
         self._stores.count_for(1 + self._num_alike[block])
+
+    def _come_back_to_slice(self, stage: int, block: int, place: int, gradient: Tensor) -> None:
+        self._come_back_to(stage, block)
+        self._stores.place = place
 
 
 class _Turns(TorchFunctionMode):
@@ -310,6 +402,18 @@ class _Turns(TorchFunctionMode):
     ) -> Any:
         self._begin((args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+class _Apart(torch.autograd.Function):
+    """A slice of a block's output, whose gradient is no view of that of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        return part.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
 
 
 class _LeftOut(torch.autograd.Function):

@@ -1,19 +1,36 @@
-"""The measured bytes of what a stage saves for one microbatch."""
+"""The measured bytes of what a stage saves for one microbatch, or a slice of its sequences."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 from lightning_pipeoffload.schedule.actions import Part
 
 
+class KeptForLater(NamedTuple):
+    """What a slice of a sequence keeps for later ones.
+
+    Attributes:
+        num_bytes: Its memory: that of whole storages, of which it may be views.
+        gradient_bytes: The memory of its gradients.
+        num_tokens: Tokens of the slice.
+    """
+
+    num_bytes: int = 0
+    gradient_bytes: int = 0
+    num_tokens: int = 0
+
+
 class SavedMemory:
-    """Bytes of one stage and microbatch; each is None until it is measured.
+    """Bytes of one stage and microbatch, or slice of it; each is None until it is measured.
 
     Attributes:
         activation_bytes: Saved by autograd in F.
         weight_input_bytes: The share of these that only W needs.
         residue_bytes: Kept for W after B.
+        for_later: What later slices use; it stays on the device, beside the activation.
         deferred_flops: Floating-point operations of the weight gradients left for W.
         workspace_bytes: Taken by the chunks of a loss in F and B, and freed there; counted on
             shapes only.
@@ -24,21 +41,41 @@ class SavedMemory:
         self.activation_bytes: int | None = None
         self.weight_input_bytes: int | None = None
         self.residue_bytes: int | None = None
+        self.for_later = KeptForLater()
         self.deferred_flops: int | None = None
         self.workspace_bytes = 0
         self.measures_all = False
+
+    @property
+    def all_bytes(self) -> int:
+        """The activation, with what later slices use."""
+        return (self.activation_bytes or 0) + self.for_later.num_bytes
 
     @property
     def is_due(self) -> bool:
         """Whether to measure the next microbatch."""
         return self.measures_all or self.activation_bytes is None
 
-    def measure_forward(self, store: ActivationStore | None) -> None:
-        """Measure the bytes in ``store`` after F, if that is due."""
+    def measure_forward(
+        self, store: ActivationStore | None, for_later: KeptForLater | None = None
+    ) -> None:
+        """Measure the bytes in ``store`` after F, if that is due, and those beside it."""
         if store and self.is_due:
+            self.for_later = KeptForLater(*map(max, self.for_later, for_later or self.for_later))
             self.activation_bytes = max(self.activation_bytes or 0, store.saved_bytes())
             for_w = store.saved_bytes(Part.FOR_W)
             self.weight_input_bytes = max(self.weight_input_bytes or 0, for_w)
+
+    def add_for_later(self, kept: KeptForLater, times: int) -> None:
+        """Count what one block, or each of several alike, keeps for later slices."""
+        sizes = self.for_later.num_bytes + times * kept.num_bytes
+        gradients = self.for_later.gradient_bytes + times * kept.gradient_bytes
+        self.for_later = KeptForLater(sizes, gradients, kept.num_tokens)
+
+    def add(self, beside: SavedMemory) -> None:
+        """Add what code before the blocks saves, of which nothing is for later slices."""
+        for name in ("activation_bytes", "weight_input_bytes", "residue_bytes"):
+            setattr(self, name, (getattr(self, name) or 0) + (getattr(beside, name) or 0))
 
     def measure_backward(self, queue: WeightGradQueue, store: ActivationStore | None) -> None:
         """Measure the bytes kept for W after B, of a microbatch that was measured after F."""

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
+from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
 from lightning_pipeoffload.runtime.weight_grad.kernels import Original, install_kernel
 from lightning_pipeoffload.runtime.weight_grad.node import NO_HOOKS, saving_hooks
 
@@ -129,17 +130,19 @@ class _JoinedTensors:
     """Saves joined keys and values as those of the slices, which join again in the backward.
 
     They are there for later slices anyway, and stay on the device: the hooks around, of an offload
-    say, do not get them.
+    say, do not get them, nor what shares their memory.
     """
 
     def __init__(self) -> None:
-        self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by address
+        self._joined: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # by address
+        self._kept: set[int] = set()
         self._pack_around, self._unpack_around = saving_hooks() or NO_HOOKS
 
     def join(self, slices: Sequence[Tensor]) -> Tensor:
         """Return the slices' keys or values as one tensor."""
         joined = slices[0] if len(slices) == 1 else torch.cat([*slices], -2)
-        self._joined[joined.data_ptr()] = joined, [part.detach() for part in slices]
+        self._joined[_address_of(joined)] = joined, [part.detach() for part in slices]
+        self._kept.update(map(memory_of, slices))
         return joined
 
     def __enter__(self) -> _JoinedTensors:
@@ -153,15 +156,20 @@ class _JoinedTensors:
         self._joined.clear()  # the graph holds it too
 
     def _pack(self, tensor: Tensor) -> Any:
-        joined, slices = self._joined.get(tensor.data_ptr(), (None, []))
+        joined, slices = self._joined.get(_address_of(tensor), (None, []))
         if joined is None or joined.shape != tensor.shape or joined.stride() != tensor.stride():
-            return self._pack_around(tensor)
+            is_kept = memory_of(tensor) in self._kept  # queries in one tensor with their keys, say
+            return _Slices([tensor.detach()]) if is_kept else self._pack_around(tensor)
         return _Slices(slices)
 
     def _unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _Slices):
             return self._unpack_around(packed)
         return packed.tensors[0] if len(packed.tensors) == 1 else torch.cat(packed.tensors, -2)
+
+
+def _address_of(tensor: Tensor) -> tuple[int, int]:
+    return memory_of(tensor), int(tensor.storage_offset())
 
 
 class _Slices(NamedTuple):

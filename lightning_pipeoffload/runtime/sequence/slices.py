@@ -22,7 +22,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater
 from lightning_pipeoffload.runtime.payload import TensorSpec, dense_stride
+from lightning_pipeoffload.runtime.shapes.shape_only import memory_of, storage_of
 from lightning_pipeoffload.schedule import cut_positions
 
 Dims = tuple[int, ...]
@@ -130,6 +132,16 @@ class EarlierSlices:
         self.masks.clear()
         self.keys_and_values.clear()
         self._shared.clear()
+
+    def kept_by(self, part: SequenceSlice) -> KeptForLater:
+        """Return what a slice has kept for later ones, when its F has run."""
+        pairs = self.keys_and_values.values()
+        kept = [tensor for pair in pairs for tensor in pair[part.index]]
+        kept += self.outputs[part.index] if part.index < len(self.outputs) else []
+        storages = {memory_of(tensor): storage_of(tensor).nbytes() for tensor in kept}
+        gradients = (t.numel() * t.element_size() for t in kept if t.requires_grad)
+        num_tokens = part.stop - part.start
+        return KeptForLater(sum(storages.values()), sum(gradients), num_tokens)
 
     def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
         """Return where a slice's backward begins beside what it sends, with the gradients."""

@@ -89,6 +89,12 @@ class InFlight:
     awaits_weight: bool = False
 
     @property
+    def place(self) -> int:
+        """The index of the slice of its microbatch; 0 of a whole one."""
+        part = self.microbatch.record.sequence_slice
+        return 0 if part is None else part.index
+
+    @property
     def slice(self) -> SequenceSlice:
         """The slice of the sequence of a microbatch in slices."""
         part = self.microbatch.record.sequence_slice

@@ -48,6 +48,7 @@ class SlicedPass(StagePass):
         self._dims, self._earlier, self._part = dims, earlier, flight.slice
         self._values: dict[int, tuple[ShapeOnly, Tensor]] = {}  # by the ids of what stands for them
         self._masks: dict[int, Tensor] = {}  # of several blocks, by id
+        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # by the ids of what is cut
 
     @override
     def run(self) -> Any:
@@ -56,6 +57,7 @@ class SlicedPass(StagePass):
         finally:
             self._values.clear()  # a checkpoint in the stage's graph holds this
             self._masks.clear()
+            self._cuts.clear()
 
     @override
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,4 +157,6 @@ class SlicedPass(StagePass):
                     f"or use num_sequence_slices=1"
                 )
             return value
-        return self._part.cut(leaf, dims) if dims else leaf
+        if dims and id(leaf) not in self._cuts:  # a view would keep what is whole
+            self._cuts[id(leaf)] = leaf, self._part.cut(leaf, dims).clone()
+        return self._cuts[id(leaf)][1] if dims else leaf

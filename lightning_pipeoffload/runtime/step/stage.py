@@ -46,7 +46,6 @@ class StageRunner:
     """Runs F, B and W of one stage.
 
     Attributes:
-        memory: The bytes that a microbatch saves.
         in_flight: The microbatches from their F to their W, by their index.
     """
 
@@ -57,7 +56,8 @@ class StageRunner:
         self._gradients: AbstractContextManager[Any] = context.gradients or NOTHING
         self.is_first = context.is_first
         self.is_last = context.is_last
-        self.memory = SavedMemory()
+        self.memories: dict[int, SavedMemory] = {}
+        self._measures_all = False
         self.in_flight: dict[int, InFlight] = {}
         self._last = -1
         self._present: tuple[Any, TensorValues] | None = None
@@ -65,6 +65,19 @@ class StageRunner:
     def owned_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers that the rank owns."""
         return self._context.ownership.local_tensors().values()
+
+    def memory_of(self, place: int) -> SavedMemory:
+        """Return the bytes that a microbatch saves, at 0, or a slice of each at its index."""
+        if place not in self.memories:
+            self.memories[place] = SavedMemory()
+            self.memories[place].measures_all = self._measures_all
+        return self.memories[place]
+
+    def measure_all(self, measures_all: bool) -> None:
+        """Set whether to measure every microbatch of the next step, or only what is not known."""
+        self._measures_all = measures_all
+        for memory in self.memories.values():
+            memory.measures_all = measures_all
 
     @cached_property
     def _sender(self) -> str:
@@ -123,7 +136,8 @@ class StageRunner:
                 output = step.run()
             flight.left = step.left
             if store is not None:
-                self.memory.measure_forward(store)
+                kept = None if flight.earlier is None else flight.earlier.kept_by(flight.slice)
+                self.memory_of(flight.place).measure_forward(store, kept)
         if self.is_last:
             if not keep or not microbatch.has_result:
                 return output
@@ -179,8 +193,9 @@ class StageRunner:
             flight.seen = None
         to_send = gradients_to_send(received, self._sender)
         received.gradients, flight.sent, flight.loss = (), (), None
-        if flight.store is not None or self.memory.deferred_flops is None:
-            self.memory.measure_backward(flight.queue, flight.store)
+        memory = self.memory_of(flight.place)
+        if flight.store is not None or memory.deferred_flops is None:
+            memory.measure_backward(flight.queue, flight.store)
         return to_send
 
     def _differentiate(self, flight: InFlight, gradients: list[Tensor]) -> None:

@@ -23,13 +23,14 @@ from ..actions import (
 from ..costs import Costs
 from ..messages import OpenReceives, PendingSends, most_pending, recv_before, recv_of, send_of
 from ..schedule import Schedule
-from ..slices import Slices, of_every_stage
+from ..slices import Slices
 from ..timeline import Event, Timeline
 
 __all__ = [
     "Curve",
     "UnitSizes",
     "host_memory_curves",
+    "key_value_changes",
     "memory_changes",
     "memory_curves",
     "part_sizes",
@@ -100,25 +101,25 @@ def part_sizes(costs: Costs, num_stages: int, num_slices: int = 1) -> UnitSizes:
     if num_slices == 1:
         return UnitSizes([_sizes_of_unit(*stage) for stage in stages])
     slices = costs.slices or Slices()
-    shares = of_every_stage("slices.key_values", slices.key_values, num_stages)
-    whole = [share * stage[0] for share, stage in zip(shares, stages, strict=True)]
-    held = Slices(slices.sizes).divide("key_values", whole, num_slices)
+    held, gradients = slices.kept([stage[0] for stage in stages], num_slices)
     activation, *others = (costs.per_unit(name, num_stages, num_slices) for name in names)
     movable = [max(0.0, a - of_unit) for a, of_unit in zip(activation, held, strict=True)]
     units = zip(movable, *others, strict=True)
-    beside = _key_value_changes(held, num_slices) if any(held) else {}
+    beside = key_value_changes(held, gradients, num_slices) if any(held) else {}
     return UnitSizes([_sizes_of_unit(*unit) for unit in units], num_slices, beside)
 
 
-def _key_value_changes(held: Sequence[float], num_slices: int) -> dict[Kind, list[float]]:
+def key_value_changes(
+    held: Sequence[float], gradients: Sequence[float], num_slices: int
+) -> dict[Kind, list[float]]:
     """Return what F and B add by the keys and values of their unit, and by their gradients.
 
     The first B of a microbatch, the last slice's, makes gradients of all earlier slices' keys and
     values; each is used up by its own slice's B.
     """
-    backward = [-2 * of_unit for of_unit in held]
+    backward = [-(kept + gradient) for kept, gradient in zip(held, gradients, strict=True)]
     for last in range(num_slices - 1, len(held), num_slices):
-        backward[last] = sum(held[last + 1 - num_slices : last]) - held[last]
+        backward[last] = sum(gradients[last + 1 - num_slices : last]) - held[last]
     return {Kind.F: [*held], Kind.B: backward, Kind.BW: backward}
 
 
