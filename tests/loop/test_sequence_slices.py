@@ -27,6 +27,9 @@ class Counting(GPT):
         return super().training_step(batch, batch_idx)
 
 
+REPORTS = []
+
+
 class Losses(L.Callback):
     def __init__(self):
         self.found = []
@@ -48,6 +51,8 @@ def fit(num_ranks, path, ckpt_path=None, max_epochs=2, **pipeline):
     module = Counting(tie_weights=True)
     trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(path)
+    if num_ranks:
+        REPORTS[:] = [trainer.strategy.report()]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return losses.found, metrics
 
@@ -79,6 +84,34 @@ def test_a_fit_in_slices_is_that_of_one_device(ranks, plain, tmp_path, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        ({"schedule": "seq_zb"}, False),
+        ({"schedule": "seq_zb", "recompute": "full"}, True),
+        ({"schedule": "seq_1f1b"}, True),
+        ({"schedule": "seq_v"}, False),
+        ({"schedule": "auto"}, False),
+    ],
+    ids=str,
+)
+def test_a_fit_in_slices_keeps_a_memory_limit(ranks, plain, tmp_path, options, copies):
+    path = str(tmp_path / "end.ckpt")
+    free = ranks(2).run(_fit_and_report, 2, path, {**options, "memory_limit": "1GiB"})[0][1]
+    limit = int(0.85 * max(free["peak_memory"]))
+    given = {**options, "memory_limit": limit}
+    for losses, report in ranks(2).run(_fit_and_report, 2, path, given):
+        assert losses == pytest.approx(plain[0], **EXACT)
+        measured = [peak for peak in report["measured"]["peak_activation_bytes"] if peak]
+        assert max(measured) <= limit
+        assert max(measured) == pytest.approx(max(report["peak_memory"]), rel=0.1)
+        assert max(report["memory"]["activations"]) == pytest.approx(max(measured), rel=0.1)
+        assert report["has_copies"] or not copies
+    with pytest.raises(Exception, match=r"memory_limit \(1000 bytes.* at least [\d,]+ bytes"):
+        ranks(2).run(_fit, 2, path, {**options, "memory_limit": 1000})
+
+
+@pytest.mark.slow
 def test_a_fit_in_slices_goes_on_where_it_was_saved(ranks, plain, tmp_path):
     path = str(tmp_path / "middle.ckpt")
     ranks(2).run(_fit, 2, path, {"max_epochs": 1})
@@ -89,3 +122,8 @@ def test_a_fit_in_slices_goes_on_where_it_was_saved(ranks, plain, tmp_path):
 
 def _fit(num_ranks, path, options):
     return fit(num_ranks, path, **options)
+
+
+def _fit_and_report(num_ranks, path, options):
+    losses, _ = fit(num_ranks, path, **options)
+    return losses, REPORTS.pop()

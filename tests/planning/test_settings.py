@@ -187,8 +187,7 @@ def test_a_first_batch_that_cannot_be_cut_is_refused(options, num_ranks, samples
     [
         ({"schedule": "1f1b"}, "num_sequence_slices .2. must be 1 for 1f1b, .* schedule=seq_1f1b"),
         ({"schedule": build("seq_zb", 2, 4)}, "has 1 slices of each sequence; set num_seq.*=1"),
-        ({"schedule": "seq_zb", "memory_limit": "1GiB"}, "leave out memory_limit"),
-        ({"schedule": "optpipe"}, "leave out memory_limit and schedule='optpipe'"),
+        ({"schedule": "optpipe"}, "is not planned by a solver; leave out schedule='optpipe'"),
     ],
 )
 def test_slices_of_sequences_need_a_schedule_of_slices(options, message):

@@ -47,6 +47,7 @@ _ROUNDING_ERROR = 1e-9  # Activations: so little above 3 counts as 3.
 _NUM_FRACTIONS = 8  # Fractions of a share that are tried for the best.
 _TIMES = (*COMPUTE_TIMES, "communication", "offload", "reload")
 _LITTLE = 1e-6  # Of the longest time.
+_NUM_LIMITS = 8  # that are tried for what to propose in place of one that is too small
 _FEW_PLACES = 5  # A copy back begins up to so many actions and copies earlier.
 
 _Place = tuple[int, int]
@@ -141,8 +142,9 @@ def offload_activations(
     needed = max(planned[1].peak_memory)
     if needed > limit * (1 + ROUNDING):
         sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
-        # No copy moves keys and values of slices, so the limit may be out of reach for their sake.
-        needed = _least_memory(sizes) if is_auto and not sizes.key_values else needed
+        if is_auto:
+            is_exact = not sizes.key_values  # no copy moves these
+            needed = _least_memory(sizes) if is_exact else _least_found(planner, limit, needed)
         advice = "" if is_auto else ", or offload=auto"
         sentence = (
             f"{{limit}} is less than the {{needed}} that {schedule.name} needs with "
@@ -150,6 +152,18 @@ def offload_activations(
         )
         raise MemoryLimitError(sentence, limit, needed)
     return planned
+
+
+def _least_found(planner: _Planner, refused: float, kept: float) -> float:
+    """Return the smallest peak that a bisection of limits finds."""
+    for _ in range(_NUM_LIMITS):
+        limit = (refused + kept) / 2
+        peak = max(planner.within(limit)[1].peak_memory)
+        if peak <= limit * (1 + ROUNDING):
+            kept = peak
+        else:
+            refused = limit
+    return kept
 
 
 def offload_share(amount: str | float) -> float:
