@@ -346,9 +346,10 @@ class Fit:
         muted, settle = self.boundary.start_ahead()
         with muted, sharing_casts(self._strategy.root_device), self.end.counted():
             self._first_batches.start_step()
-            training.expect(split.pipeline.is_new, split.pipeline.cut.costs)
             if split.plans.before_plan(accumulation.is_first):
                 split.report.print_plan()
+            # Of the plan that runs: edges may have to hold more messages than the last one's.
+            training.expect(split.pipeline.is_new, split.pipeline.cut.costs)
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.shares(inputs, slices)
             of_replica = split.share_of_replica()
