@@ -156,7 +156,9 @@ class AttendingBlock(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Map ``[batch, time, width]`` to the same shape."""
-        start, stop = (place / TOKENS for place in (int(positions[0]), int(positions[-1]) + 1))
+        # Where slices are checked positions have any values.
+        places = int(positions[0]), int(positions[-1]) + 1
+        start, stop = sorted(min(1.0, max(0.0, place / TOKENS)) for place in places)
         linear = self.seconds * (1 - ATTENTION) * (stop - start)
         quadratic = self.seconds * ATTENTION * (stop**2 - start**2)
         x = Sleep.apply(x, linear + quadratic, linear + 2 * quadratic)

@@ -56,6 +56,10 @@ class Measurements:
         self.costs_at_end: Costs | None = None
 
     @property
+    def _num_slices(self) -> int:
+        return self._pipeline.settings.num_sequence_slices  # evaluations run whole sequences
+
+    @property
     def has_run(self) -> bool:
         """Whether a step has run, so that parameters, gradients and optimizer states are there."""
         return self._executor.timer.num_steps > 0
@@ -91,7 +95,7 @@ class Measurements:
             return None
         pairs = list(zip(ranks, offsets, strict=True))
         on_one_clock = [times.earlier_by(offset.seconds) for (times, _), offset in pairs]
-        measured = join_ranks(on_one_clock, self._executor.plan.num_sequence_slices)
+        measured = join_ranks(on_one_clock, self._num_slices)
         return measured, max(own + offset.error for (_, own), offset in pairs)
 
     def gather_limits(
@@ -168,7 +172,8 @@ class Measurements:
         return measure_copy_speed(self._pipeline.device, meet=self._group.world.barrier)
 
     def _costs(self, may_copy: bool) -> RankCosts:
-        costs = measure_costs(self._executor, self.copy_speed(may_copy), self._latencies)
+        speed = self.copy_speed(may_copy)
+        costs = measure_costs(self._executor, speed, self._latencies, self._num_slices)
         return replace(costs, step=self._step_seconds())
 
 

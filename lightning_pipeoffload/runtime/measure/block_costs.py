@@ -102,10 +102,19 @@ class RankCosts:
 
 
 def measure_costs(
-    executor: Executor, speed: CopySpeed, latencies: Mapping[int, float] = MappingProxyType({})
+    executor: Executor,
+    speed: CopySpeed,
+    latencies: Mapping[int, float] = MappingProxyType({}),
+    num_slices: int = 1,
 ) -> RankCosts:
-    """Return the median costs of a microbatch over an executor's steps so far."""
-    num_slices = executor.plan.num_sequence_slices
+    """Return the median costs of a microbatch over an executor's steps so far.
+
+    Args:
+        executor: Has run training steps; its last plan may be that of an evaluation.
+        speed: Of copies.
+        latencies: P2P latency in seconds, as in :class:`RankCosts`.
+        num_slices: Slices of each microbatch in these steps.
+    """
     seconds: Mapping[Any, float] = executor.timer.action_seconds()
     if num_slices > 1:
         seconds = executor.timer.slice_seconds(num_slices)
