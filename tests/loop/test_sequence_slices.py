@@ -93,17 +93,17 @@ def test_a_fit_in_slices_is_that_of_one_device(ranks, plain, tmp_path, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "copies"),
+    "options",
     [
-        ({"schedule": "seq_zb"}, False),
-        ({"schedule": "seq_zb", "recompute": "full"}, True),
-        ({"schedule": "seq_1f1b"}, True),
-        ({"schedule": "seq_v"}, False),
-        ({"schedule": "auto"}, False),
+        {"schedule": "seq_zb"},
+        {"schedule": "seq_zb", "recompute": "full"},
+        {"schedule": "seq_1f1b"},
+        {"schedule": "seq_v"},
+        {"schedule": "auto"},
     ],
     ids=str,
 )
-def test_a_fit_in_slices_keeps_a_memory_limit(ranks, larger, tmp_path, options, copies):
+def test_a_fit_in_slices_keeps_a_memory_limit(ranks, larger, tmp_path, options):
     path, options = str(tmp_path / "end.ckpt"), {**options, "sizes": LARGER}
     free = ranks(2).run(_fit_and_report, 2, path, {**options, "memory_limit": "1GiB"})[0][1]
     limit = int(0.85 * max(free["peak_memory"]))
@@ -114,8 +114,7 @@ def test_a_fit_in_slices_keeps_a_memory_limit(ranks, larger, tmp_path, options, 
         assert max(report["peak_memory"]) <= limit
         assert max(measured) == pytest.approx(max(report["peak_memory"]), rel=0.1)
         assert max(report["memory"]["activations"]) == pytest.approx(max(measured), rel=0.1)
-        assert report["has_copies"] or not copies
-    with pytest.raises(Exception, match=r"memory_limit \(1000 bytes.* at least [\d,]+ bytes"):
+    with pytest.raises(Exception, match=r"(?s)memory_limit.*use at least"):
         ranks(2).run(_fit, 2, path, {**options, "memory_limit": 1000})
 
 
