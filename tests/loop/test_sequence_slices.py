@@ -115,7 +115,7 @@ def test_a_fit_in_slices_keeps_a_memory_limit(ranks, larger, tmp_path, options):
         assert max(measured) == pytest.approx(max(report["peak_memory"]), rel=0.1)
         assert max(report["memory"]["activations"]) == pytest.approx(max(measured), rel=0.1)
     with pytest.raises(Exception, match=r"(?s)memory_limit.*use at least"):
-        ranks(2).run(_fit, 2, path, {**options, "memory_limit": 1000})
+        ranks(2).run(_fit, 2, path, {**options, "memory_limit": "1000B"})
 
 
 @pytest.mark.slow
