@@ -83,6 +83,11 @@ LISTED = {
         "torchs": "attached: blocks that are recomputed get what F saw",
         "torchs.CheckpointFunction.forward": "as the former",
     },
+    "runtime/tensor_parallel/collectives.py": {
+        "DTensor.from_local": "attached: which values are of a shard, in a trace",
+        "DTensor.to_local": "as the former",
+        "functional._maybe_wrap_tensor": "attached: collectives are waited for where called",
+    },
     "runtime/users_code/attributes.py": {
         "nn.Module.__setattr__": "a trace: a step writes an attribute",
     },
