@@ -275,13 +275,17 @@ class ModelStage:
     def __init__(self, host: Host, index: int, num_stages: int) -> None:
         self._host, self._index = host, index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
-        self.memory = SavedMemory()
+        self.memories = {0: SavedMemory()}
         self._kept: dict[int, Any] = {}
         self.in_flight: dict[int, Any] = {}
 
     def owned_tensors(self) -> list[Tensor]:
         """Return no parameters."""
         return []
+
+    def memory_of(self, place: int) -> SavedMemory:
+        """Return the bytes that a microbatch saves."""
+        return self.memories[place]
 
     def record_of(self, microbatch: Any) -> SimpleNamespace:
         """Return what the stage receives, and gets gradients of."""
@@ -300,7 +304,7 @@ class ModelStage:
             self._kept[microbatch.index] = saved
         if keep:
             self.in_flight[microbatch.index] = SimpleNamespace(store=store)
-            self.memory.measure_forward(store)
+            self.memories[0].measure_forward(store)
         return [torch.empty(1)]
 
     def backward(self, microbatch: Any, gradients: list[Tensor], fused: bool) -> list[Tensor]:
@@ -313,7 +317,7 @@ class ModelStage:
                 gradient = store.keep_for_weight(torch.empty(2))
                 self._kept[microbatch.index] = for_w, gradient
             del for_w
-        self.memory.measure_backward(SimpleNamespace(flops=0), store)  # type: ignore[arg-type]
+        self.memories[0].measure_backward(SimpleNamespace(flops=0), store)  # type: ignore[arg-type]
         return [] if self.is_first else [torch.empty(1)]
 
     def weight(self, microbatch: Any) -> None:
