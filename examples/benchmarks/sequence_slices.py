@@ -219,7 +219,8 @@ def emulate(given: argparse.Namespace) -> dict[str, float | str]:
     (count,), seconds = given.microbatches, given.milliseconds / 1e3
     schedule = emulated_schedule(given.slices, given.ranks, count, seconds)
     num_chunks = schedule.num_stages // given.ranks
-    samples = TimedSamples(count, NUM_STEPS + 3, torch.zeros(TOKENS, WIDTH))
+    # Blocks are checked on slices in batches 1, 2 and 4.
+    samples = TimedSamples(count, NUM_STEPS + 5, torch.zeros(TOKENS, WIDTH))
     strategy = PipeOffloadStrategy(
         schedule=schedule,
         num_microbatches=count,
