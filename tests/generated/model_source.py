@@ -66,7 +66,8 @@ _CORES = {
         "y = torch.zeros_like(x)\n"
         "for index, expert in enumerate(self.experts):\n"
         "    chosen = gates.argmax(-1) == index\n"
-        "    y[chosen] = gates[chosen][:, index, None] * torch.tanh(expert(x[chosen]))",
+        "    made = gates[chosen][:, index, None] * torch.tanh(expert(x[chosen]))\n"
+        "    y[chosen] = made.to(y.dtype)",
     ),
     "frozen": (
         "self.linear = nn.Linear(6, 6).requires_grad_(False)",
