@@ -54,7 +54,7 @@ def fastest(planner, num_ranks):
         slow((SMALL, 0.75, ["schedule=zb_h2", "num_ranks=4"])),
         slow((SMALL, 0.85, ["schedule=zb_h1", "num_ranks=2", "device=h100"])),
         slow((WIDE, 0.6, ["schedule=1f1b", "num_ranks=2", "+strategy.data_parallel_size=2"])),
-        (BY_SGD, 0.9, ["schedule=1f1b", "num_ranks=2"]),
+        slow((BY_SGD, 0.9, ["schedule=1f1b", "num_ranks=2"])),
     ],
 )
 def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, asked, capsys):

@@ -332,7 +332,7 @@ def train_family(family, num_slices=3, num_ranks=2, name="seq_zb", **options):
     assert_same(found, train_plain(module, batch, 2), family.tolerance)
 
 
-SLOW = [*OWN][3:]
+SLOW = [*OWN][1:]
 
 
 @pytest.mark.parametrize("name", ["llama_padding_mask", slow("llama_cache"), slow("gpt2")])
