@@ -308,6 +308,7 @@ def test_ranks_end_with_the_interpreter():
     assert rank
 
 
+@pytest.mark.slow
 def test_a_fork_after_threads_of_torch_trains():
     code = """\
 from tests.processes.test_forking_launcher import *
