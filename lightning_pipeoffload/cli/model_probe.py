@@ -63,9 +63,8 @@ class ModelProbe:
 
     def __init__(self, config: DictConfig) -> None:
         seed_everything(SEED, verbose=False)
-        # The trainer's lines on devices are not about those of the plan.
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        self._trainer: Trainer = build(config, "trainer", **_QUIET)
+        with _quiet_lightning():
+            self._trainer: Trainer = build(config, "trainer", **_QUIET)
         self._precision = self._trainer.precision_plugin
         self._config = config
         self._make_module()
@@ -281,6 +280,18 @@ def _leave_meta(module: LightningModule) -> None:
         shape = slot.tensor
         if isinstance(shape, RemoteTensor) and shape.is_meta:
             slot.put(made.setdefault(id(shape), shape.on_device(_CPU)))
+
+
+@contextmanager
+def _quiet_lightning() -> Iterator[None]:
+    """Keep back the trainer's lines on devices, which are not about those of the plan."""
+    log = logging.getLogger("lightning.pytorch")
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextmanager
