@@ -162,7 +162,8 @@ class ModelPlanner:
         }
         key = placement, option.num_microbatches, *varied.values()
         if key not in self._needs:
-            settings, probe = replace(self.settings, **varied), self.probe
+            settings = replace(self.settings, **varied)
+            probe = self.probe  # not inside: what a model cannot be made by is no reason of a plan
             try:
                 needs = probe.joined_needs(placement, self._count, settings)
             except ScheduleError:

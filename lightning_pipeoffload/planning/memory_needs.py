@@ -11,6 +11,7 @@ from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import (
+    StageCosts,
     costs_of_slice,
     costs_of_stages,
     shares_of_slices,
@@ -140,11 +141,12 @@ class MemoryNeeds:
         starts = range(0, len(saved), num_slices)
         stages = [saved[start : start + num_slices] for start in starts]
         parts = [[*map(costs_of_slice, of)] for of in stages]
+        wholes = [*map(StageCosts.of, parts)]
         costs = replace(
             pipeline.cut.costs,
-            activation=[sum(part.all_bytes for part in of) for of in stages],
-            weight_input=[sum(part.weight_input_bytes or 0 for part in of) for of in stages],
-            weight_residue=[sum(part.residue_bytes or 0 for part in of) for of in stages],
+            activation=[whole.activation for whole in wholes],
+            weight_input=[whole.weight_input for whole in wholes],
+            weight_residue=[whole.weight_residue for whole in wholes],
             slices=shares_of_slices(parts) if num_slices > 1 else None,
         )
         sent, unit = _sent(pipeline, first.record), pipeline.cut.segment_costs.unit

@@ -82,9 +82,8 @@ class SegmentCosts:
     unit: float = 0.0  # operations that 1 stands for; 0 where they were not counted
     sent: Mapping[int, int] = field(default_factory=dict)  # bytes over the cut before each segment
     impossible: frozenset[int] = frozenset()  # segments before which the step cannot be cut
-    inseparable: frozenset[int] = (
-        frozenset()
-    )  # those of them that another cut may part all the same
+    # Those of them that are parted all the same where there are more stages than pairs.
+    inseparable: frozenset[int] = frozenset()
 
     @property
     def work(self) -> list[float]:

@@ -247,11 +247,12 @@ class ValueTrace(CallCounter):
         """Return aliases of the arguments, for the block."""
         self._running = self.segment
         self._reach.begin(index)
+        name = self._chain.block_name(index)
         if not self._calls.is_once:
             self._lines[index] = calling_line()
 
         def alias(leaf: Any) -> Any:
-            refuse_dtensor(leaf, f"{self._chain.block_name(index)} gets")
+            refuse_dtensor(leaf, name, "gets")
             if not isinstance(leaf, ShapeOnly) or not hasattr(leaf, "source"):
                 return leaf
             if id(leaf) in self._aliased:  # in a list that is in the arguments twice
@@ -272,7 +273,8 @@ class ValueTrace(CallCounter):
 
     def leave_block(self, index: int, arguments: Any, output: Any) -> Any:
         """Return aliases of a block's output, for the step, and start the next segment."""
-        origin = f"the output of {self._chain.block_name(index)}"
+        name = self._chain.block_name(index)
+        origin = f"the output of {name}"
         record, following = ref(self._record), self.segment + 1
         position = self._calls.position_behind(self.segment)
         place = -1
@@ -281,7 +283,7 @@ class ValueTrace(CallCounter):
             nonlocal place
             if not isinstance(leaf, Tensor):
                 return leaf
-            refuse_dtensor(leaf, f"{self._chain.block_name(index)} returns")
+            refuse_dtensor(leaf, name, "returns")
             place += 1
             if hasattr(leaf, "source"):
                 self.use(leaf, index)

@@ -66,6 +66,11 @@ class StageCosts(NamedTuple):
     offload: float
     reload: float
 
+    @classmethod
+    def of(cls, slices: Sequence[SliceCosts]) -> StageCosts:
+        """Return the costs of a whole microbatch, from those of its slices."""
+        return cls(*map(sum, zip(*(part.costs for part in slices), strict=True)))
+
 
 class SliceCosts(NamedTuple):
     """Costs of one slice of a microbatch at a stage, and of them what it keeps for later slices."""
@@ -95,10 +100,7 @@ class RankCosts:
     @property
     def stages(self) -> dict[int, StageCosts]:
         """The costs of this rank's stages, by index."""
-        return {
-            index: StageCosts(*map(sum, zip(*(part.costs for part in parts), strict=True)))
-            for index, parts in self.slices.items()
-        }
+        return {index: StageCosts.of(parts) for index, parts in self.slices.items()}
 
 
 def measure_costs(

@@ -324,7 +324,7 @@ class _MeasuringPass(StepTrace):
             elif of:
                 key = part.index, memory_of(leaf), leaf.shape, leaf.storage_offset()
                 if key not in self._cuts:
-                    self._cuts[key] = leaf, part.cut(leaf, of).clone()
+                    self._cuts[key] = leaf, part.cut(leaf, of)
                 leaves[place] = self._cuts[key][1]
         return tree_unflatten(leaves, form)
 

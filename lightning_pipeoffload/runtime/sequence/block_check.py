@@ -153,9 +153,7 @@ class BlockCheck:
         self, leaves: Sequence[Any], part: SequenceSlice, earlier: EarlierSlices
     ) -> list[Tensor]:
         given = [
-            (part.cut(leaf, dims) if dims else leaf).clone()
-            if isinstance(leaf, Tensor)
-            else private_copy(leaf)
+            part.cut(leaf, dims) if isinstance(leaf, Tensor) else private_copy(leaf)
             for leaf, dims in zip(leaves, self._dims, strict=True)
         ]
         args, kwargs = tree_unflatten(given, self._form)

@@ -53,11 +53,14 @@ class SequenceSlice:
         return self.stop == self.length
 
     def cut(self, tensor: Tensor, dims: Dims) -> Tensor:
-        """Return the slice's part of a tensor; of a second dimension, all up to its end."""
+        """Return the slice's part of a tensor; of a second dimension, all up to its end.
+
+        It is a copy, for a view would keep the whole.
+        """
         for place, dim in enumerate(dims):
             start = 0 if place else self.start
             tensor = tensor.narrow(dim, start, self.stop - start)
-        return tensor
+        return tensor.clone()
 
     def cut_spec(self, spec: TensorSpec, dims: Dims) -> TensorSpec:
         """Return the spec of a tensor's part."""

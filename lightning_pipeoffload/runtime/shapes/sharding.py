@@ -87,12 +87,12 @@ def refuse_draw_of_shard(
     )
 
 
-def refuse_dtensor(value: Any, what: str) -> None:
-    """Raise ``ValueError`` for a DTensor where blocks begin and end; ``what`` says where."""
+def refuse_dtensor(value: Any, block: str, verb: str) -> None:
+    """Raise ``ValueError`` for a DTensor that a block "gets" or "returns", the ``verb``."""
     if isinstance(value, DTensor):
         raise ValueError(
-            f"{what} a DTensor, and what goes from one stage to another is a plain tensor; set "
-            f"use_local_output=True in the plan of parallelize_module"
+            f"{block} {verb} a DTensor, and what goes from one stage to another is a plain tensor; "
+            f"set use_local_output=True in the plan of parallelize_module"
         )
 
 

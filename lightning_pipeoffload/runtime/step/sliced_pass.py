@@ -157,6 +157,6 @@ class SlicedPass(StagePass):
                     f"or use num_sequence_slices=1"
                 )
             return value
-        if dims and id(leaf) not in self._cuts:  # a view would keep what is whole
-            self._cuts[id(leaf)] = leaf, self._part.cut(leaf, dims).clone()
+        if dims and id(leaf) not in self._cuts:
+            self._cuts[id(leaf)] = leaf, self._part.cut(leaf, dims)
         return self._cuts[id(leaf)][1] if dims else leaf

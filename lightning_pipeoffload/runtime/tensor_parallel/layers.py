@@ -17,7 +17,7 @@ parameters where it is called, and its gradients are there in B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ from lightning_pipeoffload.runtime.shapes.sharding import (
     set_sharding,
 )
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
-
-Registry = dict[str, Any]
 
 
 def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -121,20 +119,23 @@ def _share_linear(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]
     by_rows = of_weight.is_shard(0)  # each rank has some of the outputs, else of the inputs
     bias: list[Any] = []  # while the layer runs without it
 
+    def bias_of(layer: nn.Module) -> Slot:
+        return Slot(f"{name}.bias", layer, "bias", "_parameters")
+
     def enter(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         (x,) = args
         wanted = Replicate() if by_rows else Shard(x.dim() - 1)
         _check_input(x, wanted, mesh, name)
         if not by_rows:
-            bias.append(layer._parameters["bias"])
-            layer._parameters["bias"] = None
+            bias.append(bias_of(layer).tensor)
+            bias_of(layer).put(None)
         gradient = Partial() if by_rows else wanted
         return (x.to_local(grad_placements=[gradient]),)
 
     def leave(layer: nn.Module, args: Any, y: Tensor) -> Any:
         of_sum = bias.pop() if bias else None
         if not by_rows:
-            layer._parameters["bias"] = of_sum
+            bias_of(layer).put(of_sum)
         if y is None:  # after an error
             return None
         if of_sum is not None:
@@ -211,36 +212,33 @@ def _share_embedding(layer: nn.Module, name: str, shardings: Mapping[str, Shardi
 
 
 def _share_other(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]) -> None:
-    kept: list[tuple[Registry, str, Any]] = []
+    kept: list[tuple[Slot, Tensor]] = []
 
     def enter(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        for registry, key, tensor in _registered(layer, shardings):
-            sharding = shardings[key]
-            kept.append((registry, key, tensor))
-            registry[key] = made = DTensor.from_local(
+        for slot in _filled_slots(layer, shardings):
+            sharding, tensor = shardings[slot.attribute], slot.tensor
+            kept.append((slot, tensor))
+            made = DTensor.from_local(
                 tensor, sharding.mesh, [sharding.placement],
                 run_check=False, shape=sharding.shape, stride=sharding.stride,
             )  # fmt: skip
+            slot.put(made)
             if isinstance(made._local_tensor, ShapeOnly):  # its gradient is summed
                 made._local_tensor.origins |= OF_SHARD
 
     def leave(layer: nn.Module, args: Any, result: Any) -> None:
         while kept:
-            registry, key, tensor = kept.pop()
-            registry[key] = tensor
+            slot, tensor = kept.pop()
+            slot.put(tensor)
 
     _hook(layer, enter, leave)
 
 
-def _registered(
-    layer: nn.Module, shardings: Mapping[str, Sharding]
-) -> Iterator[tuple[Registry, str, Tensor]]:
-    # Private: a layer's own tensors, which nothing else gets while it runs.
-    for registry in (layer._parameters, layer._buffers):
-        for key in registry.keys() & shardings.keys():
-            tensor = registry[key]
-            if tensor is not None:
-                yield registry, key, tensor
+def _filled_slots(layer: nn.Module, names: Container[str]) -> Iterator[Slot]:
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in layer.__dict__[kind].items():
+            if name in names and tensor is not None:
+                yield Slot(name, layer, name, kind)
 
 
 def _hook(layer: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:

@@ -29,8 +29,8 @@ class Slot:
         found: Tensor = self.module.__dict__[self.kind][self.attribute]
         return found
 
-    def put(self, tensor: Tensor) -> None:
-        """Replace the tensor without ``nn.Module.__setattr__``."""
+    def put(self, tensor: Tensor | None) -> None:
+        """Replace the tensor without ``nn.Module.__setattr__``; None: the slot is empty."""
         self.module.__dict__[self.kind][self.attribute] = tensor
 
 
