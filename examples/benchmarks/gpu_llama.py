@@ -195,7 +195,7 @@ def _kind_of_kernel(name: str) -> str:
     return "products" if any(word in lower_name for word in products) else "the rest"
 
 
-def _fit(
+def fit(
     device: torch.device,
     strategy: Any,
     compiles: bool = False,
@@ -203,7 +203,16 @@ def _fit(
     prepare: Callable[[Llama], None] = lambda module: None,
     **of_steps: Any,
 ) -> tuple[Steps, Trainer]:
-    """Train; a strategy's name is Lightning's own, which gets each microbatch as a batch."""
+    """Train on random text; return what steps took, and the trainer.
+
+    Args:
+        device: The device.
+        strategy: A strategy; the name of Lightning's own gets each microbatch as a batch.
+        compiles: Whether layers are compiled.
+        num_warm: Steps before those that are timed.
+        prepare: Changes the module before it is trained.
+        **of_steps: More of :class:`Steps`.
+    """
     size = Size.on(device)
     _empty(device)
     torch.manual_seed(0)
@@ -240,7 +249,7 @@ def _empty(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-def _figures(device: torch.device, steps: Steps, trainer: Trainer) -> str:
+def figures(device: torch.device, steps: Steps, trainer: Trainer) -> str:
     """Return tokens per second, and what a step consists of."""
     size = Size.on(device)
     tokens = size.num_microbatches * size.sequence / steps.seconds
@@ -250,7 +259,7 @@ def _figures(device: torch.device, steps: Steps, trainer: Trainer) -> str:
         f"{steps.seconds * 1e3:.0f} ms, of the host {steps.host_seconds * 1e3:.0f}; "
         f"{sum(steps.reads.values())} reads {dict(steps.reads.most_common(3))}; "
         f"{allocated:.1f} GiB before a step, {peak:.1f} at its peak, {reserved:.1f} reserved"
-        f"{_of_pipeline(steps, trainer)}; loss {_loss(trainer):.4f}"
+        f"{_of_pipeline(steps, trainer)}; loss {loss_of(trainer):.4f}"
     )
 
 
@@ -288,20 +297,20 @@ def _strategies() -> dict[str, dict[str, Any]]:
 def llama(device: torch.device) -> Iterator[str]:
     """A Trainer over one stage, beside plain Lightning that accumulates."""
     split: dict[str, float] = {}
-    steps, trainer = _fit(device, "auto")
-    plain, loss = steps.seconds, _loss(trainer)
-    yield f"plain Lightning: {_figures(device, steps, trainer)}"
+    steps, trainer = fit(device, "auto")
+    plain, loss = steps.seconds, loss_of(trainer)
+    yield f"plain Lightning: {figures(device, steps, trainer)}"
     del trainer
     count = Size.on(device).num_microbatches
     for name, options in _strategies().items():
-        steps, trainer = _fit(device, PipeOffloadStrategy(num_microbatches=count, **options))
-        yield f"{name}: {plain / steps.seconds:.3f} of plain; {_figures(device, steps, trainer)}"
-        assert abs(_loss(trainer) - loss) < _TOLERANCE
+        steps, trainer = fit(device, PipeOffloadStrategy(num_microbatches=count, **options))
+        yield f"{name}: {plain / steps.seconds:.3f} of plain; {figures(device, steps, trainer)}"
+        assert abs(loss_of(trainer) - loss) < TOLERANCE
         del trainer
         split[name] = sum(s for kind, s in _by_kind(steps).items() if kind is not Kind.F)
     yield f"B + W take {split['zb_h1'] / split['1f1b']:.3f} of both at once"
     for strategy in ("auto", PipeOffloadStrategy(num_microbatches=count, schedule="zb_h1")):
-        steps, _ = _fit(device, strategy, num_warm=1, profiles=True)
+        steps, _ = fit(device, strategy, num_warm=1, profiles=True)
         kinds = ", ".join(f"{kind} {s * 1e3:.0f}" for kind, s in sorted(steps.kernels.items()))
         kernels = sum(steps.kernels.values()) * 1e3
         name = strategy if isinstance(strategy, str) else "zb_h1"
@@ -314,15 +323,15 @@ def compiled(device: torch.device) -> Iterator[str]:
     count, compile_with = Size.on(device).num_microbatches, _compile_with(device) or True
     strategy = PipeOffloadStrategy(num_microbatches=count, schedule="zb_h1", compile=compile_with)
     started = time.perf_counter()
-    steps, trainer = _fit(device, strategy, compiles=True, num_warm=3)
+    steps, trainer = fit(device, strategy, compiles=True, num_warm=3)
     whole = time.perf_counter() - started
-    yield f"zb_h1, whose fit took {whole:.0f} s: {_figures(device, steps, trainer)}"
-    pipeline, loss = steps.seconds, _loss(trainer)
+    yield f"zb_h1, whose fit took {whole:.0f} s: {figures(device, steps, trainer)}"
+    pipeline, loss = steps.seconds, loss_of(trainer)
     del trainer, strategy
-    steps, trainer = _fit(device, "auto", compiles=True, num_warm=3)
+    steps, trainer = fit(device, "auto", compiles=True, num_warm=3)
     share = steps.seconds / pipeline
-    yield f"plain Lightning, of which zb_h1 is {share:.3f}: {_figures(device, steps, trainer)}"
-    assert abs(_loss(trainer) - loss) < _TOLERANCE
+    yield f"plain Lightning, of which zb_h1 is {share:.3f}: {figures(device, steps, trainer)}"
+    assert abs(loss_of(trainer) - loss) < TOLERANCE
 
 
 @needing("transformers", "triton", "liger_kernel")
@@ -338,19 +347,20 @@ def liger(device: torch.device) -> Iterator[str]:
     for strategy in ("auto", PipeOffloadStrategy(num_microbatches=count, schedule="zb_h1")):
         name = "plain Lightning" if isinstance(strategy, str) else "zb_h1"
         try:
-            steps, trainer = _fit(device, strategy, num_warm=2, prepare=prepare)
+            steps, trainer = fit(device, strategy, num_warm=2, prepare=prepare)
         except Exception as error:
             yield f"{name}: {in_one_line(error)}"
             raise
-        losses.append(_loss(trainer))
-        yield f"{name}: {_figures(device, steps, trainer)}"
-    assert abs(losses[0] - losses[1]) < _TOLERANCE
+        losses.append(loss_of(trainer))
+        yield f"{name}: {figures(device, steps, trainer)}"
+    assert abs(losses[0] - losses[1]) < TOLERANCE
 
 
-_TOLERANCE = 2e-3  # of losses in bfloat16, between orders of additions
+TOLERANCE = 2e-3  # of losses in bfloat16, between orders of additions
 
 
-def _loss(trainer: Trainer) -> float:
+def loss_of(trainer: Trainer) -> float:
+    """Return the mean loss of a fit."""
     return float(trainer.callback_metrics["loss"])
 
 
