@@ -58,6 +58,7 @@ IMPORTED = {
         "tree_iter tree_leaves tree_map tree_map_with_path tree_unflatten"
     ),
     "torch.distributed": "_functional_collectives",
+    "torch._C._distributed_c10d": "_resolve_process_group",
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",

@@ -253,7 +253,10 @@ def host_step(device: torch.device) -> Iterator[str]:
             precision="bf16-true", max_epochs=1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, callbacks=[steps],
         )  # fmt: skip
-        trainer.fit(kind(heads=max(1, width // 128), **size), DataLoader(rows, count))
+        with device:
+            module = kind(heads=max(1, width // 128), **size)
+        trainer.fit(module, DataLoader(rows, count))
+        del module
         found.append(steps.seconds)
     took = strategy._parameters.host_step_seconds()
     peak = torch.accelerator.max_memory_allocated() if is_accelerated(device) else 0

@@ -7,6 +7,7 @@ imports take longer than most parts do. Two that run the same function stand for
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -62,18 +63,25 @@ class Running(NamedTuple):
 
 
 def start(
-    function: Function, device: torch.device, environment: Mapping[str, str], leads: bool = False
+    function: Function,
+    device: torch.device,
+    environment: Mapping[str, str],
+    seconds: float,
+    leads: bool = False,
 ) -> Running:
     """Start a process that runs a part and prints its rows as they come.
+
+    Shortly before its time is up it prints where each of its threads is.
 
     Args:
         function: The part.
         device: The device that it is given.
         environment: Variables beside this process's own.
+        seconds: The seconds after which it will be killed.
         leads: Whether the process leads a process group, in which those that it starts are.
     """
     reading, writing = PROCESSES.Pipe(duplex=False)
-    arguments = writing, function, device.type, dict(environment), leads
+    arguments = writing, function, device.type, dict(environment), seconds, leads
     process = PROCESSES.Process(target=_run, args=arguments)
     process.start()
     writing.close()
@@ -81,13 +89,19 @@ def start(
 
 
 def _run(
-    output: Connection, function: Function, kind: str, environment: dict[str, str], leads: bool
+    output: Connection,
+    function: Function,
+    kind: str,
+    environment: dict[str, str],
+    seconds: float,
+    leads: bool,
 ) -> None:
     if leads:
         os.setpgrp()
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
+    faulthandler.dump_traceback_later(max(1.0, seconds - 2), file=2)
     os.environ.update(_LOOPBACK | environment)
     try:
         # With an index, by which processes that share memory name the device.
@@ -163,8 +177,11 @@ def run_two(
     places = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environment or {}),
     }  # fmt: skip
-    both = [start(function, device, {**places, "NODE_RANK": str(rank)}) for rank in range(2)]
-    deadline = time.monotonic() + (seconds if is_accelerated(device) else 600)
+    seconds = seconds if is_accelerated(device) else 600
+    both = [
+        start(function, device, {**places, "NODE_RANK": str(rank)}, seconds) for rank in range(2)
+    ]
+    deadline = time.monotonic() + seconds
     with ThreadPoolExecutor(2) as threads:
         return [*threads.map(partial(_follow, deadline=deadline), range(2), both)]
 

@@ -80,7 +80,7 @@ def be_one_of_two_tensor_ranks(device: torch.device) -> Iterator[str]:
 
 @needing("transformers")
 def tensor_ranks(device: torch.device) -> Iterator[str]:
-    """Two tensor ranks on one device, over gloo, come to the loss of one device."""
+    """Two tensor ranks on one device, over gloo and the host, come to the loss of one rank."""
     both = run_two(be_one_of_two_tensor_ranks, device)
     found = [(rows_of(said) or [error_of(said)])[0] for said in both]
     expected = _train_llama(device, strategy="auto")

@@ -462,7 +462,7 @@ class Pipeline:
         install_replay()
         install_draws()
         if self._group is not None and self._group.num_tensor_ranks > 1:
-            install_collectives()
+            install_collectives(self.device)
         _attached.add(self)
 
     def detach(self) -> None:

@@ -496,6 +496,11 @@ def _backend_for(device: torch.device) -> str:
     return backends[device.type]
 
 
+def goes_through_host(device: torch.device) -> bool:
+    """Whether a device's messages go over gloo, which cannot use the device's memory."""
+    return _is_staged(device) and _backend_for(device) == "gloo"
+
+
 @cache
 def _first_tag(action: Action, num_tensors: int) -> int:
     """Return the tag of the first tensor that a SEND or RECV moves; those of the others follow."""

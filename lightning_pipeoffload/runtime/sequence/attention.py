@@ -12,6 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
@@ -190,13 +195,24 @@ def _attend_lower_right(
     options: dict[str, Any],
 ) -> Tensor:
     """Attend causally where the last query is at the place of the last key."""
-    size = query.shape[-2], key.shape[-2]
-    if query.device.type == "cpu":
-        mask = torch.ones(size, dtype=torch.bool).tril(size[1] - size[0])
-        return plain(query, key, value, mask, is_causal=False, **options)
-    # Private: what F.scaled_dot_product_attention() does with this mask; torch functions are off.
-    bias = CausalBias(CausalVariant.LOWER_RIGHT, *size)
-    return CausalBias._dispatch(query, key, value, bias, **options)
+    queries, keys = query.shape[-2], key.shape[-2]
+    if query.device.type != "cpu":
+        of_kernels = options["dropout_p"], False, options.get("enable_gqa", False)
+        given = SDPAParams(query, key, value, None, *of_kernels)
+        if can_use_flash_attention(given) or can_use_efficient_attention(given):
+            bias: Any = _LowerRight(CausalVariant.LOWER_RIGHT, queries, keys)
+            # Private: what F.scaled_dot_product_attention() does with a causal_lower_right().
+            return CausalBias._dispatch(query, key, value, bias, **options)
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+    return plain(query, key, value, mask.tril(keys - queries), is_causal=False, **options)
+
+
+class _LowerRight(NamedTuple):
+    """What torch reads of a CausalBias, which as a tensor cannot be made under a dispatch mode."""
+
+    variant: CausalVariant
+    seq_len_q: int
+    seq_len_kv: int
 
 
 def _attention(original: Original) -> Callable[..., Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional  # private: DTensors call it
@@ -17,7 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, Sharding
-from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.tensor_parallel.through_host import (
+    install_host_collectives,
+    remove_host_collectives,
+)
+from lightning_pipeoffload.runtime.transport import blaming_peers, goes_through_host
 
 _wrap: Any = functional._maybe_wrap_tensor
 _from_local, _to_local = DTensor.from_local, DTensor.to_local
@@ -48,8 +53,10 @@ def _set_origin(local: Tensor, of: DTensor) -> None:
         local.origins = local.origins - OF_SHARD if is_same else local.origins | OF_SHARD
 
 
-def install_collectives() -> None:
+def install_collectives(device: torch.device) -> None:
     """Wait for collectives where they are called, and note what they make without values."""
+    if goes_through_host(device):
+        install_host_collectives(device.type)
     functional._maybe_wrap_tensor = _wait  # type: ignore[assignment]
     DTensor.from_local = staticmethod(_from_local_with_origin)  # type: ignore[method-assign]
     DTensor.to_local = _to_local_with_origin  # type: ignore[method-assign]
@@ -57,6 +64,7 @@ def install_collectives() -> None:
 
 def remove_collectives() -> None:
     """Restore torch's own functions."""
+    remove_host_collectives()
     functional._maybe_wrap_tensor = _wrap
     DTensor.from_local = staticmethod(_from_local)  # type: ignore[method-assign]
     DTensor.to_local = _to_local  # type: ignore[method-assign]

@@ -25,6 +25,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     remove_collectives,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.through_host import install_host_collectives
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 
@@ -75,7 +76,7 @@ PLANS = {
 }  # fmt: skip
 
 
-def train(plan):
+def train(plan, through_host=False):
     """Return the products that wait for W, the collectives there, and what is off by how much."""
     mesh = _mesh()
     torch.manual_seed(0)
@@ -92,7 +93,9 @@ def train(plan):
         assert not isinstance(parameter, DTensor)
         mark(parameter)
     install_kernels("cpu")
-    install_collectives()
+    install_collectives(torch.device("cpu"))
+    if through_host:
+        install_host_collectives("cpu")
     try:
         found, waiting, collectives = _run(net, x, gradient)
     finally:
@@ -125,9 +128,10 @@ def _run(net, x, gradient):
     return found.detach(), waiting, sum("c10d" in event.name for event in trace.events())
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, ("sequence", True)])
 def test_products_wait_for_w_and_need_no_collective_there(ranks, plan):
-    for waiting, collectives, off, shards in ranks(2).run(train, plan):
+    given = (plan,) if isinstance(plan, str) else plan
+    for waiting, collectives, off, shards in ranks(2).run(train, *given):
         assert waiting == 4
         assert collectives == 0
         assert off < 1e-14

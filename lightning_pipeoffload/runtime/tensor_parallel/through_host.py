@@ -1,0 +1,48 @@
+"""Collectives of tensor ranks over gloo on an accelerator, by way of the host's memory.
+
+Messages of stages go so too (``transport.py``): for tests of several processes on one GPU, which
+NCCL refuses. gloo's own would take the device's addresses for the host's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group  # private: kernels get a name
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def _all_gather(part: Tensor, size: int, name: Any) -> Tensor:
+    whole = part.new_empty((size * part.shape[0], *part.shape[1:]), device="cpu")
+    dist.all_gather_into_tensor(whole, part.cpu(), group=_resolve_process_group(name))
+    return whole.to(part.device)
+
+
+def _reduce_scatter(whole: Tensor, operation: str, size: int, name: Any) -> Tensor:
+    group, summed = _resolve_process_group(name), whole.cpu()
+    dist.all_reduce(summed, getattr(dist.ReduceOp, operation.upper()), group=group)
+    return summed.chunk(size)[group.rank()].to(whole.device)
+
+
+_KERNELS = {"all_gather_into_tensor": _all_gather, "reduce_scatter_tensor": _reduce_scatter}
+
+
+def install_host_collectives(device_type: str) -> None:
+    """Let tensors of one type of device go by way of the host's memory; once."""
+    if device_type in _libraries:
+        return
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    for name, kernel in _KERNELS.items():
+        library.impl(name, kernel, device_type.upper())
+    _libraries[device_type] = library
+
+
+def remove_host_collectives() -> None:
+    """Restore torch's own."""
+    for library in _libraries.values():
+        library._destroy()  # private: torch has no other
+    _libraries.clear()
