@@ -116,7 +116,7 @@ OWNERS = [
         "_unsafe_set_version_counter _top_saved_tensors_default_hooks _get_sequence_nr "
         "_get_current_graph_task_keep_graph",
     ),
-    (torch.nn.init, "_no_grad_trunc_normal_"),
+    (torch.nn.init, "_no_grad_trunc_normal_ _calculate_fan_in_and_fan_out"),
     (sys, "_getframe"),
     (torch.Tensor, "_make_wrapper_subclass _make_subclass"),
     (torch.ones(1), "_version _neg_view _backward_hooks _post_accumulate_grad_hooks"),

@@ -23,6 +23,7 @@ LISTED = {
         "BaseFinetuning.filter_on_optimizer": "a fit: parameters without values do not compare",
     },
     "loop/model_in_parts.py": {
+        "DeviceMesh.__getitem__": "a block: a notice of the dimension that has one rank",
         "warnings.filterwarnings": "a block: Lightning warns of how the module is made",
     },
     "loop/step_calls.py": {
@@ -87,6 +88,10 @@ LISTED = {
         "DTensor.from_local": "attached: which values are of a shard, in a trace",
         "DTensor.to_local": "as the former",
         "functional._maybe_wrap_tensor": "attached: collectives are waited for where called",
+    },
+    "runtime/tensor_parallel/weight_draws.py": {
+        "Tensor": "attached, and configure_model: draws into shards are parts of whole ones",
+        "init": "as the former",
     },
     "runtime/users_code/attributes.py": {
         "nn.Module.__setattr__": "a trace: a step writes an attribute",

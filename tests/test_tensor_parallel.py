@@ -1,5 +1,6 @@
 """Fits whose stages' layers are shared by tensor ranks are those of one device."""
 
+import logging
 from functools import partial
 
 import lightning as L
@@ -7,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -368,6 +370,148 @@ def test_the_logged_norm_is_that_of_whole_gradients(ranks, tmp_path):
     fit((), tmp_path, callbacks=[norms])
     found = ranks(4).run(log_norms, tmp_path)
     assert found[0] == pytest.approx(norms.found, abs=1e-12)
+
+
+# A module that is written for ModelParallelStrategy, as Lightning's example
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x, positions):
+        q, k, v = (
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        positions = positions[: x.size(1)].view(1, 1, x.size(1), -1)
+        y = nn.functional.scaled_dot_product_attention(
+            q * positions, k * positions, v, is_causal=True
+        )
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.inner_norm, self.inner = nn.LayerNorm(WIDTH), Inner()
+
+    def forward(self, x, positions):
+        x = x + self.attention(self.norm(x), positions)
+        return x + self.inner(self.inner_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.register_buffer("positions", torch.linspace(0.5, 1.5, 16))
+        self.layers = nn.ModuleDict()
+        for index in range(4):
+            self.layers[str(index)] = AttentionBlock()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.init_weights()
+
+    def init_weights(self):
+        nn.init.normal_(self.embed.weight)
+        for layer in self.layers.values():
+            for linear in (layer.attention.q, layer.inner.up, layer.inner.down):
+                nn.init.trunc_normal_(linear.weight, std=0.2)
+            layer.attention.out.weight.data.normal_(std=0.2)
+            layer.inner.gate.reset_parameters()
+        nn.init.trunc_normal_(self.head.weight, std=0.3, a=-1, b=1)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x, self.positions)
+        return self.head(self.norm(x))
+
+
+def parallelize(model, mesh):
+    data, tensor = mesh["data_parallel"], mesh["tensor_parallel"]
+    of_first = {"input_layouts": (Replicate(), None), "desired_input_layouts": (Shard(1), None)}
+    plan = {
+        "embed": RowwiseParallel(**BY_ROWS),
+        "layers.0": PrepareModuleInput(**of_first, use_local_output=True),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, tensor, plan)
+    whole = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    whole_with_positions = {name: (placement, None) for name, placement in whole.items()}
+    for layer in model.layers.values():
+        plan = {
+            "norm": SequenceParallel(),
+            "attention": PrepareModuleInput(**whole_with_positions),
+            **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            "inner_norm": SequenceParallel(),
+            "inner": PrepareModuleInput(**whole),
+            **INNER,
+            "inner.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        layer.attention.num_heads //= tensor.size()
+        parallelize_module(layer, tensor, plan)
+    if data.size() > 1:
+        fully_shard(model, mesh=data)
+
+
+class AsInLightningsExample(Net):
+    def __init__(self):
+        super().__init__()
+        self.model = Transformer().double()
+
+    def configure_model(self):
+        if self.device_mesh is not None:
+            parallelize(self.model, self.device_mesh)
+
+    def on_train_start(self):
+        self.model.init_weights()
+
+    def loss(self, batch):
+        logits = self.model(batch[0])
+        with loss_parallel():  # of whole logits
+            return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    def backward(self, *args, **kwargs):
+        with loss_parallel():
+            super().backward(*args, **kwargs)
+
+
+rank_zero_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+
+class Notices(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+
+def run_example(folder):
+    notices = Notices()
+    rank_zero_log.addHandler(notices)
+    try:
+        found = fit((2, 2), folder, kind=AsInLightningsExample)
+    finally:
+        rank_zero_log.removeHandler(notices)
+    return found, [line for line in notices.found if "fully_shard" in line]
+
+
+@slow
+def test_lightnings_example_is_that_of_one_device_and_a_notice_replaces_fully_shard(
+    ranks, tmp_path
+):
+    found = ranks(4).run(run_example, tmp_path)
+    check_alike(found[0][0], fit((), tmp_path, kind=AsInLightningsExample))
+    assert [len(lines) for _, lines in found] == [1, 0, 0, 0]
+    assert 'sharding="optimizer" and recompute' in found[0][1][0]
 
 
 # Models of Hugging Face's

@@ -5,8 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.split_state import make_whole
@@ -17,7 +20,13 @@ from lightning_pipeoffload.runtime.making.construction import (
     make_blueprint,
 )
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.layers import INSTEAD, keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
+
+_ONE_RANK = (
+    'self.device_mesh["data_parallel"] has one rank, so that fully_shard under '
+    f"`if ...size() > 1` is left out: {INSTEAD}"
+)
 
 
 class ModelInParts:
@@ -51,7 +60,8 @@ class ModelInParts:
                     "whose ranks each have a part of it; load its checkpoint into a new module"
                 )
             self._module._device_mesh = self._group.device_mesh  # private: as Lightning sets it
-            yield
+            with drawing_whole(self._module), _noticing_data_mesh(is_new):
+                yield
             keep_local_parts(self._module, self._group.device_mesh["tensor_parallel"])
             return
         if self._group.num_ranks == 1 or not is_overridden("configure_model", self._module):
@@ -126,6 +136,25 @@ class ModelInParts:
         if self._copies is not None:
             self._copies.remove()
             self._copies = None
+
+
+@contextmanager
+def _noticing_data_mesh(is_new: bool) -> Iterator[None]:
+    """Log a notice if ``configure_model`` reads the part of the mesh that has one rank here."""
+    plain = DeviceMesh.__getitem__
+    read: set[str] = set()
+
+    def get(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        read.update([names] if isinstance(names, str) else names)
+        return plain(mesh, names)
+
+    DeviceMesh.__getitem__ = get  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__getitem__ = plain  # type: ignore[method-assign]
+    if is_new and "data_parallel" in read:
+        rank_zero_info(_ONE_RANK)
 
 
 @contextmanager

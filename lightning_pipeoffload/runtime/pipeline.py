@@ -81,6 +81,10 @@ from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     install_collectives,
     remove_collectives,
 )
+from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import (
+    install_weight_draws,
+    remove_weight_draws,
+)
 from lightning_pipeoffload.runtime.users_code.step_call import (
     CallOnCopies,
     StepCall,
@@ -463,6 +467,7 @@ class Pipeline:
         install_draws()
         if self._group is not None and self._group.num_tensor_ranks > 1:
             install_collectives(self.device)
+            install_weight_draws(self.module)
         _attached.add(self)
 
     def detach(self) -> None:
@@ -476,6 +481,7 @@ class Pipeline:
             remove_split()
             weight_grad_kernels.remove_kernels()
             remove_replay()
+            remove_weight_draws()
             remove_draws()
             remove_answers()
             remove_collectives()

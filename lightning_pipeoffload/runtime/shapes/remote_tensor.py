@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.shapes.remote_gradient import (
     RemoteGradient,
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.sharding import set_sharding, sharding_of
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
@@ -90,6 +91,9 @@ class RemoteTensor(ShapeOnly):
         shape = kind(meta, device, frozenset((origin,)), tensor.requires_grad)
         if is_4bit(tensor):
             carry_options(shape, tensor)
+        sharding = sharding_of(tensor)
+        if sharding is not None:
+            set_sharding(shape, sharding)
         return shape
 
     def on_device(self, device: torch.device) -> RemoteTensor:

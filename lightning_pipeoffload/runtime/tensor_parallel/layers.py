@@ -34,6 +34,12 @@ from lightning_pipeoffload.runtime.shapes.sharding import (
 )
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
+INSTEAD = (
+    "PipeOffloadStrategy's sharding=\"optimizer\" and recompute, and the Trainer's precision, do "
+    "what it does"
+)
+"""What replaces ``fully_shard``."""
+
 
 def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace a module's DTensors with their local tensors, which its layers compute with.
@@ -72,8 +78,7 @@ def _sharding_of(name: str, tensor: DTensor, mesh: DeviceMesh) -> Sharding:
         raise ValueError(
             f"{name} is distributed over {tensor.device_mesh}, and a pipeline's layers are shared "
             f'over self.device_mesh["tensor_parallel"] only: leave fully_shard out, or under '
-            f'`if self.device_mesh["data_parallel"].size() > 1`; sharding="optimizer", precision '
-            f"and recompute are PipeOffloadStrategy's and the Trainer's for what it does"
+            f'`if self.device_mesh["data_parallel"].size() > 1`; {INSTEAD}'
         )
     (placement,) = tensor.placements
     if isinstance(placement, Shard) and tensor.shape[placement.dim] % mesh.size():

@@ -78,7 +78,7 @@ PLANS = {
 
 def train(plan, through_host=False):
     """Return the products that wait for W, the collectives there, and what is off by how much."""
-    mesh = _mesh()
+    mesh = mesh_of_two()
     torch.manual_seed(0)
     whole = Net().double()
     x = torch.arange(12).view(2, 6) % 6
@@ -111,7 +111,7 @@ def train(plan, through_host=False):
     return waiting, collectives, max(off).item(), shards
 
 
-def _mesh():
+def mesh_of_two():
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     return init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 def refusal(case):
-    _mesh()
+    mesh_of_two()
     names = ("data_parallel", "tensor_parallel")
     mesh, net = init_device_mesh("cpu", (1, 2), mesh_dim_names=names), Net()
     REFUSED[case][0](net, mesh["data_parallel"] if case == "fully_shard" else mesh)

@@ -1,0 +1,132 @@
+"""Initial values that are drawn into shards are the parts of those that one device draws.
+
+Code that initializes weights behind ``parallelize_module``, or in a hook, draws into what is here a
+shard. Tensor ranks have the same generators, and their shards would be equal. So the whole is drawn
+on each of them, which keeps its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import init
+
+from lightning_pipeoffload.runtime.shapes.operations import DRAWS_BY_SHAPE
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
+
+_DRAWS = [op.__name__ for op in DRAWS_BY_SHAPE if op.__name__.endswith("_")]  # of Tensor
+
+_modules: WeakSet[nn.Module] = WeakSet()
+_before: dict[str, Any] = {}
+
+
+def install_weight_draws(module: nn.Module) -> None:
+    """Draw the whole of what is drawn into shards of a module's parameters."""
+    _modules.add(module)
+    if _before:
+        return
+    for name in _DRAWS:
+        setattr(Tensor, name, _through(_draw_whole, name, getattr(Tensor, name)))
+    for name, by in _OF_INIT.items():
+        setattr(init, name, _through(by, name, getattr(init, name)))
+
+
+def remove_weight_draws() -> None:
+    """Restore torch's own functions."""
+    _modules.clear()
+    for name, function in _before.items():
+        setattr(init if name in _OF_INIT else Tensor, name, function)
+    _before.clear()
+
+
+@contextmanager
+def drawing_whole(module: nn.Module) -> Iterator[None]:
+    """Draw the whole of what is drawn into shards inside."""
+    others = {*_modules}
+    install_weight_draws(module)
+    try:
+        yield
+    finally:
+        if not others:
+            remove_weight_draws()
+
+
+def _through(by: Any, name: str, function: Any) -> Callable[..., Any]:
+    _before[name] = function
+
+    @wraps(function)
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return by(function, tensor, *args, **kwargs)
+
+    return call
+
+
+def _find_sharding(tensor: Tensor) -> Sharding | None:
+    """Return how a tensor is divided of which a weight, or its ``data``, is this rank's part."""
+    if isinstance(tensor, DTensor):
+        (placement,) = tensor.placements
+        return Sharding(tensor.device_mesh, placement, tensor.shape, tensor.stride())
+    found = sharding_of(tensor)
+    return _sharding_behind(tensor) if found is None else found if found.is_divided else None
+
+
+def _sharding_behind(tensor: Tensor) -> Sharding | None:
+    for weight in (weight for module in _modules for weight in module.parameters()):
+        sharding = sharding_of(weight)
+        if sharding is None or not sharding.is_divided or memory_of(weight) != memory_of(tensor):
+            continue
+        if weight.shape != tensor.shape:
+            raise ValueError(
+                f"values of shape {tuple(tensor.shape)} are drawn into a part of a weight of shape "
+                f"{tuple(sharding.shape)}, of which each tensor rank has {tuple(weight.shape)}; "
+                f"draw into all of it, or initialize weights before parallelize_module"
+            )
+        return sharding
+    return None
+
+
+def _draw_whole(draw: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    sharding = None if tensor.is_meta else _find_sharding(tensor)
+    if sharding is None:
+        return draw(tensor, *args, **kwargs)
+    whole = torch.empty(sharding.shape, dtype=tensor.dtype, device=tensor.device)
+    draw(whole, *args, **kwargs)
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        if isinstance(local, ShapeOnly):
+            local.zero_()  # a write, for observers
+        else:
+            local.copy_(sharding.part(whole))
+    return tensor
+
+
+def _fans_of_whole(fans: Callable[..., Any], tensor: Tensor) -> Any:
+    sharding = _find_sharding(tensor)
+    return fans(tensor if sharding is None else torch.empty(sharding.shape, device="meta"))
+
+
+def _refuse_shards(fill: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(tensor, DTensor) and _find_sharding(tensor) is not None:
+        raise ValueError(
+            f"{fill.__name__} fills a weight by its rows and columns, of which each tensor rank "
+            f"has some; initialize weights before parallelize_module"
+        )
+    return fill(tensor, *args, **kwargs)
+
+
+_OF_INIT = {
+    # Private: trunc_normal_ calls it.
+    "_no_grad_trunc_normal_": _draw_whole,
+    # Private: Linear.reset_parameters calls it, and other functions of init.
+    "_calculate_fan_in_and_fan_out": _fans_of_whole,
+    # They depend on all rows and columns.
+    **dict.fromkeys(("orthogonal_", "sparse_", "eye_", "dirac_"), _refuse_shards),
+}
