@@ -178,6 +178,7 @@ def run_two(
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environment or {}),
     }  # fmt: skip
     seconds = seconds if is_accelerated(device) else 600
+    faulthandler.cancel_dump_traceback_later()  # by a thread that they would wait for in vain
     both = [
         start(function, device, {**places, "NODE_RANK": str(rank)}, seconds) for rank in range(2)
     ]
