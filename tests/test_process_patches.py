@@ -89,6 +89,9 @@ LISTED = {
         "DTensor.to_local": "as the former",
         "functional._maybe_wrap_tensor": "attached: collectives are waited for where called",
     },
+    "runtime/tensor_parallel/through_host.py": {
+        "torch.library.Library": "attached: collectives over gloo go by way of the host",
+    },
     "runtime/tensor_parallel/weight_draws.py": {
         "Tensor": "attached, and configure_model: draws into shards are parts of whole ones",
         "init": "as the former",

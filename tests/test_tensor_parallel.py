@@ -55,23 +55,26 @@ class Block(nn.Module):
 
 INNER = {"inner.up": ColwiseParallel(), "inner.gate": ColwiseParallel()}
 BY_ROWS = {"input_layouts": Replicate()}
+OF_SEQUENCES = {
+    "norm": SequenceParallel(),
+    "inner": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    **INNER,
+    "inner.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def around_sequences(**head):
+    return {
+        "embed": RowwiseParallel(**BY_ROWS, output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), **head),
+    }
+
+
 PLANS = {
     "tensor": ({}, {**INNER, "inner.down": RowwiseParallel()}),
-    "sequence": (
-        {
-            "embed": RowwiseParallel(**BY_ROWS, output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-        {
-            "norm": SequenceParallel(),
-            "inner": PrepareModuleInput(
-                input_layouts=Shard(1), desired_input_layouts=Replicate()
-            ),
-            **INNER,
-            "inner.down": RowwiseParallel(output_layouts=Shard(1)),
-        },
-    ),
+    "sequence": (around_sequences(output_layouts=Replicate()), OF_SEQUENCES),
+    "torchtitan": (around_sequences(use_local_output=False), OF_SEQUENCES),
     "no sum": ({}, {"inner.down": RowwiseParallel()}),
     "logits": ({"head": ColwiseParallel(use_local_output=False)}, {}),
     "shard of the head": ({"head": ColwiseParallel()}, {}),
@@ -178,6 +181,16 @@ def check_alike(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+class LossOfShards(Net):
+    def loss(self, batch):
+        with loss_parallel():
+            return super().loss(batch)
+
+    def backward(self, *args, **kwargs):
+        with loss_parallel():
+            super().backward(*args, **kwargs)
+
+
 slow = pytest.mark.slow
 CASES = {
     "zb_h1": ((2, 2), {}),
@@ -191,6 +204,7 @@ CASES = {
         (1, 2, 2),
         {"pipeline": {"schedule": "1f1b", "sharding": "optimizer"}},
     ),
+    "loss_parallel": ((2, 2), {"kind": LossOfShards, "module": {"plan": "torchtitan"}}),
     "recomputed": ((2, 2), {"pipeline": {"recompute": "full"}}),
     "recomputed cheaply": ((2, 2), {"pipeline": {"recompute": "cheap"}}),
     "recomputed sequences": (
@@ -261,10 +275,10 @@ class ReadsGradients(L.Callback):
         """Read gradients."""
 
 
-class LossOfShards(Net):
+class LogsShards(LossOfShards):
     def loss(self, batch):
-        with loss_parallel():
-            return super().loss(batch)
+        self.log("logits", self.head(self.embed(batch[0])))
+        return super().loss(batch)
 
 
 class Scaled(Inner):
@@ -298,9 +312,9 @@ REFUSED = {
         {"module": {"plan": "a DTensor"}, "num_sanity_val_steps": 0},
         "blocks.0 returns a DTensor",
     ),
-    "loss_parallel": (
-        {"kind": LossOfShards, "module": {"plan": "logits"}, "num_sanity_val_steps": 0},
-        "the loss is a DTensor, as loss_parallel makes it",
+    "a logged DTensor": (
+        {"kind": LogsShards, "module": {"plan": "logits"}},
+        "the step returns or logs a DTensor placed as",
     ),
     "Adafactor": ({"module": {"optimizer": torch.optim.Adafactor}}, "Adafactor is not known to"),
     "a hook": ({"callbacks": [ReadsGradients()]}, "on_after_backward may read gradients, of which"),

@@ -21,8 +21,10 @@ from torch import Tensor
 from lightning_pipeoffload.loop.stops import JointStop
 from lightning_pipeoffload.metrics.log_capture import LogCapture, ignore_log
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
+from lightning_pipeoffload.runtime.leaves import map_output
 from lightning_pipeoffload.runtime.microbatch import merge_outputs
 from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.shapes.sharding import whole_value
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
 
 _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -105,6 +107,8 @@ class StepCalls:
             )
             with around:
                 result = plain(part, *rest, **kwargs)
+            if self._module.device_mesh is not None:
+                result = map_output(whole_value, result)
             if self._stop is not None and not call.is_trace:
                 self._stop.end_step()
             return result

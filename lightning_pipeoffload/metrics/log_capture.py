@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_pipeoffload.metrics.metric_values import CallValue, WholeBatchValues
 from lightning_pipeoffload.runtime.microbatch import in_mean
+from lightning_pipeoffload.runtime.shapes.sharding import whole_value
 
 _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
 
@@ -151,7 +152,7 @@ def ignore_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return whole_value(value).detach() if isinstance(value, Tensor) else value
 
 
 def _over_batch(entries: list[_Call], combined: Any) -> Any:

@@ -96,13 +96,24 @@ def refuse_dtensor(value: Any, block: str, verb: str) -> None:
         )
 
 
+def whole_value(value: Any) -> Any:
+    """Return the plain tensor of a DTensor that all tensor ranks have, as loss_parallel makes it.
+
+    Raises:
+        ValueError: They have parts of it.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if not all(placement.is_replicate() for placement in value.placements):
+        raise ValueError(
+            f"the step returns or logs a DTensor placed as {value.placements}, of which tensor "
+            f"ranks have different parts; use value.full_tensor()"
+        )
+    return value.to_local()
+
+
 def refuse_loss_of_shard(loss: Any) -> None:
     """Raise ``ValueError`` for a loss that each tensor rank would compute from its shard alone."""
-    if isinstance(loss, DTensor):
-        raise ValueError(
-            "the loss is a DTensor, as loss_parallel makes it, which is not supported; set "
-            "output_layouts=Replicate() for the head in the plan of parallelize_module"
-        )
     if getattr(loss, "origins", frozenset()) >= OF_SHARD:
         raise ValueError(
             "the loss is computed from a shard of a layer, and tensor ranks would have different "
