@@ -192,8 +192,17 @@ class LossOfShards(Net):
 
 
 slow = pytest.mark.slow
+COMPILED = {"compile": {"backend": "aot_eager"}}
 CASES = {
     "zb_h1": ((2, 2), {}),
+    "compiled": ((2, 2), {"pipeline": COMPILED, "limit_val_batches": 0}),
+    "compiled sequences": ((2, 2), {"module": {"plan": "sequence"}, "pipeline": COMPILED}),
+    "compiled on one stage": ((1, 2, 2), {"pipeline": COMPILED}),
+    "compiled and recomputed": (
+        (2, 2),
+        {"module": {"plan": "sequence"}, "pipeline": {**COMPILED, "recompute": "full"}},
+    ),
+    "inductor": ((2, 2), {"pipeline": {"compile": True}}),
     "1f1b": ((2, 2), {"pipeline": {"schedule": "1f1b"}}),
     "zb_v": ((2, 2), {"pipeline": {"schedule": "zb_v"}}),
     "one stage": ((1, 4), {"pipeline": {"schedule": "1f1b"}}),
@@ -229,7 +238,7 @@ def in_default_run(cases, count):
     return [*cases][:count] + [pytest.param(name, marks=slow) for name in [*cases][count:]]
 
 
-@pytest.mark.parametrize("case", in_default_run(CASES, 1))
+@pytest.mark.parametrize("case", in_default_run(CASES, 2))
 def test_a_fit_is_that_of_one_device(ranks, tmp_path, case):
     sizes, options = CASES[case]
     found = ranks(4).run(run, sizes, tmp_path, options)
@@ -244,6 +253,17 @@ def test_a_fit_is_that_of_one_device(ranks, tmp_path, case):
 
 def run(sizes, folder, options):
     return fit(sizes, folder, **options)
+
+
+@slow
+@pytest.mark.parametrize("compile", [{}, COMPILED], ids=["as written", "compiled"])
+def test_a_fit_has_the_same_bits_with_every_schedule(ranks, tmp_path, compile):
+    found = []
+    for schedule in ("zb_h1", "1f1b"):
+        options = {"module": {"plan": "sequence"}, "pipeline": {**compile, "schedule": schedule}}
+        losses, *_, path = ranks(4).run(run, (2, 2), tmp_path, options)[0]
+        found.append((losses, *read(path)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def save_at(folder):

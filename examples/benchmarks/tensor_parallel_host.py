@@ -45,7 +45,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: to
 
 from examples.benchmarks.weight_split import Engine, fused, ours
 from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
-from lightning_pipeoffload.runtime.compiled.local_shards import gradient_placements, local_of
+from lightning_pipeoffload.runtime.shapes.sharding import is_shard, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
+    gather_whole,
+    install_collectives,
+    remove_collectives,
+)
+from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 
@@ -151,6 +157,8 @@ class Case:
         if mesh is not None:
             for block in self._blocks:
                 parallelize(block, mesh)
+            if engine is ours:
+                keep_local_parts(self._blocks, mesh)
             x, gradient = (
                 each.chunk(mesh.size(), dim=1)[mesh.get_local_rank()] for each in (x, gradient)
             )
@@ -166,13 +174,15 @@ class Case:
         return self._engine(self._blocks, self._x, self._gradient)
 
     def install(self) -> None:
-        """Install our kernels for our engine alone."""
+        """Install what is ours for our engine alone."""
         if self._engine is ours:
             install_kernels("cpu")
             install_split()
+            install_collectives(torch.device("cpu"))
         else:
             remove_kernels()
             remove_split()
+            remove_collectives()
 
     def seconds(self) -> list[float]:
         """Return the CPU time of the thread in each phase of a block."""
@@ -198,7 +208,7 @@ class Case:
     def clear(self) -> None:
         """Drop all gradients."""
         for tensor in (self._x, *self._blocks.parameters()):
-            tensor.grad = local_of(tensor).grad = None
+            tensor.grad = None
 
     def collectives(self) -> str:
         """Return how many collectives each phase has."""
@@ -218,14 +228,12 @@ class Case:
 
 
 def whole_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter, gathered if it is a DTensor."""
+    """Return the gradient of a parameter, gathered if this rank has a part of it."""
     gradient: Any = parameter.grad
-    if not isinstance(parameter, DTensor):
-        return gradient
-    if gradient is None:
-        mesh, placements = parameter.device_mesh, gradient_placements(parameter)
-        gradient = DTensor.from_local(local_of(parameter).grad, mesh, placements)
-    return gradient.full_tensor()
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    sharding = sharding_of(parameter)
+    return gather_whole(gradient, sharding) if sharding and is_shard(parameter) else gradient
 
 
 def with_fewer_guards(entries: Sequence[Any]) -> list[bool]:

@@ -59,7 +59,6 @@ _OF_TENSOR_RANKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer_sync": (("barrier",), "a step of shards is not taken back"),
     "optimizer_offload": ((False,), "shards are not stepped on the host"),
     "master_weights": ((None,), "there are no masters of shards"),
-    "compile": ((False,), "blocks are compiled on one tensor rank only"),
     "offload": (("auto", "none"), "offload is not planned for several tensor ranks"),
     "memory_limit": ((None,), "memory is not planned for several tensor ranks"),
     "num_sequence_slices": ((1,), "blocks of shards do not run on slices"),

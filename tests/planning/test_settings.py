@@ -109,7 +109,6 @@ NOT_OF_TENSOR_RANKS = {
     "optimizer_sync": "post_validation",
     "optimizer_offload": True,
     "master_weights": "float32",
-    "compile": True,
     "offload": "half",
     "memory_limit": "1GiB",
     "save_distributed_checkpoint": True,

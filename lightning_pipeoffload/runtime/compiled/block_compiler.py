@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch._dynamo.eval_frame import OptimizedModule  # private: the type of tor
 # Private: the first two restart the compiler or skip a frame; only the last is a failure.
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
 
+from lightning_pipeoffload import runtime
+from lightning_pipeoffload.runtime import tensor_parallel
 from lightning_pipeoffload.runtime.compiled.split_graph import split_graph
 from lightning_pipeoffload.runtime.compiled.split_region import (
     Region,
@@ -46,7 +49,7 @@ _replaced: dict[type[Any], Backend] = {}
 
 def install_split() -> None:
     """Split compiled regions of steps from now on; a second call has no effect."""
-    _leave_uncompiled("lightning_pipeoffload.runtime")
+    _leave_uncompiled()
     for kind in _KINDS:
         if kind not in _replaced:
             _replaced[kind] = kind.__call__
@@ -61,8 +64,11 @@ def remove_split() -> None:
 
 
 @cache
-def _leave_uncompiled(package: str) -> None:
-    trace_rules.add(package)
+def _leave_uncompiled() -> None:
+    """Have no code of this package compiled but that of layers which tensor ranks share."""
+    for part in iter_modules(runtime.__path__, f"{runtime.__name__}."):
+        if part.name != tensor_parallel.__name__:
+            trace_rules.add(part.name)
 
 
 def _splitting(call: Backend) -> Backend:

@@ -76,23 +76,11 @@ class WeightSource:
 
 
 class WeightFinder:
-    """Finds the sources of weights in a graph.
+    """Finds the sources of weights in a graph; ``placeholders`` are the nodes of its inputs."""
 
-    Args:
-        placeholders: The nodes of its inputs.
-        inputs: Their values.
-        dtensors: Nodes that are DTensors of local inputs, with these.
-    """
-
-    def __init__(
-        self,
-        placeholders: Sequence[fx.Node],
-        inputs: Sequence[Any],
-        dtensors: Mapping[fx.Node, fx.Node],
-    ) -> None:
+    def __init__(self, placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
         self._inputs = inputs
         self._indices = {node: index for index, node in enumerate(placeholders)}
-        self._indices |= {node: self._indices[local] for node, local in dtensors.items()}
 
     def find(self, node: Any, dtype: torch.dtype) -> WeightSource | None:
         """Return the source of ``node``; None if it is no view or cast of a deferred weight."""

@@ -18,30 +18,20 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode  # private: the fake tensors of this compilation
-from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.runtime.compiled.local_shards import (
-    dtensor_like,
-    have_local_parts,
-    is_linear_of_locals,
-    local_of,
-    take_local_inputs,
-    to_local,
-)
 from lightning_pipeoffload.runtime.compiled.products import (
     FoundProduct,
     WeightFinder,
     WeightSource,
     find_product,
 )
-from lightning_pipeoffload.runtime.weight_grad.calls import Linear
 
 _IN_PLACE = {
     operator.setitem,
@@ -63,7 +53,9 @@ def _writes(node: fx.Node) -> bool:
         return False
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
-    named = target in _IN_PLACE or _is_in_place(getattr(target, "__name__", ""))
+    if getattr(target, "__module__", None) == operator.or_.__module__:  # or_ and others write none
+        return target in _IN_PLACE
+    named = _is_in_place(getattr(target, "__name__", ""))
     return named or node.kwargs.get("out") is not None or _has_inplace_argument(node)
 
 
@@ -153,7 +145,6 @@ class SplitGraph:
             the zeros follow them.
         num_outputs: The number of the region's outputs; the products' inputs follow them.
         sources: The sources of the weights.
-        sharded: The indices of the region's inputs that are DTensors, whose local tensors it takes.
     """
 
     module: fx.GraphModule
@@ -162,13 +153,10 @@ class SplitGraph:
     num_outputs: int
     sources: list[WeightSource]
     products: list[SplitProduct]
-    sharded: list[int]
 
 
 def split_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> SplitGraph | None:
     """Return a rewritten copy of dynamo's graph; None if no weight gradient in it may wait."""
-    if not have_local_parts(inputs):
-        return None
     splitting = _Splitting(module, inputs)
     splitting.replace_products()
     return splitting.finish() if splitting.products else None
@@ -185,7 +173,6 @@ class _Splitting:
         self._outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         self._num_outputs = len(self._outputs)
         self._placeholders = self._graph.find_nodes(op="placeholder")
-        self._dtensors = take_local_inputs(self._graph)
         self._copies = writes_in_place(self._graph)
         self._taps: dict[tuple[fx.Node, torch.dtype], Tap] = {}
         self._weights: dict[WeightSource, fx.Node] = {}
@@ -193,11 +180,10 @@ class _Splitting:
         self.products: list[SplitProduct] = []
 
     def replace_products(self) -> None:
-        finder = WeightFinder(self._placeholders, self._inputs, self._dtensors)
-        calls = [find_product(node, finder) for node in self._graph.nodes]
-        found = [local for call in calls if call and (local := _of_locals(call))]
+        finder = WeightFinder(self._placeholders, self._inputs)
+        found = [find_product(node, finder) for node in self._graph.nodes]
         readers = _size_readers(self._placeholders)
-        shaped = [(product, _shape_of(local_of(product.example), readers)) for product in found]
+        shaped = [(product, _shape_of(product.example, readers)) for product in found if product]
         products = [(product, shape) for product, shape in shaped if shape is not None]
         self._add_weights([product for product, _ in products])
         for product, shape in products:
@@ -218,27 +204,19 @@ class _Splitting:
         product.signature.put(node, "x", x)
         for name, source in (("weight", product.weight), ("bias", product.bias)):
             if source is not None:
-                weight = self._placed_as(arguments[name], self._weights[source], node)
-                product.signature.put(node, name, weight)
+                product.signature.put(node, name, self._weights[source])
                 _erase_unread(self._graph, arguments[name])
         self._add_zero(node, example)
         self.products.append(SplitProduct(product, tap, shape))
 
     def _add_zero(self, node: fx.Node, example: Tensor) -> None:
-        zero = self._placed_as(node, self._add_input(f"zero_{len(self._zeros)}"), node)
-        self._zeros.append(self._example_of_zero(local_of(example)))
+        zero = self._add_input(f"zero_{len(self._zeros)}")
+        self._zeros.append(self._example_of_zero(example))
         with self._graph.inserting_after(node):
             total = self._graph.call_function(torch.add, (node, zero))
         total.meta["example_value"] = example
         node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
         self._outputs = [total if output is node else output for output in self._outputs]
-
-    def _placed_as(self, example: fx.Node, local: fx.Node, before: fx.Node) -> fx.Node:
-        value = example.meta.get("example_value")
-        if not isinstance(value, DTensor):
-            return local
-        with self._graph.inserting_before(before):
-            return self._graph.call_function(dtensor_like(value), (local,))
 
     def _example_of_zero(self, result: Tensor) -> Tensor:
         with self._mode or nullcontext():
@@ -260,26 +238,22 @@ class _Splitting:
         return self._graph.call_method("to", (x, dtype))
 
     def _tap(self, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> Tap:
-        example = before.meta["example_value"]
         if self._copies:
-            copied = self._graph.call_method("clone", (self._detach(x),))
-            return self._tap_output(copied, example)
+            return self._tap_output(self._graph.call_method("clone", (self._detach(x),)))
         if (before, dtype) not in self._taps:
             if x in self._placeholders:
                 tap = Tap("input", self._placeholders.index(x))
-            elif x in self._outputs[: self._num_outputs] and not isinstance(example, DTensor):
+            elif x in self._outputs[: self._num_outputs]:
                 tap = Tap("output", self._outputs.index(x))
             else:
-                tap = self._tap_output(self._detach(x), example)
+                tap = self._tap_output(self._detach(x))
             self._taps[before, dtype] = tap
         return self._taps[before, dtype]
 
     def _detach(self, x: fx.Node) -> fx.Node:
         return self._graph.call_method("detach", (x,))
 
-    def _tap_output(self, x: fx.Node, example: Any) -> Tap:
-        if isinstance(example, DTensor):
-            x = self._graph.call_function(to_local, (x,))
+    def _tap_output(self, x: fx.Node) -> Tap:
         self._outputs.append(x)
         return Tap("output", len(self._outputs) - 1)
 
@@ -287,9 +261,8 @@ class _Splitting:
         self._graph.output(tuple(self._outputs))
         kept = [index for index in range(len(self._placeholders)) if not self._drop(index)]
         self._graph.lint()
-        inputs = [local_of(value) for value in self._inputs]
-        examples = [inputs[index] for index in kept]
-        examples += [self._example_of_weight(source.of(inputs)) for source in self._weights]
+        examples = [self._inputs[index] for index in kept]
+        examples += [self._example_of_weight(s.of(self._inputs)) for s in self._weights]
         return SplitGraph(
             fx.GraphModule(self._module, self._graph),
             [*examples, *self._zeros],
@@ -297,7 +270,6 @@ class _Splitting:
             self._num_outputs,
             [*self._weights],
             self.products,
-            [self._placeholders.index(node) for node in self._dtensors.values()],
         )
 
     def _drop(self, index: int) -> bool:
@@ -306,22 +278,6 @@ class _Splitting:
             return False
         self._graph.erase_node(node)
         return True
-
-
-def _of_locals(product: FoundProduct) -> FoundProduct | None:
-    """Return what of a product may wait for a W that has local tensors only."""
-    result = product.example
-    if not isinstance(result, DTensor):
-        return product
-    found = product.signature.arguments(product.node)
-    x, weight = (found[name].meta["example_value"] for name in ("x", "weight"))
-    is_linear = product.kind[0] is Linear and not product.weight.views
-    if not is_linear or not is_linear_of_locals(x, weight, result):
-        return None
-    # The rows of a result that is a part of a sum are those of all ranks, and so would be the sum
-    # over them, where the gradient of a replicated bias is to be a part.
-    is_part = any(placement.is_partial() for placement in result.placements)
-    return replace(product, bias=None) if is_part else product
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:

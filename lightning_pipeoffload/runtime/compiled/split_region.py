@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_pipeoffload.runtime.compiled.local_shards import local_of
 from lightning_pipeoffload.runtime.compiled.products import WeightSource
 from lightning_pipeoffload.runtime.compiled.split_graph import SplitGraph, SplitProduct, Tap
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
@@ -24,7 +23,7 @@ from lightning_pipeoffload.runtime.weight_grad.node import (
     keep_input,
     queue_or_run,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue, has_hooks
+from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
 
 Region = Callable[..., Any]
 
@@ -114,10 +113,6 @@ class SplitRegion:
         if active_queue() is None or not all(may_wait(inputs[index]) for index in self._indices):
             return self._whole(*inputs)
         graph = self._graph
-        if graph.sharded:
-            if any(has_hooks(inputs[index]) for index in graph.sharded):
-                return self._whole(*inputs)
-            inputs = tuple(map(local_of, inputs))
         weights = {source: source.of(inputs) for source in graph.sources}
         calls = [(_make_call(product, weights), product.tap) for product in graph.products]
         run = _Run(calls, [product.shape(inputs) for product in graph.products])

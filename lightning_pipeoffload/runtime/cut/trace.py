@@ -76,6 +76,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     ValueNeededError,
     is_sized_by_values,
 )
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import noting_shards
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, StepPoint, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code.sources import refusing_iterators
@@ -255,6 +256,7 @@ class StepTrace:
             stack.enter_context(self._kernels.in_use(self._note_kernel))
             written = stack.enter_context(unchanged(module))
             stack.enter_context(uncompiled())
+            stack.enter_context(noting_shards())
             stack.enter_context(refusing_iterators(module))
             slots = find_slots(module)
             self._stripped.strip(slots)

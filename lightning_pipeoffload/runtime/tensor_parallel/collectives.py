@@ -8,6 +8,8 @@ has the origin :data:`.OF_SHARD`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,20 +56,31 @@ def _set_origin(local: Tensor, of: DTensor) -> None:
 
 
 def install_collectives(device: torch.device) -> None:
-    """Wait for collectives where they are called, and note what they make without values."""
+    """Wait for collectives where they are called."""
     if goes_through_host(device):
         install_host_collectives(device.type)
     functional._maybe_wrap_tensor = _wait  # type: ignore[assignment]
-    DTensor.from_local = staticmethod(_from_local_with_origin)  # type: ignore[method-assign]
-    DTensor.to_local = _to_local_with_origin  # type: ignore[method-assign]
 
 
 def remove_collectives() -> None:
     """Restore torch's own functions."""
     remove_host_collectives()
     functional._maybe_wrap_tensor = _wrap
-    DTensor.from_local = staticmethod(_from_local)  # type: ignore[method-assign]
-    DTensor.to_local = _to_local  # type: ignore[method-assign]
+
+
+@contextmanager
+def noting_shards() -> Iterator[None]:
+    """Note what layers make without values inside, and is not the same on all tensor ranks.
+
+    A compiler knows torch's own functions only.
+    """
+    DTensor.from_local = staticmethod(_from_local_with_origin)  # type: ignore[method-assign]
+    DTensor.to_local = _to_local_with_origin  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DTensor.from_local = staticmethod(_from_local)  # type: ignore[method-assign]
+        DTensor.to_local = _to_local  # type: ignore[method-assign]
 
 
 def gather_whole(part: Tensor, sharding: Sharding) -> Tensor:

@@ -6,24 +6,27 @@ hooks only, so that optimizers, replicas, messages and memory see plain tensors,
 even the product of a linear layer is one of DTensors::
 
     torch's hook    x to a DTensor, placed as the layer needs it
-    ours            to the local tensor
-    linear          a product of local tensors, whose weight gradient waits for W as any other
-    ours            to a DTensor: a shard, or a part of a sum
+    forward         to the local tensor
+                    a product of local tensors, whose weight gradient waits for W as any other
+                    to a DTensor: a shard, or a part of a sum
     torch's hook    placed as the plan says, to the local tensor y
 
 An embedding looks its own rows or columns up. Any other layer makes DTensors of its local
-parameters where it is called, and its gradients are there in B.
+parameters where it is called, and its gradients are there in B. A compiler traces both the hooks
+and a layer's own ``forward`` here, and what it makes of DTensors has local tensors and collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional
 
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import (
@@ -122,45 +125,21 @@ def _find_share(layer: nn.Module, shardings: Mapping[str, Sharding]) -> Callable
 def _share_linear(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]) -> None:
     mesh, of_weight = shardings["weight"].mesh, shardings["weight"].placement
     by_rows = of_weight.is_shard(0)  # each rank has some of the outputs, else of the inputs
-    bias: list[Any] = []  # while the layer runs without it
+    is_first = mesh.get_local_rank() == 0
 
-    def bias_of(layer: nn.Module) -> Slot:
-        return Slot(f"{name}.bias", layer, "bias", "_parameters")
-
-    def enter(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        (x,) = args
-        wanted = Replicate() if by_rows else Shard(x.dim() - 1)
+    def forward(layer: Any, x: Any) -> DTensor:
+        last = x.dim() - 1
+        wanted = Replicate() if by_rows else Shard(last)
         _check_input(x, wanted, mesh, name)
-        if not by_rows:
-            bias.append(bias_of(layer).tensor)
-            bias_of(layer).put(None)
-        gradient = Partial() if by_rows else wanted
-        return (x.to_local(grad_placements=[gradient]),)
+        if by_rows:
+            y = functional.linear(x.to_local(grad_placements=[Partial()]), layer.weight, layer.bias)
+            return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
+        y = functional.linear(x.to_local(grad_placements=[wanted]), layer.weight)
+        if layer.bias is not None:  # one rank adds it, and all have its gradient
+            y = y + (layer.bias - layer.bias.detach() * (not is_first))
+        return DTensor.from_local(y, mesh, [Partial()], run_check=False)
 
-    def leave(layer: nn.Module, args: Any, y: Tensor) -> Any:
-        of_sum = bias.pop() if bias else None
-        if not by_rows:
-            bias_of(layer).put(of_sum)
-        if y is None:  # after an error
-            return None
-        if of_sum is not None:
-            y = _AddedOnce.apply(y, of_sum, mesh.get_local_rank() == 0)
-        placement = Shard(y.dim() - 1) if by_rows else Partial()
-        return DTensor.from_local(y, mesh, [placement], run_check=False)
-
-    _hook(layer, enter, leave)
-
-
-class _AddedOnce(torch.autograd.Function):
-    """Adds the bias to one of the parts of a sum; each rank gets the gradient of all of it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor, is_here: bool) -> Tensor:
-        return y + (bias if is_here else torch.zeros_like(bias))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, grad.sum([*range(grad.dim() - 1)]), None  # of a sum, which all ranks have
+    layer.forward = MethodType(forward, layer)
 
 
 def _check_input(x: Any, wanted: Placement, mesh: DeviceMesh, name: str) -> None:
@@ -189,64 +168,52 @@ def _share_embedding(layer: nn.Module, name: str, shardings: Mapping[str, Shardi
             f"tensor ranks; use ColwiseParallel, whose ranks have columns, or leave it out"
         )
     num_rows = sharding.shape[0] // mesh.size()
-    absent: list[Tensor] = []  # while the layer runs: the places of other ranks' rows
+    first = mesh.get_local_rank() * num_rows
+    look_up = type(layer).forward
 
-    def enter(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        (x,) = args
+    def forward(layer: Any, x: Any) -> DTensor:
         _check_input(x, Replicate(), mesh, name)
         indices = x.to_local()
-        if by_rows:
-            indices = indices - mesh.get_local_rank() * num_rows
-            absent.append((indices < 0) | (indices >= num_rows))
-            indices = indices.masked_fill(absent[-1], 0)
-        return (indices,)
+        if not by_rows:
+            y = look_up(layer, indices)
+            return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+        indices = indices - first
+        absent = (indices < 0) | (indices >= num_rows)  # rows of other ranks
+        y = look_up(layer, indices.masked_fill(absent, 0)).masked_fill(absent.unsqueeze(-1), 0)
+        return DTensor.from_local(y, mesh, [Partial()], run_check=False)
 
-    def leave(layer: nn.Module, args: Any, y: Tensor) -> Any:
-        places = absent.pop() if absent else None
-        if y is None:  # after an error
-            return None
-        if places is not None:
-            y = y.masked_fill(places.unsqueeze(-1), 0)
-        placement = Partial() if by_rows else Shard(y.dim() - 1)
-        return DTensor.from_local(y, mesh, [placement], run_check=False)
-
-    _hook(layer, enter, leave)
+    layer.forward = MethodType(forward, layer)
 
 
 # Others
 
 
 def _share_other(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]) -> None:
-    kept: list[tuple[Slot, Tensor]] = []
+    run = type(layer).forward
 
-    def enter(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        for slot in _filled_slots(layer, shardings):
-            sharding, tensor = shardings[slot.attribute], slot.tensor
-            kept.append((slot, tensor))
-            made = DTensor.from_local(
-                tensor, sharding.mesh, [sharding.placement],
-                run_check=False, shape=sharding.shape, stride=sharding.stride,
-            )  # fmt: skip
-            slot.put(made)
-            if isinstance(made._local_tensor, ShapeOnly):  # its gradient is summed
-                made._local_tensor.origins |= OF_SHARD
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kept: list[tuple[dict[str, Any], str, Tensor]] = []
+        registries: tuple[dict[str, Any], ...] = layer._parameters, layer._buffers
+        try:
+            for tensors in registries:
+                for attribute, sharding in shardings.items():
+                    local = tensors.get(attribute)
+                    if local is not None:
+                        kept.append((tensors, attribute, local))
+                        tensors[attribute] = _as_dtensor(local, sharding)
+            return run(layer, *args, **kwargs)
+        finally:
+            for tensors, attribute, local in kept:
+                tensors[attribute] = local
 
-    def leave(layer: nn.Module, args: Any, result: Any) -> None:
-        while kept:
-            slot, tensor = kept.pop()
-            slot.put(tensor)
-
-    _hook(layer, enter, leave)
+    layer.forward = MethodType(forward, layer)
 
 
-def _filled_slots(layer: nn.Module, names: Container[str]) -> Iterator[Slot]:
-    for kind in ("_parameters", "_buffers"):
-        for name, tensor in layer.__dict__[kind].items():
-            if name in names and tensor is not None:
-                yield Slot(name, layer, name, kind)
-
-
-def _hook(layer: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-    """Call ``enter`` after torch's hook before a layer, and ``leave`` before that behind it."""
-    layer.register_forward_pre_hook(enter)
-    layer.register_forward_hook(leave, prepend=True, always_call=True)
+def _as_dtensor(local: Tensor, sharding: Sharding) -> Any:
+    dtensor: Any = DTensor.from_local(
+        local, sharding.mesh, [sharding.placement],
+        run_check=False, shape=sharding.shape, stride=sharding.stride,
+    )  # fmt: skip
+    if isinstance(local, ShapeOnly):  # its gradient is summed
+        dtensor._local_tensor.origins |= OF_SHARD
+    return dtensor

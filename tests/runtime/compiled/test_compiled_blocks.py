@@ -1,8 +1,10 @@
 """Compiled blocks train as plain ones do, with their weight gradients left for W."""
 
+import operator
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import lookup_backend
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +14,7 @@ from lightning_pipeoffload.runtime.compiled import block_compiler
 from lightning_pipeoffload.runtime.compiled.block_compiler import (
     check_compiled_parts,
 )
+from lightning_pipeoffload.runtime.compiled.split_graph import writes_in_place
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 from tests.support.comparison import assert_trains_exactly, train, train_plain
 from tests.support.families import Task
@@ -261,6 +264,16 @@ def test_what_is_written_behind_a_region_that_has_returned_it_is_refused(backend
 
     with pytest.raises(RuntimeError, match="written in place"):
         train(task(Late), "zb_h1", 2, tokens(), compile={"backend": backend})
+
+
+@pytest.mark.parametrize(
+    ("call", "writes"),
+    [(operator.or_, False), (operator.ior, True), (torch.relu_, True), (torch.relu, False)],
+)
+def test_which_calls_write_their_arguments(call, writes):
+    graph = fx.Graph()
+    graph.call_function(call, (graph.placeholder("x"), graph.placeholder("y")))
+    assert writes_in_place(graph) == writes
 
 
 @pytest.mark.slow

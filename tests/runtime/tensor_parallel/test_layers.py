@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import profile
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
 from lightning_pipeoffload.runtime.shapes.sharding import is_shard, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     gather_whole,
@@ -28,6 +29,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_part
 from lightning_pipeoffload.runtime.tensor_parallel.through_host import install_host_collectives
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from tests.support.pairs import slow
 
 WIDTH = 4
 
@@ -76,7 +78,7 @@ PLANS = {
 }  # fmt: skip
 
 
-def train(plan, through_host=False):
+def train(plan, compiled=False, through_host=False):
     """Return the products that wait for W, the collectives there, and what is off by how much."""
     mesh = mesh_of_two()
     torch.manual_seed(0)
@@ -92,7 +94,10 @@ def train(plan, through_host=False):
     for parameter in net.parameters():
         assert not isinstance(parameter, DTensor)
         mark(parameter)
+    if compiled:
+        net.compile(fullgraph=True, backend="aot_eager")
     install_kernels("cpu")
+    install_split()
     install_collectives(torch.device("cpu"))
     if through_host:
         install_host_collectives("cpu")
@@ -100,7 +105,9 @@ def train(plan, through_host=False):
         found, waiting, collectives = _run(net, x, gradient)
     finally:
         remove_collectives()
+        remove_split()
         remove_kernels()
+        torch.compiler.reset()
     off = [(found - result).abs().max()]
     for name, parameter in net.named_parameters():
         gradient, sharding = parameter.grad, sharding_of(parameter)
@@ -128,10 +135,18 @@ def _run(net, x, gradient):
     return found.detach(), waiting, sum("c10d" in event.name for event in trace.events())
 
 
-@pytest.mark.parametrize("plan", [*PLANS, ("sequence", True)])
-def test_products_wait_for_w_and_need_no_collective_there(ranks, plan):
-    given = (plan,) if isinstance(plan, str) else plan
-    for waiting, collectives, off, shards in ranks(2).run(train, *given):
+CASES = [
+    *((plan, False, False) for plan in PLANS),
+    ("sequence", False, True),
+    ("sequence", True, False),
+    slow(("sequence", True, True)),
+    *(slow((plan, True, False)) for plan in PLANS if plan != "sequence"),
+]
+
+
+@pytest.mark.parametrize(("plan", "compiled", "through_host"), CASES)
+def test_products_wait_for_w_and_need_no_collective_there(ranks, plan, compiled, through_host):
+    for waiting, collectives, off, shards in ranks(2).run(train, plan, compiled, through_host):
         assert waiting == 4
         assert collectives == 0
         assert off < 1e-14
