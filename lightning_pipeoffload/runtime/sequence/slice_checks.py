@@ -1,14 +1,16 @@
 """When blocks are checked on slices, and the check that masks stay causal.
 
-A check of two forwards and backwards is too long for each batch. It is made in the first one, where
-a number, flag or name among a block's attributes has changed (a coefficient that a hook schedules),
-and in the batches 2, 4, 8 and so on, for what changes otherwise. A mask that a block gets is other
+A check of four forwards and backwards in float32 takes as long as some steps, so that it is made in
+the batches 1, 2, 4, 8 and so on, each time of another one of blocks that are alike, and of a block
+where a number, flag or name among its attributes has changed (a coefficient that a hook schedules).
+A mask that a block gets is other
 values in each batch: one that lets a slice attend to a later one, which is not there yet, is found
 in each, without a wait for the device.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,10 +35,12 @@ class SliceChecks:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}  # by block
+        self._classes: Sequence[int] = ()
+        self._members: defaultdict[int, list[int]] = defaultdict(list)  # blocks, by class
         self._forbidden: dict[tuple[int, int], float] = {}  # by call and argument
 
     def is_due(self, index: int, block: nn.Module, unit: int) -> bool:
-        """Return whether to check a block; called for the first slice of each microbatch.
+        """Return whether a block or one like it is checked; asked for each first slice.
 
         Args:
             index: The block's number.
@@ -53,7 +57,21 @@ class SliceChecks:
         has_changed, num_batches = state != seen.state, seen.num_batches + 1
         self._seen[index] = _Seen(unit, num_batches, state, not has_changed)
         # What changes in each batch is checked as if nothing did.
-        return num_batches.bit_count() == 1 or (has_changed and seen.is_quiet)
+        return _is_power_of_two(num_batches) or (has_changed and seen.is_quiet)
+
+    def is_in_turn(self, index: int, find_classes: Callable[[], Sequence[int]]) -> bool:
+        """Return whether it is this block that is checked, where one of its class is due.
+
+        Args:
+            index: The block's number.
+            find_classes: Returns the class of each block, alike ones; called once.
+        """
+        self._classes = self._classes or find_classes()
+        members, num_batches = self._members[self._classes[index]], self._seen[index].num_batches
+        if index not in members:
+            members.append(index)
+        turn = num_batches.bit_length() - 1
+        return not _is_power_of_two(num_batches) or members[turn % len(members)] == index
 
     def note_mask(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]
@@ -78,6 +96,10 @@ class SliceChecks:
         if number is None or part.is_last:
             return None
         return start_reading(_is_open(number, part, mask, dims))
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number.bit_count() == 1
 
 
 def _is_open(number: float, part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:

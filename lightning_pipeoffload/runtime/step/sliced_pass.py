@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see run
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.block_chain import StageExit
+from lightning_pipeoffload.runtime.cut.block_classes import find_classes
 from lightning_pipeoffload.runtime.cut.checks import checkpoint_around
 from lightning_pipeoffload.runtime.leaves import output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput
@@ -113,8 +114,9 @@ class SlicedPass(StagePass):
             )
         chain, dims, record = self._context.chain, self._dims, self._step_record
         given = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
-        plain = super()._plain_call(index)
-        BlockCheck(chain.block_name(index), chain.blocks[index], plain, *given).check()
+        if record.slice_checks.is_in_turn(index, partial(find_classes, chain, record)):
+            plain = super()._plain_call(index)
+            BlockCheck(chain.block_name(index), chain.blocks[index], plain, *given).check()
         leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
         for place, (leaf, of) in enumerate(leaves):
             if len(of) == 2 and not isinstance(leaf, ShapeOnly):
