@@ -162,6 +162,10 @@ OWNERS = [
     (ModelParallelStrategy, "_setup_distributed"),
     (DTensor, "_local_tensor"),
     (torch.distributed._functional_collectives, "_maybe_wrap_tensor"),
+    (
+        torch.distributed.tensor.debug,
+        "_clear_python_sharding_prop_cache _clear_fast_path_sharding_prop_cache",
+    ),
     (SHARDED, "_get_fsdp_state"),
     (SHARDED._get_fsdp_state(), "_fsdp_param_group"),
     (

@@ -1,6 +1,7 @@
 """Fits whose stages' layers are shared by tensor ranks are those of one device."""
 
 import logging
+import re
 from functools import partial
 
 import lightning as L
@@ -23,10 +24,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy, tensor_parallel_plan
+from lightning_pipeoffload.schedule import ScheduleError
 from tests.support import fits
 
 WIDTH, WORDS = 8, 32
 NUM_STEPS = 5
+LONG = {"length": 192}  # with tensors that may be offloaded
 
 
 class Inner(nn.Module):
@@ -132,14 +135,22 @@ class Net(L.LightningModule):
         return self.optimizer(self.parameters(), lr=1e-2)
 
 
-def loader(num_replicas=1):
+def loader(num_replicas=1, length=6):
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randint(WORDS, (2, 40, 6), generator=generator)
+    x, y = torch.randint(WORDS, (2, 40, length), generator=generator)
     return DataLoader(TensorDataset(x, y), 8 // num_replicas)
 
 
 def fit(
-    sizes, folder, module=None, pipeline=None, ckpt_path=None, callbacks=(), kind=None, **options
+    sizes,
+    folder,
+    module=None,
+    pipeline=None,
+    ckpt_path=None,
+    callbacks=(),
+    kind=None,
+    length=6,
+    **options,
 ):
     """Fit for some steps and save; of sizes (pipeline, tensor, data), or () for one device."""
     L.seed_everything(7, verbose=False)
@@ -157,7 +168,8 @@ def fit(
         enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
     )  # fmt: skip
     num_replicas = sizes[2] if len(sizes) > 2 else 1
-    trainer.fit(net, loader(num_replicas), loader(), ckpt_path=ckpt_path)
+    data = loader(num_replicas, length), loader(length=length)
+    trainer.fit(net, *data, ckpt_path=ckpt_path)
     trainer.save_checkpoint(path)
     return net.losses, float(trainer.callback_metrics.get("val_loss", 0)), path
 
@@ -214,6 +226,14 @@ CASES = {
         {"pipeline": {"schedule": "1f1b", "sharding": "optimizer"}},
     ),
     "loss_parallel": ((2, 2), {"kind": LossOfShards, "module": {"plan": "torchtitan"}}),
+    "auto": ((2, 2), {"pipeline": {"schedule": "auto"}}),
+    "auto of replicas": ((1, 2, 2), {"pipeline": {"schedule": "auto"}}),
+    "auto alone": ((1, 4), {"pipeline": {"schedule": "auto"}}),
+    "optpipe": ((2, 2), {"pipeline": {"schedule": "optpipe", "solver_seconds": 0.1}}),
+    "offloaded sequences": (
+        (2, 2),
+        {"module": {"plan": "sequence"}, "pipeline": {"offload": "full"}, **LONG},
+    ),
     "recomputed": ((2, 2), {"pipeline": {"recompute": "full"}}),
     "recomputed cheaply": ((2, 2), {"pipeline": {"recompute": "cheap"}}),
     "recomputed sequences": (
@@ -264,6 +284,39 @@ def test_a_fit_has_the_same_bits_with_every_schedule(ranks, tmp_path, compile):
         losses, *_, path = ranks(4).run(run, (2, 2), tmp_path, options)[0]
         found.append((losses, *read(path)))
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class Run(L.Callback):
+    def on_train_start(self, trainer, module):
+        self.strategy = trainer.strategy
+
+
+def keep_limit(sizes, plan, folder):
+    """Fit by the least memory that a refusal names."""
+    run, options = Run(), {"module": {"plan": plan}, **LONG}
+    with pytest.raises(ScheduleError, match="use at least") as refused:
+        fit(sizes, folder, pipeline={"memory_limit": "1000B"}, **options)
+    (least,) = re.findall(r"use at least (\d+) bytes", str(refused.value))
+    pipeline = {"memory_limit": f"{least}B"}
+    found = fit(sizes, folder, pipeline=pipeline, callbacks=[run], **options)
+    return found, int(least), run.strategy.report()
+
+
+@slow
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
+def test_the_least_memory_limit_is_kept_in_local_bytes(ranks, tmp_path, sizes):
+    messages = {}
+    for plan in ("tensor", "sequence"):
+        expected = fit((), tmp_path, module={"plan": plan}, **LONG)
+        for found, least, report in ranks(4).run(keep_limit, sizes, plan, tmp_path):
+            check_alike(found, expected)
+            measured = report["measured"]["peak_activation_bytes"]
+            assert measured == report["peak_memory"] == report["memory"]["activations"]
+            assert max(measured) <= least
+            messages[plan] = report["memory"]["messages"]
+        assert sizes[0] == 1 or any(report["offload"]["offloaded"])
+    for of_whole, of_shard in zip(*messages.values(), strict=True):
+        assert of_shard * sizes[1] == of_whole
 
 
 def save_at(folder):

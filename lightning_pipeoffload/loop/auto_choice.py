@@ -31,9 +31,9 @@ from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BesideBlocks,
     BlockMeasurement,
+    costs_of_pipelines,
     costs_of_stages,
     cut_by_costs,
-    join_costs,
     with_head_in_b,
 )
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -283,16 +283,24 @@ class AutoChoice:
         found = {}
         for index, (recompute, count) in enumerate(wanted, start=1):
             self._progress.show(f"measuring {index} of {len(wanted)}")
+            own: Any
             try:
-                own = self._group.gather(trial.measure(partial(cut_batch, count), recompute, speed))
+                own = trial.measure(partial(cut_batch, count), recompute, speed)
             except ScheduleError as error:
-                self._obstacle = str(error).partition("\n")[0]
+                own = str(error).partition("\n")[0]
+            pipelines = self._group.gather_from_pipelines(own)
+            obstacles = [each for ranks in pipelines for each in ranks if isinstance(each, str)]
+            if obstacles:
+                self._obstacle = obstacles[0]
                 self._log(self._obstacle)
                 break
             found[recompute, count] = trial.costs_of_blocks(
-                *map(join_costs, zip(*own, strict=True))
+                *(
+                    costs_of_pipelines([[pair[place] for pair in ranks] for ranks in pipelines])
+                    for place in range(2)
+                )
             )
-        return self._group.replicas.first(found) or None
+        return found or None
 
     def _log(self, obstacle: str) -> None:
         if self._group.reports:

@@ -13,9 +13,9 @@ from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure.block_costs import (
     RankCosts,
+    costs_of_pipelines,
     join_costs,
     measure_costs,
-    slowest_costs,
 )
 from lightning_pipeoffload.runtime.measure.link_speed import (
     CopySpeed,
@@ -77,9 +77,7 @@ class Measurements:
     def gather_costs(self, schedule: Schedule, may_copy: bool = True) -> Costs:
         """Return the costs of all ranks' stages, with P2P latencies, and copies if ``may_copy``."""
         self._latencies = measure_latencies(self._executor, schedule, self._pipeline.device)
-        replicas = self._group.replicas.gather(self._group.gather(self._costs(may_copy)))
-        # All replicas run the same plan, as fast as the slowest replica.
-        return join_costs(map(slowest_costs, zip(*replicas, strict=True)))
+        return costs_of_pipelines(self._group.gather_from_pipelines(self._costs(may_copy)))
 
     def gather_step(self, step: TimedStep) -> tuple[MeasuredStep, float] | None:
         """Gather the last step of all ranks, which wait for each other and for their accelerators.
@@ -113,13 +111,12 @@ class Measurements:
             bytes_beside = memory.peak_beside_activations
         left = device_limit(self._pipeline.device, bytes_beside)
         budget = memory.settings.host.budget
-        ranks = self._group.gather((left, budget))
-        budgets = self._group.replicas.first([budget for _, budget in ranks])
+        pipelines = self._group.gather_from_pipelines((left, budget))
+        budgets = [budget for _, budget in pipelines[0]]
         if not keeps_device_limit:
             return MachineLimits(None, budgets)
         # All ranks have the same limit: that of the smallest device.
-        least = min(left for left, _ in ranks)
-        return MachineLimits(min(self._group.replicas.gather(least)), budgets)
+        return MachineLimits(min(left for ranks in pipelines for left, _ in ranks), budgets)
 
     def reserve_memory(self, limit: int | None) -> None:
         """Take the memory of plans before more than a microbatch is in flight.

@@ -59,8 +59,6 @@ _OF_TENSOR_RANKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer_sync": (("barrier",), "a step of shards is not taken back"),
     "optimizer_offload": ((False,), "shards are not stepped on the host"),
     "master_weights": ((None,), "there are no masters of shards"),
-    "offload": (("auto", "none"), "offload is not planned for several tensor ranks"),
-    "memory_limit": ((None,), "memory is not planned for several tensor ranks"),
     "num_sequence_slices": ((1,), "blocks of shards do not run on slices"),
 }
 
@@ -136,11 +134,6 @@ class PipelineSettings:
 
     def _check_with_tensor_ranks(self) -> None:
         size = f"tensor_parallel_size={self.tensor_parallel_size}"
-        if self.is_chosen:
-            raise ValueError(
-                f"{size} needs a schedule that is named, such as schedule='zb_h1', and not "
-                f"{self.schedule!r}: tensor ranks do not agree on a plan by measured times"
-            )
         for name, (possible, why) in _OF_TENSOR_RANKS.items():
             value = getattr(self, name)
             if value not in possible:
@@ -305,8 +298,7 @@ class PipelineSettings:
 
     def keeps_device_limit(self, on_accelerator: bool) -> bool:
         """Whether the limit is the memory that the devices have left."""
-        is_auto = self.memory_limit is None and self.offload == "auto"
-        return on_accelerator and is_auto and self.tensor_parallel_size == 1
+        return on_accelerator and self.memory_limit is None and self.offload == "auto"
 
     def plans_memory(self, on_accelerator: bool) -> bool:
         """Whether activations may be offloaded, for a limit or because that is asked for."""

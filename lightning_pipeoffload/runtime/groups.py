@@ -172,6 +172,14 @@ class PipelineGroup(RankMesh, HostGroup):
         by_global_rank = dict(zip(sorted(self.global_ranks), super().gather(obj), strict=True))
         return [by_global_rank[rank] for rank in self.global_ranks]
 
+    def gather_from_pipelines(self, obj: Any) -> list[list[Any]]:
+        """Return the objects of all ranks of each pipeline, of all replicas and tensor ranks.
+
+        What decides plans is gathered so: all pipelines run the same one.
+        """
+        of_all = self.world.gather(obj)
+        return [[of_all[rank] for rank in pipeline] for pipeline in self.pipelines]
+
     def copy_to_hosts(self, tensor: Tensor, source: int, ranks: HostGroup | None = None) -> Tensor:
         """Return, on each rank's host, a copy of global rank ``source``'s tensor.
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug
 
 from lightning_pipeoffload.schedule import Schedule
 
@@ -341,7 +342,7 @@ class RankMesh:
 
     def make_world_group(self, use: str, **options: Any) -> Any:
         """Return a process group of all processes."""
-        return self._make_groups(use, [[rank for row in self._pipelines for rank in row]], options)
+        return self._make_groups(use, [[rank for row in self.pipelines for rank in row]], options)
 
     def edge_group(
         self, edge: tuple[int, int], make_options: Callable[[], Any] | None = None
@@ -370,7 +371,11 @@ class RankMesh:
 
     def make_device_mesh(self) -> DeviceMesh:
         """Make the mesh of all processes with its groups, for ``configure_model``."""
-        alone = [(rank,) for row in self._pipelines for rank in row]
+        # Private: DTensors are placed by the first of all meshes that are equal, whose groups may
+        # have ended with an earlier run.
+        debug._clear_python_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
+        alone = [(rank,) for row in self.pipelines for rank in row]
         groups = [
             self._make_groups("mesh", self._columns, {}),
             self._make_groups("mesh", self._rows(None), {}),
@@ -388,7 +393,8 @@ class RankMesh:
         return [self._table_of_tensor_rank(rank) for rank in range(self.num_tensor_ranks)]
 
     @property
-    def _pipelines(self) -> list[list[int]]:
+    def pipelines(self) -> list[list[int]]:
+        """The global ranks of each pipeline, in pipeline order."""
         return [row for table in self._tables for row in table]
 
     @property
@@ -399,7 +405,7 @@ class RankMesh:
 
     def _rows(self, ranks: Iterable[int] | None) -> list[tuple[int, ...]]:
         chosen = range(self.num_ranks) if ranks is None else [*ranks]
-        return [tuple(row[rank] for rank in chosen) for row in self._pipelines]
+        return [tuple(row[rank] for rank in chosen) for row in self.pipelines]
 
     @property
     def _columns(self) -> list[tuple[int, ...]]:

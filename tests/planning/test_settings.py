@@ -98,26 +98,23 @@ def test_replicas_and_ranks_of_four_devices(ranks, replicas, found):
 )
 def test_replicas_and_ranks_of_eight_devices_that_share_layers_by_two(ranks, replicas, found):
     sizes = {"pipeline_parallel_size": ranks, "data_parallel_size": replicas}
-    settings = PipelineSettings(**sizes, tensor_parallel_size=2, schedule="zb_h1")
+    settings = PipelineSettings(**sizes, tensor_parallel_size=2)
     assert (settings.num_replicas(8), settings.num_ranks(8)) == found
     with pytest.raises(ValueError, match=r"times tensor_parallel_size \(2\); use"):
         settings.num_ranks(9)
 
 
 NOT_OF_TENSOR_RANKS = {
-    "schedule": "auto",
     "optimizer_sync": "post_validation",
     "optimizer_offload": True,
     "master_weights": "float32",
-    "offload": "half",
-    "memory_limit": "1GiB",
     "save_distributed_checkpoint": True,
 }
 
 
 @pytest.mark.parametrize("name", NOT_OF_TENSOR_RANKS)
 def test_what_is_not_built_with_tensor_ranks_is_refused(name):
-    options = {"schedule": "zb_h1", name: NOT_OF_TENSOR_RANKS[name]}
+    options = {name: NOT_OF_TENSOR_RANKS[name]}
     with pytest.raises(ValueError, match=rf"tensor_parallel_size=2.*{name}|{name}.*_size=2"):
         PipeOffloadStrategy(tensor_parallel_size=2, **options)
 

@@ -10,6 +10,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
+from lightning_pipeoffload.schedule.actions import Part
 
 # what to insert before and after actions of some kinds
 Insertions = dict[Kind, tuple[str, str]]
@@ -34,6 +35,18 @@ def _surrounded(action, insertions):
     before, after = insertions.get(action.kind, ("", ""))
     names = [*before.split(), action.kind.name, *after.split()]
     return [Action(Kind[name], action.stage, action.microbatch) for name in names]
+
+
+EVERYTHING_SAVED = Part.FOR_B | Part.FOR_W | Part.GRADIENT
+
+
+def there_and_back(store):
+    """Copy what a stage's store has to the host, free it, and copy it back."""
+    store.offload()
+    store.free()
+    assert store.held.device == 0
+    store.reload(EVERYTHING_SAVED)
+    store.arrive(EVERYTHING_SAVED)
 
 
 def memory_of_all(device, budget=None, lanes=None):

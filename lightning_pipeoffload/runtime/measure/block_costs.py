@@ -155,22 +155,31 @@ def costs_of_slice(
     return SliceCosts(costs, memory.for_later)
 
 
-def slowest_costs(of_replicas: Sequence[RankCosts]) -> RankCosts:
-    """Return the maximum of each cost over one rank's counterparts."""
-    first = of_replicas[0]
+def costs_of_pipelines(pipelines: Iterable[Iterable[RankCosts]]) -> Costs:
+    """Return the costs of all stages: all pipelines run one plan, as fast as the slowest of them.
+
+    Args:
+        pipelines: The measurements of the ranks of each pipeline, of all replicas and tensor ranks.
+    """
+    return join_costs(map(slowest_costs, zip(*pipelines, strict=True)))
+
+
+def slowest_costs(counterparts: Sequence[RankCosts]) -> RankCosts:
+    """Return the maximum of each cost over one rank's counterparts in all pipelines."""
+    first = counterparts[0]
     slices = {
-        index: [*map(_most, zip(*(replica.slices[index] for replica in of_replicas), strict=True))]
+        index: [*map(_most, zip(*(each.slices[index] for each in counterparts), strict=True))]
         for index in first.slices
     }
     latencies = {
-        index: max(replica.latencies[index] for replica in of_replicas) for index in first.latencies
+        index: max(each.latencies[index] for each in counterparts) for index in first.latencies
     }
-    lanes = min(replica.copy_lanes for replica in of_replicas)
-    return RankCosts(slices, lanes, latencies, max(replica.step for replica in of_replicas))
+    lanes = min(each.copy_lanes for each in counterparts)
+    return RankCosts(slices, lanes, latencies, max(each.step for each in counterparts))
 
 
-def _most(of_replicas: Sequence[SliceCosts]) -> SliceCosts:
-    costs, for_later = zip(*of_replicas, strict=True)
+def _most(counterparts: Sequence[SliceCosts]) -> SliceCosts:
+    costs, for_later = zip(*counterparts, strict=True)
     return SliceCosts(
         StageCosts(*map(max, zip(*costs, strict=True))),
         KeptForLater(*map(max, zip(*for_later, strict=True))),

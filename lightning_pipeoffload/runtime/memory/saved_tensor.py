@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule.actions import Part
@@ -73,6 +74,21 @@ class SavedShape:
 
     def unpack(self) -> Tensor:
         return ShapeOnly(self._saved.unpack(), self._device, self._origins)
+
+
+class SavedShard:
+    """A DTensor, whose local tensor is saved like any other."""
+
+    def __init__(self, saved: Saved, tensor: DTensor) -> None:
+        self._saved = saved
+        self._placed = tensor.device_mesh, tensor.placements
+        self._shape, self._stride = tensor.shape, tensor.stride()
+
+    def unpack(self) -> Tensor:
+        return DTensor.from_local(
+            self._saved.unpack(), *self._placed,
+            run_check=False, shape=self._shape, stride=self._stride,
+        )  # fmt: skip
 
 
 class SavedStorage:

@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane, is_on
@@ -39,6 +40,7 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
     Resident,
     Saved,
     SavedShape,
+    SavedShard,
     SavedStorage,
     SavedTensor,
     cast_parameter,
@@ -188,8 +190,11 @@ class ActivationStore(WeightInputKeeper):
         return Held(on_device, moving + _num_bytes(self._away), moving)
 
     def _pack(self, tensor: Tensor, part: Part) -> Saved:
-        if self._counts_shapes and isinstance(tensor, ShapeOnly):
-            return SavedShape(self._saved(tensor.meta, tensor, part), tensor)
+        if type(tensor) not in _PLAIN:
+            if isinstance(tensor, DTensor):
+                return SavedShard(self._pack(tensor._local_tensor, part), tensor)
+            if self._counts_shapes and isinstance(tensor, ShapeOnly):
+                return SavedShape(self._saved(tensor.meta, tensor, part), tensor)
         return self._saved(tensor, tensor, part)
 
     def _saved(self, plain: Tensor, tensor: Tensor, part: Part) -> Saved:

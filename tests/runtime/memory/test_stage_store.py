@@ -17,23 +17,14 @@ from lightning_pipeoffload.runtime.memory.host_memory import (
 )
 from lightning_pipeoffload.runtime.memory.saved_tensor import Cast, Resident, WrittenInPlaceError
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.schedule.actions import Part
+from tests.support.offloaded import there_and_back
 
 CPU = torch.device("cpu")
-EVERYTHING = Part.FOR_B | Part.FOR_W | Part.GRADIENT
 
 
 def make_store(resident=(), largest_to_stay=0):
     settings = OffloadSettings(CPU, make_lanes(CPU), HostMemory(pinned=False), largest_to_stay)
     return ActivationStore("stage 1, microbatch 2", resident, settings)
-
-
-def there_and_back(store):
-    store.offload()
-    store.free()
-    assert store.held.device == 0
-    store.reload(EVERYTHING)
-    store.arrive(EVERYTHING)
 
 
 BASE = torch.arange(48.0).reshape(4, 12)

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,7 +20,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import profile
 
+from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
+from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
+from lightning_pipeoffload.runtime.memory.stage_store import (
+    ActivationStore,
+    OffloadSettings,
+    address_of,
+)
 from lightning_pipeoffload.runtime.shapes.sharding import is_shard, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     gather_whole,
@@ -29,6 +38,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_part
 from lightning_pipeoffload.runtime.tensor_parallel.through_host import install_host_collectives
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from tests.support.offloaded import there_and_back
 from tests.support.pairs import slow
 
 WIDTH = 4
@@ -79,7 +89,12 @@ PLANS = {
 
 
 def train(plan, compiled=False, through_host=False):
-    """Return the products that wait for W, the collectives there, and what is off by how much."""
+    """Train over tensor ranks, with what is saved on the host between F and B.
+
+    Returns:
+        The products that wait for W, the collectives there, what is off by how much, the shards,
+        and the bytes that are saved by the store and by torch's own layers.
+    """
     mesh = mesh_of_two()
     torch.manual_seed(0)
     whole = Net().double()
@@ -87,9 +102,10 @@ def train(plan, compiled=False, through_host=False):
     gradient = torch.randn(2, 6, 6, dtype=torch.float64)
     result = whole(x)
     result.backward(gradient)
-    net = Net().double()
+    net, plain = (Net().double() for _ in range(2))
     net.load_state_dict(whole.state_dict())
-    parallelize_module(net, mesh, PLANS[plan])
+    for each in (net, plain):
+        parallelize_module(each, mesh, PLANS[plan])
     keep_local_parts(net, mesh)
     for parameter in net.parameters():
         assert not isinstance(parameter, DTensor)
@@ -102,7 +118,7 @@ def train(plan, compiled=False, through_host=False):
     if through_host:
         install_host_collectives("cpu")
     try:
-        found, waiting, collectives = _run(net, x, gradient)
+        found, waiting, collectives, num_bytes = _run(net, x, gradient)
     finally:
         remove_collectives()
         remove_split()
@@ -115,7 +131,27 @@ def train(plan, compiled=False, through_host=False):
             gradient = gather_whole(gradient, sharding)
         off.append((gradient - whole.get_parameter(name).grad).abs().max())
     shards = [name for name, parameter in net.named_parameters() if is_shard(parameter)]
-    return waiting, collectives, max(off).item(), shards
+    return waiting, collectives, max(off).item(), shards, num_bytes, bytes_saved_by(plain, x)
+
+
+def bytes_saved_by(module, x):
+    """Return the bytes of the storages that autograd saves, other than of parameters and ``x``."""
+    sizes, resident = {}, {_local(tensor).data_ptr() for tensor in (x, *module.parameters())}
+
+    def pack(tensor):
+        storage = _local(tensor).untyped_storage()
+        sizes[storage.data_ptr()] = 0 if storage.data_ptr() in resident else storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = module(x)  # holds what is saved
+    del result
+    return sum(sizes.values())
+
+
+def _local(tensor):
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def mesh_of_two():
@@ -125,14 +161,21 @@ def mesh_of_two():
 
 
 def _run(net, x, gradient):
-    queue = WeightGradQueue()
-    with queue:
+    resident = [address_of(tensor) for tensor in (x, *net.parameters())]
+    settings = OffloadSettings(x.device, make_lanes(x.device), HostMemory(False), 0)
+    store = ActivationStore("a test", resident, settings)
+    queue = WeightGradQueue(keeper=store)
+    with queue, store.recording():
         found = net(x)
+    num_bytes = store.saved_bytes()
+    there_and_back(store)
+    with queue:
         found.backward(gradient)
     waiting = len(queue.waiting)
     with profile() as trace:
         queue.run()
-    return found.detach(), waiting, sum("c10d" in event.name for event in trace.events())
+    num_collectives = sum("c10d" in event.name for event in trace.events())
+    return found.detach(), waiting, num_collectives, num_bytes
 
 
 CASES = [
@@ -146,11 +189,16 @@ CASES = [
 
 @pytest.mark.parametrize(("plan", "compiled", "through_host"), CASES)
 def test_products_wait_for_w_and_need_no_collective_there(ranks, plan, compiled, through_host):
-    for waiting, collectives, off, shards in ranks(2).run(train, plan, compiled, through_host):
+    results = ranks(2).run(train, plan, compiled, through_host)
+    for waiting, collectives, off, shards, saved, expected in results:
         assert waiting == 4
         assert collectives == 0
         assert off < 1e-14
         assert shards
+        # Where an embedding has some of the rows: indices of its own, and which are absent.
+        by_rows = plan in ("embedding by rows", "sequence")
+        is_as_torch = not compiled and not through_host
+        assert not is_as_torch or saved == expected + by_rows * 12 * (8 + 1)
 
 
 def shard_data(net, mesh):
