@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class GroupLayout(NamedTuple):
-    """What trainers have in common that share process groups.
+    """Properties that trainers must have in common to share process groups.
 
     Attributes:
         num_replicas: The number of replicas.
@@ -47,8 +47,8 @@ class ProcessGroups:
     """The process groups of one layout of ranks, which the trainers of a process share in turn.
 
     A group of gloo has three threads, one of a device has buffers, and a trainer that has ended
-    lives until Python collects it. So groups end when a run of another layout begins, or the next
-    run after one that has failed, in which messages may be pending.
+    lives until Python collects it. So groups end when a run of another layout begins, or any
+    run after a failed one, of which messages may be pending.
 
     Args:
         layout: The layout.
@@ -64,7 +64,7 @@ class ProcessGroups:
 
     @classmethod
     def of(cls, layout: GroupLayout) -> ProcessGroups:
-        """Return the groups of a layout; those of another one end."""
+        """Return the groups of a layout; end those of any other layout."""
         found = cls._current
         if found is None or found._layout != layout or not found._exist():
             cls.end()
@@ -73,7 +73,7 @@ class ProcessGroups:
 
     @classmethod
     def end(cls, has_failed: bool = False) -> None:
-        """Let no later run share the groups there are; :meth:`abort_ended` aborts them.
+        """Share the current groups with no later run; :meth:`abort_ended` aborts them.
 
         Args:
             has_failed: Whether collectives may be pending. Then groups of gloo are kept: one that
@@ -123,10 +123,10 @@ class ProcessGroups:
         connects: bool = False,
         make_options: Callable[[], Any] | None = None,
     ) -> Any:
-        """Return the group of a use and members; all processes ask for the same, in one order.
+        """Return the group of a use and members; all processes call this in the same order.
 
         Args:
-            use: What it is for.
+            use: The purpose of the group.
             members: Global ranks; the two directions of an edge are two groups.
             options: Arguments of ``torch.distributed.new_group``; the same for the same use.
             connects: Whether it runs a collective on the device when it is made.
@@ -238,7 +238,7 @@ class RankMesh:
         return [[cell * size + tensor_rank for cell in row] for row in self._cells]
 
     def join_groups(self) -> None:
-        """Use the process groups of this layout, which end where another layout's are used."""
+        """Use the process groups of this layout; end those of any other layout."""
         layout = GroupLayout(
             self.num_replicas,
             self.num_ranks,
@@ -328,7 +328,7 @@ class RankMesh:
         """Return a process group in each pipeline, of ``ranks`` of it; None: of all.
 
         Args:
-            use: What it is for: collectives of one group must not overlap with those of another.
+            use: The group's purpose: collectives of different groups must not overlap.
             **options: Arguments of ``torch.distributed.new_group``.
 
         Returns:

@@ -66,10 +66,10 @@ class PendingParameters:
             self.settle()
 
     def allow_waiting(self, may_wait: bool) -> None:
-        """Allow to defer what :meth:`add` gets, or not.
+        """Set whether functions passed to :meth:`add` may be deferred.
 
-        It may wait where nothing between steps reads parameters, or a :class:`SettlingMode` watches
-        for it.
+        They may where nothing between steps reads parameters, or a :class:`SettlingMode` detects
+        it.
         """
         self._may_wait = may_wait
 
@@ -190,7 +190,7 @@ class Replicas:
         return _waiting(work, "summing gradients")
 
     def sums_to_owners(self) -> SumsToOwners:
-        """Return what sums the gradients of a step on one replica each."""
+        """Return an object that sums each gradient of a step on one replica."""
         return SumsToOwners(self._sums, self.replica, self.counterparts)
 
     def start_copy(self, tensor: Tensor, source: int) -> Callable[[], None]:
@@ -219,8 +219,8 @@ class Replicas:
         """Stack the tensors of all replicas, which have the same shape.
 
         In a trace, and for a tensor without a value, the result repeats ``tensor``: the other
-        replicas may not run this code. With ``differentiable``, each replica gets the gradient of
-        its tensor.
+        replicas possibly do not run this code. With ``differentiable``, each replica gets the
+        gradient of its tensor.
         """
         tensor = tensor if differentiable else tensor.detach()
         if self.is_alone_with(tensor):
@@ -230,7 +230,7 @@ class Replicas:
 
     @contextmanager
     def in_trace(self) -> Iterator[None]:
-        """Trace a step inside; other replicas may not trace it too."""
+        """Send nothing within the context, a trace that other replicas possibly do not run."""
         self._is_in_trace = True
         try:
             yield
@@ -238,7 +238,7 @@ class Replicas:
             self._is_in_trace = False
 
     def is_alone_with(self, tensor: Tensor) -> bool:
-        """Whether other replicas may not run the code that passes this tensor."""
+        """Whether other replicas possibly do not run the code that passes this tensor."""
         return isinstance(tensor, ShapeOnly) or self._is_in_trace
 
     @torch.no_grad()

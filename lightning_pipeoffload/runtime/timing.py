@@ -19,50 +19,50 @@ _NUM_KEPT_STEPS = 16
 
 
 def finished_at() -> float:
-    """Synchronize with the accelerator, if this process uses one; return the host's clock."""
+    """Synchronize with the accelerator, if this process uses one; return the host's time."""
     if accelerator_in_use():
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 class HostClock:
-    """Moments on the host's clock, for devices that compute synchronously."""
+    """Timestamps on the host's clock, for devices that compute synchronously."""
 
     now = staticmethod(time.perf_counter)
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two moments."""
+        """Return the seconds between two timestamps."""
         return end - start
 
     def has_passed(self, moment: float) -> bool:
-        """Whether a moment can be read without waiting."""
+        """Whether a timestamp can be read without waiting."""
         return True
 
     def to_host(self) -> HostTimes:
-        """Return a reader of moments on the host's clock."""
+        """Return a converter of timestamps to the host's clock."""
         return HostTimes(lambda moment: moment, 0.0)
 
 
 class DeviceClock:
-    """Moments in the accelerator's current stream, as events; reading one waits for it."""
+    """Timestamps in the accelerator's current stream, as events; reading one waits for it."""
 
     def now(self) -> torch.Event:
-        """Mark a moment."""
+        """Record a timestamp."""
         event = torch.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.Event, end: torch.Event) -> float:
-        """Return the seconds between two moments; waits for the second."""
+        """Return the seconds between two timestamps; waits for the second."""
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
     def has_passed(self, moment: torch.Event) -> bool:
-        """Whether a moment can be read without waiting."""
+        """Whether a timestamp can be read without waiting."""
         return moment.query()
 
     def to_host(self) -> HostTimes:
-        """Return a reader of moments on the host's clock; waits for the accelerator."""
+        """Return a converter of events to the host's clock; waits for the accelerator."""
         torch.accelerator.synchronize()  # so that the mark is not queued behind other work
         before = time.perf_counter()
         mark = self.now()
@@ -73,11 +73,11 @@ class DeviceClock:
 
 
 class HostTimes(NamedTuple):
-    """Reads moments on the host's clock.
+    """Converts timestamps to the host's clock.
 
     Attributes:
-        read: Returns ``time.perf_counter()`` of a moment.
-        error: Its error, at most, in seconds.
+        read: Returns the value of ``time.perf_counter()`` at a timestamp.
+        error: The largest error of that value, in seconds.
     """
 
     read: Callable[[Any], float]
@@ -86,7 +86,7 @@ class HostTimes(NamedTuple):
 
 @dataclass(eq=False)
 class TimedStep:
-    """Moments of one step.
+    """Timestamps of one step.
 
     Attributes:
         actions: Each action, the spans in which it computed, and how many actions share these.
@@ -191,12 +191,12 @@ class ActionTimer:
         return kept[kept.index(step) + 1 :] if step in kept else kept
 
     def now(self) -> Any:
-        """Mark a moment on this timer's clock."""
+        """Record a timestamp on this timer's clock."""
         return self._now()
 
     @property
     def clock(self) -> HostClock | DeviceClock:
-        """The clock of the moments."""
+        """The clock that records the timestamps."""
         return self._clock
 
     def busy_seconds(self, step: TimedStep) -> float:

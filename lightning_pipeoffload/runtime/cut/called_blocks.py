@@ -212,7 +212,7 @@ def _is_closed(part: nn.Module) -> bool:
 def propose(module: nn.Module, num_stages: int = 2) -> str:
     """Return ``blocks=...`` of at least so many blocks, or "", before a step has run.
 
-    The order is that of the modules, which may not be that of their calls.
+    The order is that of the modules, possibly not that of their calls.
     """
     containers = {
         path: names

@@ -48,7 +48,7 @@ def loss_in(result: Any) -> Tensor:
 
 
 def needs_all_blocks(chain: BlockChain) -> str:
-    """Return what a step has to do, for errors."""
+    """Return the condition that a step must satisfy, for errors."""
     return f"a pipeline needs all entries of {chain.name} called, for the first time in their order"
 
 
@@ -163,7 +163,7 @@ def check_recompute_full(record: StepRecord, chain: BlockChain) -> None:
     """Refuse ``recompute="full"`` of blocks that cannot run again in a backward.
 
     Raises:
-        ValueError: With the block, what it does, and its line.
+        ValueError: Such a block exists; names it, the obstacle and its line.
     """
     for block, obstacle in _obstacles(record, chain):
         raise ValueError(
@@ -179,10 +179,10 @@ def _obstacles(record: StepRecord, chain: BlockChain) -> Iterator[tuple[str, str
 
 
 def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
-    """Return why blocks may not be the same when they run again in a backward; "" if they are.
+    """Return why blocks possibly compute other values when run again in a backward; "" if not.
 
-    One that uses an attribute which the step writes finds that of a later microbatch. No trace
-    shows what is read.
+    A block that reads an attribute which the step writes gets the value of a later microbatch.
+    A trace does not show reads of attributes.
     """
     for block, obstacle in _obstacles(record, chain):
         return f"{block} {obstacle}"
@@ -197,7 +197,7 @@ def check_slices(record: StepRecord, chain: BlockChain, module: nn.Module, compi
     """Refuse ``num_sequence_slices`` for a step whose blocks alone do not carry its sequences.
 
     Raises:
-        ValueError: With the block or the line, and what to do.
+        ValueError: There is such a step; names the block or line, and a remedy.
     """
     for reason in (*_obstacles_to_slices(record, chain, compile), *_hooks(record, chain, module)):
         raise ValueError(

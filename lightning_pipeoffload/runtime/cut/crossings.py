@@ -133,7 +133,7 @@ class CallCounter(TorchFunctionMode):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Stop counting within the context, in which contexts of others may begin or end."""
+        """Stop counting within the context, where code may enter or leave torch function modes."""
         was_paused, self._is_paused = self._is_paused, True
         try:
             yield

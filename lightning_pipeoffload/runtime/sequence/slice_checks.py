@@ -1,11 +1,10 @@
 """When blocks are checked on slices, and the check that masks stay causal.
 
-A check of four forwards and backwards in float32 takes as long as some steps, so that it is made in
-the batches 1, 2, 4, 8 and so on, each time of another one of blocks that are alike, and of a block
-where a number, flag or name among its attributes has changed (a coefficient that a hook schedules).
-A mask that a block gets is other
-values in each batch: one that lets a slice attend to a later one, which is not there yet, is found
-in each, without a wait for the device.
+A check runs four forwards and backwards in float32, as long as some steps. So of each class of
+alike blocks one is checked in batches 1, 2, 4, 8 and so on, each time another one. A block is also
+checked when a number, flag or name among its attributes has changed, such as a coefficient that a
+hook schedules. The values of masks differ in each batch. So each is checked in every batch, without
+a wait for the device: no slice may attend to a later slice, whose keys do not exist yet.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class SliceChecks:
         self._forbidden: dict[tuple[int, int], float] = {}  # by call and argument
 
     def is_due(self, index: int, block: nn.Module, unit: int) -> bool:
-        """Return whether a block or one like it is checked; asked for each first slice.
+        """Return whether to check a block or one like it; called for each microbatch.
 
         Args:
             index: The block's number.
             block: The block.
-            unit: The slice's place in the plan.
+            unit: The index of its first slice in the plan.
         """
         seen = self._seen.get(index)
         if seen is not None and unit > seen.unit:  # of the same batch
@@ -60,11 +59,11 @@ class SliceChecks:
         return _is_power_of_two(num_batches) or (has_changed and seen.is_quiet)
 
     def is_in_turn(self, index: int, find_classes: Callable[[], Sequence[int]]) -> bool:
-        """Return whether it is this block that is checked, where one of its class is due.
+        """Return whether to check this block, not another one of its class, if a check is due.
 
         Args:
             index: The block's number.
-            find_classes: Returns the class of each block, alike ones; called once.
+            find_classes: Returns the class of each block; called once.
         """
         self._classes = self._classes or find_classes()
         members, num_batches = self._members[self._classes[index]], self._seen[index].num_batches
@@ -76,10 +75,10 @@ class SliceChecks:
     def note_mask(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]
     ) -> None:
-        """Record the number by which an argument forbids all later keys, if it has one.
+        """Record the number by which a mask excludes all later keys, if it does.
 
         Args:
-            place: The call of the block, and the place of the argument.
+            place: The call of the block, and the index of the argument.
             mask: The argument.
             dims: Its dimensions of queries and of keys.
             slices: The slices.
@@ -108,7 +107,7 @@ def _is_open(number: float, part: SequenceSlice, mask: Tensor, dims: Dims) -> Te
 
 
 def _behind(part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
-    """Return what a mask says of a slice's queries and the keys behind the slice."""
+    """Return a mask's values for a slice's queries and the keys behind the slice."""
     queries, keys = dims
     rows = mask.narrow(queries, part.start, part.stop - part.start)
     return rows.narrow(keys, part.stop, part.length - part.stop)

@@ -67,14 +67,14 @@ class StageRunner:
         return self._context.ownership.local_tensors().values()
 
     def memory_of(self, place: int) -> SavedMemory:
-        """Return the bytes that a microbatch saves, at 0, or a slice of each at its index."""
+        """Return the measured memory of slice ``place`` of a microbatch; 0 if it is not sliced."""
         if place not in self.memories:
             self.memories[place] = SavedMemory()
             self.memories[place].measures_all = self._measures_all
         return self.memories[place]
 
     def measure_all(self, measures_all: bool) -> None:
-        """Set whether to measure every microbatch of the next step, or only what is not known."""
+        """Set whether to measure every microbatch of the next step, or only unmeasured slices."""
         self._measures_all = measures_all
         for memory in self.memories.values():
             memory.measures_all = measures_all
@@ -89,7 +89,7 @@ class StageRunner:
         return self._context.chain.block_name(self._context.stage.blocks.stop - 1)
 
     def record_of(self, microbatch: Microbatch) -> StageRecord:
-        """Return what the record of a microbatch says about the stage."""
+        """Return the part of a microbatch's record that concerns the stage."""
         return microbatch.record.of_stage(self._context.stage.blocks, self.is_last)
 
     def forward(

@@ -331,7 +331,7 @@ class StagePass:
         return self._counter.resumed() if self._counter and is_open else NOTHING
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Do not count calls inside, which the step does not make itself."""
+        """Count no calls within the context, as they are not the step's own."""
         return self._counter.uncounted() if self._counter else NOTHING
 
     def _paused(self) -> AbstractContextManager[None]:

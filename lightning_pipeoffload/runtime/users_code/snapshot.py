@@ -356,7 +356,7 @@ class StepState:
     """What a step may change: attributes, the containers in them, tensors and arrays.
 
     Args:
-        places: A module and the name of one of its attributes, which may not exist.
+        places: Modules, each with the name of an attribute, possibly absent.
         tensors: The tensors whose values are copied; None: those in the attributes, and arrays.
     """
 
@@ -386,7 +386,7 @@ class StepState:
         self._tensors = TensorValues(tensors)
 
     def put_back(self) -> set[int]:
-        """Restore all; return the ids of what was changed in place, but for given tensors."""
+        """Restore all; return the ids of objects changed in place, except given tensors."""
         refilled = [each for each in self._contents if not _has_same_entries(*each)]
         refilled += [(container, ()) for container in self._empty.values() if container]
         changed = {id(container) for container, _ in refilled}

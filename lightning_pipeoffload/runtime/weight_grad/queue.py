@@ -93,7 +93,7 @@ class WeightGradQueue:
     ) -> None:
         """Add a function that computes the gradients of ``weights`` and adds them to ``.grad``.
 
-        ``operand`` is what it reads beside output gradients; None: anything.
+        ``operand`` is the tensor that it reads besides output gradients; None: any tensors.
         """
         self.flops += flops
         if operand is None:
@@ -106,7 +106,7 @@ class WeightGradQueue:
             self._entries.append(WeightGrad(compute, weights))
 
     def is_at_once(self, weights: Iterable[Tensor]) -> bool:
-        """Return whether the gradient of weights, or of views and casts of some, may not wait."""
+        """Return whether the gradient of weights, or of their views and casts, must not wait."""
         return self._has_at_once and any(
             getattr(parameter, _AT_ONCE, False)
             for weight in weights
