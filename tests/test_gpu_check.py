@@ -81,6 +81,11 @@ def hangs(device):
     time.sleep(1000)
 
 
+def runs_two(device):
+    for said in gpu_process.run_two(ends_well, device):
+        yield from gpu_process.rows_of(said)
+
+
 def leaves_one_behind(device):
     subprocess.Popen(["sleep", "1000"])
     yield "found"
@@ -91,6 +96,7 @@ def leaves_one_behind(device):
     [
         (ends_well, ["found on cpu, here", "done in"]),
         (fails, ["found", "error: ZeroDivisionError at test_gpu_check", "FAILED with status 1"]),
+        (runs_two, ["found on cpu, here", "found on cpu, here", "done in"]),
         slow((hangs, ["found", "cut after"])),
         (leaves_one_behind, ["found", "done in"]),
     ],
