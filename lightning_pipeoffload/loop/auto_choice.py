@@ -160,10 +160,10 @@ class AutoChoice:
             self._recomputations(),
         )
         if torch.are_deterministic_algorithms_enabled():
-            found = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
-            if found is None:
+            cached = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
+            if cached is None:
                 return self._by_default(num_microbatches)
-            return Chosen(replace(self._settings, **found))
+            return Chosen(replace(self._settings, **cached))
         cut_costs, chosen = self._measure_and_decide(cut_batch, first, num_microbatches, batch_size)
         if self._group.reports and chosen.plan is not None:
             cache.store(chosen.plan.best, chosen.settings)
@@ -177,24 +177,24 @@ class AutoChoice:
 
     def _choose_again(self, store: ChoiceStore, cut_batch: CutBatch) -> Chosen | None:
         """Plan what an earlier start has chosen; None if there is none, or it does not fit."""
-        found = store.find()
-        if found is None:
+        stored = store.find()
+        if stored is None:
             return None
-        cut_batch(found.option.num_microbatches)
+        cut_batch(stored.option.num_microbatches)
         self._note_trace()
-        is_same = self._works[found.option.num_microbatches] == found.work
+        is_same = self._works[stored.option.num_microbatches] == stored.work
         if not self._group.world.broadcast(is_same, 0):
             return None
-        by_recompute = {(found.option.recompute, found.option.num_microbatches): found.measured}
+        by_recompute = {(stored.option.recompute, stored.option.num_microbatches): stored.measured}
         cut_costs = _CutCosts(self._pipeline, by_recompute, self._settings, True)
-        limits = self._limits(found.bytes_beside[self._group.global_rank])
+        limits = self._limits(stored.bytes_beside[self._group.global_rank])
         try:
-            chosen = self._decide(cut_costs, limits, [found.option], must_fit=True)
+            chosen = self._decide(cut_costs, limits, [stored.option], must_fit=True)
         except ScheduleError:
             return None
         if self._group.reports:
-            print_line(_AGAIN.format(found.option.schedule, store.path))
-        return replace(chosen, num_classes=found.num_classes)
+            print_line(_AGAIN.format(stored.option.schedule, store.path))
+        return replace(chosen, num_classes=stored.num_classes)
 
     def _store(self, store: ChoiceStore, cut_costs: _CutCosts, chosen: Chosen) -> None:
         if self._trial is None or not chosen.is_measured or chosen.plan is None:
@@ -214,11 +214,11 @@ class AutoChoice:
         if more and not sees_its_size(self._pipeline):
             counts.append(more)
         compile_ahead(self._pipeline)
-        given, *others = self._recomputations()
-        blocks = self._measure(cut_batch, [*product([given], counts)], first)
+        recompute, *others = self._recomputations()
+        blocks = self._measure(cut_batch, [*product([recompute], counts)], first)
         if blocks is None:
             cut_batch(num_microbatches)  # the first cut again
-            counted = {(given, num_microbatches): (self._count(first), _NOTHING)}
+            counted = {(recompute, num_microbatches): (self._count(first), _NOTHING)}
             cut_costs = _CutCosts(self._pipeline, counted, self._settings, False)
             return cut_costs, self._decide_by(cut_costs)
         cut_costs = _CutCosts(self._pipeline, blocks, self._settings, True)
@@ -280,27 +280,27 @@ class AutoChoice:
         if self._trial is None:
             self._trial = BlockMeasurement(self._pipeline, self._group.transport, classes)
         trial = self._trial
-        found = {}
+        costs = {}
         for index, (recompute, count) in enumerate(wanted, start=1):
             self._progress.show(f"measuring {index} of {len(wanted)}")
-            own: Any
+            measured: Any
             try:
-                own = trial.measure(partial(cut_batch, count), recompute, speed)
+                measured = trial.measure(partial(cut_batch, count), recompute, speed)
             except ScheduleError as error:
-                own = str(error).partition("\n")[0]
-            pipelines = self._group.gather_from_pipelines(own)
+                measured = str(error).partition("\n")[0]
+            pipelines = self._group.gather_from_pipelines(measured)
             obstacles = [each for ranks in pipelines for each in ranks if isinstance(each, str)]
             if obstacles:
                 self._obstacle = obstacles[0]
                 self._log(self._obstacle)
                 break
-            found[recompute, count] = trial.costs_of_blocks(
+            costs[recompute, count] = trial.costs_of_blocks(
                 *(
                     costs_of_pipelines([[pair[place] for pair in ranks] for ranks in pipelines])
                     for place in range(2)
                 )
             )
-        return found or None
+        return costs or None
 
     def _log(self, obstacle: str) -> None:
         if self._group.reports:
@@ -308,17 +308,17 @@ class AutoChoice:
 
     def _recomputations(self) -> Sequence[str]:
         """Return the values of ``recompute`` to try; without a memory limit, the configured one."""
-        given = self._settings.recompute
-        if given != "none" or not self._is_limited:
-            return (given,)
+        configured = self._settings.recompute
+        if configured != "none" or not self._is_limited:
+            return (configured,)
         return [each for each in _RECOMPUTATIONS if each != "full" or not self._left_out]
 
     def _find_recompute_risk(self) -> str:
         """Return why no block is computed again as a whole, alike on all ranks; "" if some may."""
         records = self._pipeline.records.known.values()
         risks = (recompute_risk(record, self._pipeline.chain) for record in records)
-        own = next(filter(None, risks), "")
-        return next(filter(None, self._group.world.gather(own)), "")
+        risk = next(filter(None, risks), "")
+        return next(filter(None, self._group.world.gather(risk)), "")
 
     @property
     def _is_limited(self) -> bool:
@@ -365,8 +365,8 @@ class AutoChoice:
         num_chunks = self._settings.num_chunks
         asked = num_chunks if isinstance(num_chunks, int) else None
         num_slices = self._settings.num_sequence_slices
-        found = options(counts, None, asked, [recompute], heads, num_slices)
-        return [option for option in found if cut_costs.covers(option)]
+        candidates = options(counts, None, asked, [recompute], heads, num_slices)
+        return [option for option in candidates if cut_costs.covers(option)]
 
     def _heads(self, cut_costs: _CutCosts) -> Sequence[str]:
         heads = self._settings.heads_to_try
@@ -379,8 +379,8 @@ class AutoChoice:
         wanted: Sequence[Option],
         must_fit: bool = False,
     ) -> Chosen:
-        given = self._settings, self._group.num_ranks, wanted, cut_costs.costs_of, limits
-        request = request_for(*given, partial(self._has_barrier, cut_costs))
+        arguments = self._settings, self._group.num_ranks, wanted, cut_costs.costs_of, limits
+        request = request_for(*arguments, partial(self._has_barrier, cut_costs))
         must_fit |= request.must_fit
         request = replace(request, must_fit=must_fit, show=self._progress.show)
         plan = plan_for_all(self._group, request)
@@ -517,11 +517,11 @@ class ChoiceCache:
 
     def find(self) -> dict[str, Any] | None:
         """Return the settings that were chosen for the same question; None if there are none."""
-        found = self._cache.find(self._question)
-        if found is None or not found.is_exact:
+        plan = self._cache.find(self._question)
+        if plan is None or not plan.is_exact:
             return None
-        remarks = dict(found.remarks)
-        schedule = replace(found.schedule, name=remarks.pop("schedule"))
+        remarks = dict(plan.remarks)
+        schedule = replace(plan.schedule, name=remarks.pop("schedule"))
         return {"schedule": schedule, "num_microbatches": schedule.num_microbatches, **remarks}
 
     def store(self, best: Candidate, settings: PipelineSettings) -> None:

@@ -47,8 +47,8 @@ class WrittenMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        found = tensors_in([*written_arguments(func, args, kwargs or {})])
-        self.written.update(map(memory_of, found))
+        tensors = tensors_in([*written_arguments(func, args, kwargs or {})])
+        self.written.update(map(memory_of, tensors))
         return result
 
 
@@ -138,11 +138,11 @@ class BatchBackward(BackwardHooks):
         used = {name for record in self._pipeline.batch_records for name in record.segments}
         local = self._pipeline.ownership.local_tensors()
         before = {name: memory_of(local[name]) for name in sorted(used & local.keys())}
-        with WrittenMemory() as found:
+        with WrittenMemory() as writes:
             yield
         now = self._pipeline.ownership.local_tensors()
         for name, memory in before.items():
-            if memory in found.written or memory_of(now[name]) != memory:
+            if memory in writes.written or memory_of(now[name]) != memory:
                 raise ValueError(
                     f"{' or '.join(_BEFORE_BACKWARD)} writes {name}, which some microbatches of "
                     f"the batch have used and others will use: write it in on_train_batch_end or "
@@ -198,9 +198,9 @@ class GradientTotals:
         self._age.change()
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        own = self._own_parameters(optimizer)
-        if own:  # else torch's kernel for many would fail
-            nn.utils.clip_grad_value_(own, clip_val)
+        parameters = self._own_parameters(optimizer)
+        if parameters:  # else torch's kernel for many would fail
+            nn.utils.clip_grad_value_(parameters, clip_val)
         self._age.change()
 
     def _squared_norms(self, parameters: Sequence[Tensor]) -> Tensor:
@@ -219,8 +219,8 @@ class GradientTotals:
         return torch.stack([norms.get(i, none) for i in range(len(parameters))]).double() ** 2
 
     def _own_parameters(self, optimizer: Optimizer) -> list[Tensor]:
-        own = filter(self._is_own, self._precision.main_params(optimizer))
-        return [parameter for parameter in own if parameter.grad is not None]
+        parameters = filter(self._is_own, self._precision.main_params(optimizer))
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
     def _is_own(self, parameter: Tensor) -> bool:
         return not isinstance(parameter, ShapeOnly) and self._group.owns(parameter)
@@ -235,24 +235,27 @@ class GradientTotals:
     ) -> dict[Any, Tensor]:
         """Unscale this rank's gradients, as the scaler does; return whether any rank overflows."""
         members = [p for g in optimizer.param_groups for p in g["params"]]
-        own: Any = SimpleNamespace(param_groups=[{"params": [*filter(self._is_own, members)]}])
-        found = type(scaler)._unscale_grads_(scaler, own, inv_scale, found_inf, allow_fp16)
+        parameters = [*filter(self._is_own, members)]
+        stepped: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+        by_device = type(scaler)._unscale_grads_(scaler, stepped, inv_scale, found_inf, allow_fp16)
         self._age.change()
         # A rank whose parameters are frozen has looked at nothing.
-        own = found.get(found_inf.device, found_inf)
+        overflow = by_device.get(found_inf.device, found_inf)
         if self._validation.assumes():
-            self._validation.expect_scaling(_scaling(scaler, own))
-            return {found_inf.device: own}
-        return {found_inf.device: self._group.largest(own)}
+            self._validation.expect_scaling(_scaling(scaler, overflow))
+            return {found_inf.device: overflow}
+        return {found_inf.device: self._group.largest(overflow)}
 
 
-def _scaling(scaler: GradScaler, found: Tensor) -> Scaling:
+def _scaling(scaler: GradScaler, overflow: Tensor) -> Scaling:
     """Return how a scale goes on, by the numbers that it has now."""
     # Private: the scale, and how many steps in a row it was not too large.
     scale, growth = scaler._scale, scaler._growth_tracker
     assert scale is not None
     assert growth is not None
-    return Scaling(found, partial(_lower, scaler, scale.clone(), growth.clone()), (scale, growth))
+    return Scaling(
+        overflow, partial(_lower, scaler, scale.clone(), growth.clone()), (scale, growth)
+    )
 
 
 def _lower(scaler: GradScaler, scale: Tensor, growth: Tensor) -> None:

@@ -88,20 +88,20 @@ class BatchCutter:
         sampler = group_sampler_of(loader)
         if not isinstance(sampler, PackedRowsSampler):
             return
-        found = [sampler.num_rows, sampler.num_ranks, sampler.max_tokens]
+        sizes = [sampler.num_rows, sampler.num_ranks, sampler.max_tokens]
         rows = self.first_batch.setdefault("packed_rows", {})
-        saved = rows.get(position, found)
-        if num_seen and saved != found:
+        saved = rows.get(position, sizes)
+        if num_seen and saved != sizes:
             before, now = (
                 f"num_rows={rows}, {replicas} replicas and max_tokens={tokens}"
-                for rows, replicas, tokens in (saved, found)
+                for rows, replicas, tokens in (saved, sizes)
             )
             raise ValueError(
                 f"the fit was saved within an epoch of {before}, and goes on with {now}, whose "
                 f"batches are others, so that texts would be read twice or never; resume with the "
                 f"same, or from a checkpoint of an epoch's end"
             )
-        rows[position] = found
+        rows[position] = sizes
 
     def packs_rows(self, kind: str) -> bool:
         """Whether a row of a batch is one microbatch in a kind of step ("training_step")."""
@@ -157,11 +157,11 @@ class BatchCutter:
         parts = self._pipeline.parts
         if parts is not None:
             parts.check_filled()
-        given = cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
+        arguments = cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
         is_first = inputs.kind not in self._traced
         self._traced.add(inputs.kind)
         with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
-            slices = self._pipeline.trace_parts(*given)
+            slices = self._pipeline.trace_parts(*arguments)
         blocks = self._pipeline.called_blocks
         if blocks is not None:
             self.first_batch["blocks"] = blocks
@@ -192,20 +192,20 @@ class BatchCutter:
         """
         make = self._settings.make_microbatches
         assert make is not None
-        made = make(inputs.batch, count)
-        if not isinstance(made, list):
+        batches = make(inputs.batch, count)
+        if not isinstance(batches, list):
             raise TypeError(
-                f"make_microbatches returned a {type(made).__name__} in {inputs.kind}; it must "
+                f"make_microbatches returned a {type(batches).__name__} in {inputs.kind}; it must "
                 f"return a list of {count} batches"
             )
-        if len(made) != count and not (may_be_fewer and 0 < len(made) < count):
+        if len(batches) != count and not (may_be_fewer and 0 < len(batches) < count):
             at_most = "at most " if may_be_fewer else ""
             raise ValueError(
-                f"make_microbatches returned a list of {len(made)} for num_microbatches={count} in "
-                f"{inputs.kind}; it must return {at_most}{count} batches, or set "
+                f"make_microbatches returned a list of {len(batches)} for num_microbatches={count} "
+                f"in {inputs.kind}; it must return {at_most}{count} batches, or set "
                 f"num_microbatches to how many it can make"
             )
-        return BatchParts(made, [*map(self._count_part, made)], are_alike=False)
+        return BatchParts(batches, [*map(self._count_part, batches)], are_alike=False)
 
     def _count_part(self, part: Any) -> int:
         try:

@@ -175,10 +175,10 @@ def check_rows(loader: Any, settings: PipelineSettings, is_training: bool, predi
 
 def _check_sizes(loader: Any, sampler: PackedRowsSampler, collate: PackedRows) -> None:
     for name in ("num_rows", "max_tokens"):
-        given = getattr(sampler, name), getattr(collate, name)
-        if given[0] != given[1]:
+        sizes = getattr(sampler, name), getattr(collate, name)
+        if sizes[0] != sizes[1]:
             raise ValueError(
-                f"PackedRowsSampler has {name}={given[0]}, and PackedRows {given[1]}; give both "
+                f"PackedRowsSampler has {name}={sizes[0]}, and PackedRows {sizes[1]}; give both "
                 f"the same"
             )
     dataset = getattr(loader, "dataset", None)
@@ -366,8 +366,8 @@ class FirstBatches:
         self._num_steps += 1
         if self._num_steps != _NUM_COMPARED or not self._names:
             return
-        found = self._replicas.gather(self._checksums)
-        for name, by_replica in zip(self._names, zip(*found, strict=True), strict=True):
+        checksums = self._replicas.gather(self._checksums)
+        for name, by_replica in zip(self._names, zip(*checksums, strict=True), strict=True):
             for (one, mine), (other, theirs) in combinations(enumerate(by_replica), 2):
                 if mine == theirs and len({*mine}) == _NUM_COMPARED:
                     raise ValueError(_explain(name, one, other))
@@ -439,11 +439,11 @@ class Arrivals:
         return self._explain(rank, theirs) if theirs < num_batches else None
 
     def _explain(self, rank: int, num_batches: int) -> str:
-        other, own = self._mesh.replica_of(rank), self._mesh.replica
-        if other != own:
+        other, replica = self._mesh.replica_of(rank), self._mesh.replica
+        if other != replica:
             return (
                 f"replica {other}, whose data has ended after {num_batches} batches where replica "
-                f"{own} has more; give every replica as many: by Lightning's sampler, or with "
+                f"{replica} has more; give every replica as many: by Lightning's sampler, or with "
                 f"limit_train_batches where an IterableDataset shares its data out"
             )
         return (

@@ -68,9 +68,9 @@ class Evaluation:
     def _cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
         """Cut a batch, and decide whether batches of its key run in slices; None: not cut."""
         cutter, slices, obstacle = self._split.cutter, None, ""
-        given = self._split.make_parts(inputs) if cutter.by_user else None
+        parts = self._split.make_parts(inputs) if cutter.by_user else None
         try:
-            slices = self._slice(inputs) if given is None else cutter.trace(inputs, given)
+            slices = self._slice(inputs) if parts is None else cutter.trace(inputs, parts)
         except GlobalWriteError:
             raise
         except Exception as error:  # an error of the user's comes again in the whole step

@@ -149,11 +149,11 @@ class Exchange:
     def _send(self, flags: Flags, batch: _Batch, options: StepOptions | None) -> None:
         digest = 0 if options is None else options.digest()
         checksums = [_LEAST] * (2 * self._group.num_replicas)
-        own = batch.checksum()
+        checksum = batch.checksum()
         first = 2 * self._group.replica
-        checksums[first : first + 2] = own, ~own
+        checksums[first : first + 2] = checksum, ~checksum
         numbers = [*map(int, flags), int(not flags.stops), digest, ~digest, *checksums]
-        self._sent = _Sent(self._reduce(numbers), own, batch, options)
+        self._sent = _Sent(self._reduce(numbers), checksum, batch, options)
 
     def _reduce(self, numbers: list[int]) -> Callable[[], list[int]]:
         """Start to reduce a vector; return a function that waits for its maximum."""
@@ -187,8 +187,8 @@ class Exchange:
 
     def _refuse_batch(self, sent: _Sent) -> None:
         group = self._group
-        found = dict(zip(group.global_ranks, group.gather(sent.checksum), strict=True))
-        apart = [rank for rank in sorted(found) if found[rank] != found[group.root]]
+        checksums = dict(zip(group.global_ranks, group.gather(sent.checksum), strict=True))
+        apart = [rank for rank in sorted(checksums) if checksums[rank] != checksums[group.root]]
         raise RuntimeError(
             f"global ranks {apart} read another {sent.batch.kind} than global rank {group.root}; "
             f"the ranks of a pipeline must read the same data in the same order: call "

@@ -273,8 +273,8 @@ class Fit:
             requeue = Requeue(self._trainer, environment)
             if board is not None:
                 board.add_poll(requeue.poll)
-        given = self._trainer, self.split, self._exchange, self._options
-        self.end = BatchEnd(*given, stop, arrivals, clocks, requeue)
+        arguments = self._trainer, self.split, self._exchange, self._options
+        self.end = BatchEnd(*arguments, stop, arrivals, clocks, requeue)
         return stop
 
     def _options(self) -> StepOptions | None:

@@ -171,9 +171,9 @@ class BackwardInStep(_AutomaticOptimization):
     @classmethod
     def replacing(cls, plain: _AutomaticOptimization) -> Self:
         """Make a loop with the progress of ``plain``."""
-        made = cls(plain.trainer)
-        made.optim_progress = plain.optim_progress
-        return made
+        loop = cls(plain.trainer)
+        loop.optim_progress = plain.optim_progress
+        return loop
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,10 +206,10 @@ class PipelineThroughput(Throughput):
     @classmethod
     def replacing(cls, plain: Throughput, num_ranks: int) -> PipelineThroughput:
         """Make one with the state of ``plain``; replicas have batches of their own."""
-        made = cls()
-        made.__dict__.update(plain.__dict__)
-        made._num_ranks = num_ranks
-        return made
+        throughput = cls()
+        throughput.__dict__.update(plain.__dict__)
+        throughput._num_ranks = num_ranks
+        return throughput
 
     @override
     def update(self, *, flops: int | None = None, **counts: Any) -> None:
@@ -278,9 +278,9 @@ def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
 
 def _evaluate_alone(trainer: Any, loop: Any, plain: Callable[[], Any]) -> Any:
     draw_seed()
-    found = _evaluate(loop, plain)
+    results = _evaluate(loop, plain)
     trainer.strategy.fit.end.finish()
-    return found
+    return results
 
 
 def _evaluate(loop: Any, plain: Callable[[], Any]) -> Any:

@@ -162,13 +162,13 @@ def least_samples(module: nn.Module) -> int:
 def _depends(part: nn.Module) -> bool:
     if isinstance(part, _OVER_A_BATCH):
         return True
-    found = {**vars(part), **_numbers_of(getattr(part, "config", None))}
+    attributes = {**vars(part), **_numbers_of(getattr(part, "config", None))}
     # By name: functional dropout leaves nothing else to see.
-    rates = [rate for name, rate in found.items() if "drop" in name or name == "p"]
+    rates = [rate for name, rate in attributes.items() if "drop" in name or name == "p"]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _numbers_of(config: object) -> dict[str, object]:
     """Return the attributes of a Hugging Face configuration."""
-    found = getattr(config, "__dict__", {})
-    return {str(name): value for name, value in found.items() if "drop" in str(name)}
+    attributes = getattr(config, "__dict__", {})
+    return {str(name): value for name, value in attributes.items() if "drop" in str(name)}

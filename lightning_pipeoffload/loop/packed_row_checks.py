@@ -109,16 +109,16 @@ class PackedRowCheck:
 
     def _numbers_of(self, inputs: StepInputs) -> list[float]:
         done = self._evaluate(inputs)
-        found = [*tensors_in(done.value), *self._steps.pop_logged()]
-        return [float(tensor) for tensor in found if tensor.numel() == 1]
+        tensors = [*tensors_in(done.value), *self._steps.pop_logged()]
+        return [float(tensor) for tensor in tensors if tensor.numel() == 1]
 
     def _compare(self, kind: str, numbers: list[list[float]]) -> None:
         group = self._split.group
         # A loss of routers does not depend on labels: it is no part of what other labels change.
         first, second, *others = numbers
         of_all = [_difference(first, second), _difference(first, second, *others)]
-        found = group.world.gather(of_all)
-        most, without_routers = (max(values) for values in zip(*found, strict=True))
+        differences = group.world.gather(of_all)
+        most, without_routers = (max(values) for values in zip(*differences, strict=True))
         if not most:
             return
         if others and without_routers < _ROUNDING:
@@ -146,13 +146,13 @@ class DenseMasks(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func is scaled_dot_product_attention:
-            mask = given.get("attn_mask", args[3] if len(args) > 3 else None)
+            mask = keywords.get("attn_mask", args[3] if len(args) > 3 else None)
             if mask is not None:
-                query = args[0] if args else given["query"]
+                query = args[0] if args else keywords["query"]
                 self.num_bytes = max(self.num_bytes, mask.numel() * query.itemsize)
-        return func(*args, **given)
+        return func(*args, **keywords)
 
 
 def _difference(

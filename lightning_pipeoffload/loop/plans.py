@@ -161,8 +161,8 @@ class Plans:
     def _choose_automatically(self, inputs: StepInputs, total: int) -> PipelineSettings:
         """Return the settings with the schedule that is chosen for "auto" or "optpipe"."""
         count = self._choose_count(self.settings, total)
-        given = self.settings, self._pipeline, self._measurements, self._cutter
-        choice = AutoChoice(*given, self._has_step_barrier)
+        arguments = self.settings, self._pipeline, self._measurements, self._cutter
+        choice = AutoChoice(*arguments, self._has_step_barrier)
         self.chosen = choice.choose(inputs, count, total)
         return self.chosen.settings
 
@@ -196,8 +196,8 @@ class Plans:
     def _plan_by_name(self, costs: Costs, limits: MachineLimits) -> None:
         """Plan the schedule that the settings name, by these costs and limits."""
         count, barrier = self.training.schedule.num_microbatches, self.training.has_barrier()
-        given = self.settings, self._group.num_ranks, count, costs, limits
-        request = request_by_name(*given, barrier, self.training.steps_early)
+        arguments = self.settings, self._group.num_ranks, count, costs, limits
+        request = request_by_name(*arguments, barrier, self.training.steps_early)
         self._adopt(self.settings, plan_for_all(self._group, request), limits)
 
     def _adopt(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
@@ -245,7 +245,7 @@ class Plans:
         """Whether a microbatch needs more memory here than planned, and that does not fit."""
         stages = self._executor.stages
         memories = {index: [*stage.memories.values()] for index, stage in stages.items()}
-        found = {
+        largest = {
             "activation": {i: sum(m.all_bytes for m in of) for i, of in memories.items()},
             "weight_input": {
                 i: sum(m.weight_input_bytes or 0 for m in of) for i, of in memories.items()
@@ -256,13 +256,13 @@ class Plans:
         }
         current = self.training.current
         costs, limits = current.costs, current.limits
-        if found == self._largest or costs is None:
+        if largest == self._largest or costs is None:
             return False
-        self._largest = found
+        self._largest = largest
         num_stages = current.schedule.num_stages
-        planned = {name: list(costs.per_stage(name, num_stages)) for name in found}
+        planned = {name: list(costs.per_stage(name, num_stages)) for name in largest}
         most: dict[str, Any] = {
-            name: [max(size, found[name].get(i, 0)) for i, size in enumerate(sizes)]
+            name: [max(size, largest[name].get(i, 0)) for i, size in enumerate(sizes)]
             for name, sizes in planned.items()
         }
         limit = self.settings.limit_on(limits.device)
@@ -294,9 +294,10 @@ class Plans:
         keeps_limit = keeps_limits(used, costs, limit, limits)
         before = self.training.period(used, costs)
         self.training.replace(replace(self.training.current, costs=costs, limits=limits))
-        given = self.settings, self._group.num_ranks, self._options(), lambda option: costs, limits
-        training = self.training
-        request = request_for(*given, lambda option: training.has_barrier(), training.steps_early)
+        training, num_ranks = self.training, self._group.num_ranks
+        arguments = self.settings, num_ranks, self._options(), lambda option: costs, limits
+        has_barrier = training.has_barrier
+        request = request_for(*arguments, lambda option: has_barrier(), training.steps_early)
         try:
             plan = plan_for_all(self._group, request)
         except ScheduleError as error:
@@ -326,12 +327,12 @@ class Plans:
             and not FAMILIES[option.schedule].takes_seconds
         ]
 
-    def _adds_up_alike(self, found: Schedule) -> bool:
+    def _adds_up_alike(self, schedule: Schedule) -> bool:
         by_weight: dict[int, frozenset[int]] = {}
         for name, stages in self._pipeline.ownership.owners.items():
             key = self._pipeline.tensors.identity[name]
             by_weight[key] = by_weight.get(key, frozenset()) | stages
-        return sums_alike(self.training.schedule, found, by_weight.values())
+        return sums_alike(self.training.schedule, schedule, by_weight.values())
 
     def _plan_by_measurement(self) -> bool:
         """Make the plan anew with what the first steps cost, and measure that one from now on.

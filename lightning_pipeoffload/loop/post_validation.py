@@ -76,12 +76,12 @@ class Scaling(NamedTuple):
     """How a loss scale goes on.
 
     Attributes:
-        found: Whether this rank has found infinities; the scaler reads it.
+        overflow: Whether this rank has found infinities; the scaler reads it.
         lower: Lowers the scale of before the step, where only other ranks have found some.
         numbers: The tensors of the scale.
     """
 
-    found: Tensor
+    overflow: Tensor
     lower: Callable[[], None]
     numbers: Sequence[Tensor]
 
@@ -164,7 +164,7 @@ class PostValidation:
         self._is_validated = True
         if total[0]:
             assert self._scaling is not None
-            self._scaling.found.fill_(1)
+            self._scaling.overflow.fill_(1)
         if not self._is_right(total):
             self._clip(total)
             self._age.change()
@@ -172,8 +172,8 @@ class PostValidation:
     def _start_sum(self) -> _Sum:
         scaling, clipping = self._scaling, self._clipping
         none = torch.zeros((), device=self._group.device)
-        found = none if scaling is None else scaling.found.reshape(())
-        numbers = torch.stack([found, torch.full_like(none, self._is_watched)]).double()
+        overflow = none if scaling is None else scaling.overflow.reshape(())
+        numbers = torch.stack([overflow, torch.full_like(none, self._is_watched)]).double()
         if clipping is not None:
             numbers = torch.cat([numbers, clipping.squares.to(none.device)])
         self._sum = _Sum(self._group, numbers)
@@ -196,11 +196,11 @@ class PostValidation:
     def _validate(self) -> None:
         """Wait for the sums of all ranks; take the step back and repeat it if it was wrong."""
         assert self._sum is not None
-        own, total = self._sum.wait()
+        numbers, total = self._sum.wait()
         is_right = self._is_right(total)
         if not (is_right or self._is_validated):
             with outside_autocast(self._group.device):
-                self._correct(own, total)
+                self._correct(numbers, total)
         assert self._snapshot is not None
         self._any_watched |= bool(total[1])
         self._snapshot.free_gradients()
@@ -218,7 +218,7 @@ class PostValidation:
         if self._clipping is not None:
             self._clipping.clip(self._clipping.norm(total[2:]))
 
-    def _correct(self, own: Tensor, total: Tensor) -> None:
+    def _correct(self, numbers: Tensor, total: Tensor) -> None:
         assert self._snapshot is not None
         of_replicas = self._group.replicas.pending
         of_replicas.settle()  # it would overwrite what is put back
@@ -226,7 +226,7 @@ class PostValidation:
             self._snapshot.repeat(partial(self._clip, total))
             self._age.change()
             of_replicas.settle()  # of the step that is right, for which nobody waits after this
-        elif not own[0]:  # else neither the optimizer nor the scale has gone on
+        elif not numbers[0]:  # else neither the optimizer nor the scale has gone on
             assert self._scaling is not None
             self._snapshot.undo()
             self._scaling.lower()
@@ -253,20 +253,20 @@ class _Sum:
         self._group = group
         self._read = start_reading(numbers)
         self._total: Callable[[], Tensor] | None = None
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._result: tuple[Tensor, Tensor] | None = None
         if not is_on_accelerator(numbers):  # an accelerator has yet to compute them
             self._total = self._start()
 
     def _start(self) -> Callable[[], Tensor]:
-        self._own = self._read()
-        return self._group.start_adding(self._own.clone())
+        self._numbers = self._read()
+        return self._group.start_adding(self._numbers.clone())
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return this rank's numbers, and the sums."""
-        if self._found is None:
+        if self._result is None:
             total = self._start() if self._total is None else self._total
-            self._found = self._own, total()
-        return self._found
+            self._result = self._numbers, total()
+        return self._result
 
 
 def is_watched(optimizer: Optimizer) -> bool:

@@ -164,8 +164,8 @@ class Split:
         size = first.num_samples
         lines = {line for count, line in first.record.pairs if count == size}
         larger = self.cutter.record_of_first(inputs, size + 1) if lines else None
-        found = larger.pairs if larger is not None else ()
-        return sorted(lines & {line for count, line in found if count == size + 1})
+        larger_pairs = larger.pairs if larger is not None else ()
+        return sorted(lines & {line for count, line in larger_pairs if count == size + 1})
 
     def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
         total = self.cutter.count(inputs)
@@ -246,9 +246,9 @@ class Split:
         if self.group.num_replicas == 1 or not self.cutter.packs_rows("training_step"):
             return 1.0
         total, device = self.weights.total, self.group.device
-        own = torch.as_tensor(total, dtype=torch.float64, device=device)
-        of_all = self.group.replicas.gather_tensor(own, differentiable=False)
-        return own * len(of_all) / of_all.sum()
+        num_labels = torch.as_tensor(total, dtype=torch.float64, device=device)
+        of_all = self.group.replicas.gather_tensor(num_labels, differentiable=False)
+        return num_labels * len(of_all) / of_all.sum()
 
     # From the first training batch to the end
 

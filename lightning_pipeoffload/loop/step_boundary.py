@@ -102,8 +102,8 @@ class StepBoundary:
         if self._group.world.agree(may_start, unanimous=True):
             optimizer, owns = self._trainer.optimizers[0], self._group.owns
             self.validation.start(OptimizerSnapshot(optimizer, self._masters, owns))
-            found = has_forward_hooks(self._module)
-            self._has_forward_hooks = self._group.world.agree(found, unanimous=False)
+            has_hooks = has_forward_hooks(self._module)
+            self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 
     def start_ahead(self) -> tuple[ExitStack, Settle | None]:
         """Begin a batch before the weights are final, if what runs can be taken back.

@@ -139,8 +139,8 @@ class QuietLogger:
         return type(self._logger)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._logger, name)
-        return _ignore if name.startswith("log_") and callable(found) else found
+        attribute = getattr(self._logger, name)
+        return _ignore if name.startswith("log_") and callable(attribute) else attribute
 
 
 class LogsQuiet:

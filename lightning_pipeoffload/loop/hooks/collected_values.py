@@ -181,7 +181,7 @@ class CollectedValues:
 
     def _written_in_batch(self) -> dict[str, StepPoint]:
         behind = StepPoint(len(self._pipeline.chain), is_in_block=False)
-        found = {label: behind for label, kind in self._late.items() if kind == self._kind}
+        points = {label: behind for label, kind in self._late.items() if kind == self._kind}
         last = None
         for record in self._pipeline.batch_records if self._kind else ():
             if record is last:  # most batches have one for all microbatches
@@ -191,8 +191,8 @@ class CollectedValues:
                 self._places[id(record)] = dict(self._written_in(record))
                 dropping = weakref.finalize(record, self._places.pop, id(record), None)
                 dropping.atexit = False
-            found |= self._places[id(record)]
-        return found
+            points |= self._places[id(record)]
+        return points
 
     def _written_in(self, record: StepRecord) -> Iterator[tuple[str, StepPoint]]:
         for write in record.writes:
@@ -227,9 +227,9 @@ class CollectedValues:
         owner = self._now(label).part
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
         path = label.rpartition(".")[0]
-        for found in (label, *(f"{path}.{name}" for name in names)):
-            self._variables[found] = self._now(found)
-            self._late[found] = self._kind
+        for written in (label, *(f"{path}.{name}" for name in names)):
+            self._variables[written] = self._now(written)
+            self._late[written] = self._kind
 
     # Sending
 
@@ -239,15 +239,15 @@ class CollectedValues:
         self._due.clear()
         gathered = self._group.gather((mine, self._logged_objects()))
         self._logged = gathered[self._group.stage_ranks[-1]][1]
-        found: dict[str, dict[int, VariableState]] = {}
+        states: dict[str, dict[int, VariableState]] = {}
         for rank, (reports, _) in enumerate(gathered):
             for label, report in reports.items():
-                found.setdefault(label, {})[rank] = report
+                states.setdefault(label, {})[rank] = report
                 if report.kind:
                     self._late[label] = report.kind
         self._show()
         senders: dict[int, list[str]] = {}
-        for label, reported in found.items():
+        for label, reported in states.items():
             senders.setdefault(choose_sender(reported), []).append(label)
         for label in senders.pop(-1, ()):
             self._keep_from_hooks(label, "each of several stages has some of it")
@@ -295,10 +295,10 @@ class CollectedValues:
     def _receive(self, label: str, data: bytes | None) -> None:
         variable = self._now(label)
         value = GONE if data is None else unpack(data, self._group.device)
-        own = variable.value
-        if type(own) is type(value) and isinstance(own, _REFILLED):
-            refill(own, value)  # other objects may hold it too
-            value = own
+        container = variable.value
+        if type(container) is type(value) and isinstance(container, _REFILLED):
+            refill(container, value)  # other objects may hold it too
+            value = container
         variable.put(value)
 
     def _keep_from_hooks(self, label: str, reason: str, has_it: bool = False) -> None:

@@ -110,10 +110,10 @@ class HookForwards:
 
     def _come_together(self, name: str) -> None:
         """Wait for all ranks to call the same module; raise ``RuntimeError`` if one does not."""
-        found = self._meeting.come(name)
-        missing = [rank for rank in sorted(self._group.global_ranks) if rank not in found]
+        calls = self._meeting.come(name)
+        missing = [rank for rank in sorted(self._group.global_ranks) if rank not in calls]
         others = [
-            f"global rank {rank} calls {what}" for rank, what in found.items() if what != name
+            f"global rank {rank} calls {what}" for rank, what in calls.items() if what != name
         ]
         if missing or others:
             line = in_brackets(calling_line())

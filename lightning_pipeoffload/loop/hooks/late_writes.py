@@ -73,18 +73,18 @@ class LateWrites:
         self._holding = [n for n in now.keys() - OF_LIGHTNING if not is_plain(now[n])]
 
     def _fingerprint_insides(self) -> dict[str, Fingerprint]:
-        found = {
+        fingerprints = {
             f"self.{name}": _fingerprint_with_metrics(self._attributes[name])
             for name in self._holding
             if f"self.{name}" not in self._skipped
         }
         for path, metric in self._metrics():
             if f"self.{path}._update_count" not in self._skipped:
-                found[f"self.{path}._update_count"] = [(metric, metric.update_count)]
-        return found
+                fingerprints[f"self.{path}._update_count"] = [(metric, metric.update_count)]
+        return fingerprints
 
 
 def _fingerprint_with_metrics(value: Any) -> Fingerprint:
-    found = fingerprint(value, longest=_MOST_VALUES)
-    parts = [part for _, state in found if isinstance(state, Parts) for part in state]
-    return found + [(part, part.update_count) for part in parts if isinstance(part, Metric)]
+    states = fingerprint(value, longest=_MOST_VALUES)
+    parts = [part for _, state in states if isinstance(state, Parts) for part in state]
+    return states + [(part, part.update_count) for part in parts if isinstance(part, Metric)]

@@ -107,10 +107,10 @@ class _Unpacker(pickle.Unpickler):
     @override
     def persistent_load(self, pid: Any) -> Tensor:
         data, dtype, shape, is_on_device = pid
-        made = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
         if data:
-            made.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view(shape))
-        return made.to(self._device) if is_on_device else made
+            tensor.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view(shape))
+        return tensor.to(self._device) if is_on_device else tensor
 
 
 class OutputsElsewhere(Placeholder, dict[str, Any]):

@@ -109,13 +109,13 @@ def has_forward_hooks(module: nn.Module) -> bool:
 @contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     """Run forwards whose results are dropped, without the user's hooks."""
-    found = [(hooks, [*hooks.items()]) for hooks in _forward_hooks(module) if hooks]
-    for hooks, _ in found:
+    hooks_of_modules = [(hooks, [*hooks.items()]) for hooks in _forward_hooks(module) if hooks]
+    for hooks, _ in hooks_of_modules:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, registered in found:
+        for hooks, registered in hooks_of_modules:
             hooks.update(registered)
 
 
@@ -164,15 +164,15 @@ class GradientHooks(_Wrapped):
 
     def __init__(self, trainer: Trainer, share: Callable[[], None]) -> None:
         owners = owners_of_hooks(trainer)
-        found = [(owner, hook) for owner in owners for hook in _hooks_of(owner, OF_GRADIENTS)]
-        names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in found]
+        hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, OF_GRADIENTS)]
+        names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in hooks]
         _refuse_others(trainer, names, "compare gradients before the hooks that may read them")
 
         def share_first(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             share()
             return plain(*args, **kwargs)
 
-        self._wrapped = [WrappedHook(owner, hook, share_first) for owner, hook in found]
+        self._wrapped = [WrappedHook(owner, hook, share_first) for owner, hook in hooks]
 
 
 class EndHooks(_Wrapped):
@@ -180,11 +180,11 @@ class EndHooks(_Wrapped):
 
     def __init__(self, trainer: Trainer, tick: Callable[[], None]) -> None:
         owners = _owners_of_ends(trainer)
-        found = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _EPOCH_END)]
+        hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _EPOCH_END)]
         module = trainer.lightning_module
         if not is_users_hook(module, "on_train_epoch_end"):
             # Callbacks decide after it, on values that other callbacks have logged.
-            found.append((module, "on_train_epoch_end"))
+            hooks.append((module, "on_train_epoch_end"))
 
         def tick_after(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
@@ -192,7 +192,7 @@ class EndHooks(_Wrapped):
             finally:
                 tick()
 
-        self._wrapped = [WrappedHook(owner, hook, tick_after) for owner, hook in found]
+        self._wrapped = [WrappedHook(owner, hook, tick_after) for owner, hook in hooks]
 
 
 def share_gradient_sizes(pipeline: Pipeline) -> None:
@@ -206,12 +206,12 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
     with blaming_peers("lost a rank while comparing gradients"):
         dist.all_reduce(table, group=group.sharing_gradients.host_group)
     for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
-        known = KnownSize(norm, largest) if kind == _MEASURED else None
+        size = KnownSize(norm, largest) if kind == _MEASURED else None
         if isinstance(parameter, RemoteTensor):
-            parameter.know_gradient(kind != _ABSENT, known)
+            parameter.know_gradient(kind != _ABSENT, size)
         elif isinstance(parameter.grad, RemoteGradient):
-            parameter.grad.know(known)
-            pipeline.gradient_age.sizes += [] if known is None else [known]
+            parameter.grad.know(size)
+            pipeline.gradient_age.sizes += [] if size is None else [size]
 
 
 def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:
