@@ -91,7 +91,7 @@ class Executor:
 
     @property
     def results(self) -> list[Any]:
-        """What the user's step returned for each microbatch; see :meth:`run`."""
+        """The return values of the user's step, by microbatch; see :meth:`run`."""
         return [self._results[index] for index in sorted(self._results)]
 
     @property
@@ -121,7 +121,7 @@ class Executor:
         """Execute the rank's actions of a lowered plan; one without backwards evaluates.
 
         Returns:
-            What the user's step returned for each microbatch; empty without the last stage.
+            The return values of the user's step, by microbatch; empty without the last stage.
         """
         self.run_to_backward(plan, microbatches)
         return self.run_rest()
@@ -220,7 +220,7 @@ class Executor:
         self.mailbox.use(plan, self.rank, self._costs)
 
     def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
-        """Run actions that need no final weights, again if weights change; return the others."""
+        """Run the actions that need no final weights, again if weights change; return the rest."""
         if self._ahead is None:
             self._ahead = actions_ahead(self._plan)[self.rank]
         there = {*actions}
@@ -241,7 +241,7 @@ class Executor:
         self.current = None
 
     def _take_back(self) -> None:
-        """Undo the forwards of this step on all ranks, after receiving what they have sent."""
+        """Undo this step's forwards on all ranks, after receiving their messages."""
         self.mailbox.take_back()
         self._results.clear()
         self.memory.take_back()

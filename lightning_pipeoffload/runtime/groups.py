@@ -158,7 +158,7 @@ class PipelineGroup(RankMesh, HostGroup):
         return [rank for table in self._tables for row in table[:num_replicas] for rank in row]
 
     def drop_remote_gradients(self) -> None:
-        """Set gradients that other replicas have to None, before others are added to them."""
+        """Set gradients owned by other replicas to None, before further ones are added."""
         self._is_divided = False
         for parameter in self._parameters:
             if isinstance(parameter.grad, ShapeOnly):
@@ -252,10 +252,10 @@ class PipelineGroup(RankMesh, HostGroup):
 
     @torch.no_grad()
     def part_shared_gradients(self) -> None:
-        """Let the next sums over ranks and replicas count once what the last ones have summed.
+        """Prevent the next sums over ranks and replicas from counting summed gradients twice.
 
         Only the first owner keeps the sum over ranks. Where gradients are divided among replicas,
-        others begin anew, and the owner's part of the next mean is the whole of the last one.
+        only a gradient's owner keeps it, times the number of replicas, since a mean follows.
         """
         for shared in self._shared:
             if not shared.is_first:

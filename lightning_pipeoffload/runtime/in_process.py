@@ -76,7 +76,7 @@ class InProcessPipeline:
             seed: The seed of the batch's random numbers.
 
         Returns:
-            What the step returned for each microbatch.
+            The return value of the step for each microbatch.
         """
         runs = []
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):

@@ -21,7 +21,7 @@ _MUTABLE = {list, deque, *_WITH_KEYS}  # the containers that torch's pytree open
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """Yield what ``tree_iter`` yields, in the same order; called for each block's arguments."""
+    """Yield the leaves of ``tree_iter``, in the same order; called for each block's arguments."""
     left = [tree]
     while left:
         part = left.pop()
@@ -127,7 +127,7 @@ def _close(leaf: Any) -> Any:
 
 
 def output_leaves(output: Any) -> Iterator[Any]:
-    """Yield the leaves of what a block returns, those of dataclasses too."""
+    """Yield the leaves of a block's return value, also those in dataclasses."""
     for leaf in leaves_of(output):
         if _is_closed(leaf):
             yield from output_leaves([getattr(leaf, field.name) for field in fields(leaf)])
@@ -136,14 +136,14 @@ def output_leaves(output: Any) -> Iterator[Any]:
 
 
 def map_output(function: Callable[[Any], Any], output: Any) -> Any:
-    """Map the leaves of what a block returns, those of dataclasses too."""
+    """Map the leaves of a block's return value, also those in dataclasses."""
     if type(output) is Tensor or not has_dataclasses(output):
         return tree_map(function, output)
     return close_dataclasses(tree_map(function, open_dataclasses(output)))
 
 
 def output_tensors(output: Any) -> list[Tensor]:
-    """List the tensors of what a block returns."""
+    """List the tensors of a block's return value."""
     if type(output) is Tensor:  # as most blocks do
         return [output]
     return [leaf for leaf in output_leaves(output) if isinstance(leaf, Tensor)]

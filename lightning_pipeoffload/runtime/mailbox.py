@@ -1,8 +1,8 @@
 """The messages of one rank: outputs and gradients, from the stage that makes them to its neighbour.
 
-A message is named by an action at either end: what ``1F0`` gives is sent by ``1SEND_F0`` and taken
-by ``2F0``, for which ``2RECV_F0`` waits. Between two stages of one rank there is no SEND and no
-RECV, and the message waits here::
+A message is named by an action at either end: the output of ``1F0`` is sent by ``1SEND_F0`` and
+taken by ``2F0``, for which ``2RECV_F0`` waits. Between two stages of one rank there is no SEND and
+no RECV, and the message waits here::
 
     give(1F0) -> [1SEND_F0] -> send     transport     post, until -> [2RECV_F0] -> take(2F0)
     give(1F0) -> [2RECV_F0] -> take(2F0)              where both stages are of this rank
@@ -135,12 +135,12 @@ class Mailbox:
         self.receives.count_send()
 
     def end_step(self) -> None:
-        """End a step: free what has arrived."""
+        """End a step: free the received messages."""
         self._sends.end_step()
         self.transport.finish_step()
 
     def take_back(self) -> None:
-        """Undo the messages of this step, after receiving what the peers have sent."""
+        """Undo this step's messages, after receiving those that the peers have sent."""
         for receive in self.receives.rest():
             self.transport.wait(receive)
         self._sends.take_back()

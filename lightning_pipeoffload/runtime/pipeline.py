@@ -124,7 +124,7 @@ class Pipeline:
         settings: How to cut.
         device: The device on which the stages compute.
         parts: The module, if it was made in parts.
-        group: The processes of the pipeline, for what sends; None in one process.
+        group: The processes of the pipeline, for collectives; None in one process.
         before_trace: Called before a step is traced.
 
     Attributes:
@@ -198,7 +198,7 @@ class Pipeline:
             self.chain.intercept()
 
     def _find_chain(self, kind: str, part: Any, step: UsersStep, seed: int) -> None:
-        """Choose the blocks by what the step calls: anew in training, whatever ran before.
+        """Choose the blocks by the calls of the step: anew in training, whatever ran before.
 
         Raises:
             ValueError: The step cannot be cut.
@@ -237,7 +237,7 @@ class Pipeline:
 
     @property
     def called_blocks(self) -> list[str] | None:
-        """The blocks that were chosen by what a training step calls; None: they are given."""
+        """The blocks that were chosen by the calls of a training step; None: not so chosen."""
         return self.chain.names if self._is_by_training else None
 
     def _forget_cut(self) -> None:

@@ -272,7 +272,7 @@ class ActivationMemory:
         return Held(getattr(memory, measured) or 0 if measured else 0)
 
     def _kept_for_later(self, action: Action) -> int:
-        """Return what an action adds by the keys and values of slices, and their gradients."""
+        """Return the bytes that an action adds: keys and values of slices, and their gradients."""
         count = self._num_slices
         if count == 1 or action.kind not in COMPUTE:
             return 0

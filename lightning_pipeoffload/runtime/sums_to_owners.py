@@ -1,8 +1,8 @@
-"""Sums over replicas that reach one replica only, the owner of what is summed.
+"""Sums over replicas of which only one replica, the owner, gets the result.
 
 All replicas need a sum where each of them steps the parameter. Where one steps it, for all, the sum
 need not travel back, and half of the bytes of an all-reduce suffice: each replica sends (R-1)/R of
-what it has. How depends on the backend::
+its gradients. The collective depends on the backend::
 
     gloo    all_to_all_single: each replica sends every owner its part; the owner adds the parts in
             the order of the replicas, so the bits do not depend on how messages travel. gloo's own
@@ -137,7 +137,7 @@ class _Piece:
 
 
 def _cut(flat: Tensor, lengths: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
-    """Cut what one owner has into pieces; what several have is small."""
+    """Cut a tensor of one owner into pieces; tensors of several owners are small."""
     size = _PIECE_BYTES // flat.itemsize
     if max(lengths) < len(flat) or len(flat) <= size:
         yield flat, [*lengths]

@@ -1,14 +1,14 @@
 """Messages between the ranks of a pipeline.
 
-A message is what one SEND action sends: a list of tensors whose shapes both sides know from the
+A message is sent by one SEND action: a list of tensors whose shapes both sides know from the
 trace. The consumer waits; a sender only where its edge is as full as a training step makes it::
 
     sender    F0 SEND_F0 F1 SEND_F1 F2 ...              goes on at once
     receiver  post RECV_F0 ... F0, post RECV_F1 ... F1  waits in F0, where the message is used
 
 Over NCCL tensors go as bytes, since it knows fewer dtypes than torch, and through buffers that are
-used again: its group tells the allocator that another stream uses what it sends and receives, and
-the allocator frees such memory only when all work on that stream is done, so each message of a step
+used again: its group tells the allocator that another stream uses a message's memory, and the
+allocator frees such memory only when all work on that stream is done, so each message of a step
 would take fresh memory. gloo reads and writes the host's memory: on an accelerator its messages go
 through pinned memory.
 """
@@ -237,7 +237,7 @@ class Link:
         peer: The peer's rank in the group.
         global_rank: The global rank of the peer.
         device: The device of the tensors.
-        has_dtypes: Whether the group knows dtypes, so that tensors go as bytes; gloo knows none.
+        has_dtypes: Whether the group checks dtypes, so that tensors go as bytes; gloo does not.
         ring: The buffers of this rank that messages go through.
         sender: The thread that sends copies on the host.
     """
@@ -468,7 +468,7 @@ def nccl_options(timeout: timedelta | None) -> Any:
 
 
 def check_environment() -> None:
-    """Refuse what makes a host or a hardware queue wait for a message that is sent only later."""
+    """Refuse settings by which a host or hardware queue waits for a message sent only later."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if int(given) < _FEWEST_QUEUES:
         raise ValueError(

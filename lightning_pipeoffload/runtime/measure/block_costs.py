@@ -73,7 +73,7 @@ class StageCosts(NamedTuple):
 
 
 class SliceCosts(NamedTuple):
-    """Costs of one slice of a microbatch at a stage, and of them what it keeps for later slices."""
+    """Costs of a microbatch's slice at a stage, and the memory kept for later slices."""
 
     costs: StageCosts
     for_later: KeptForLater
@@ -267,7 +267,7 @@ class SampledCut:
 
     @property
     def has_few_stages(self) -> bool:
-        """Whether its stages are few enough to tell what an action takes beside its blocks."""
+        """Whether its stages are few enough to infer an action's time beside its blocks."""
         return 2 * len(self.stages) <= len(self.sample_of)
 
 
@@ -343,11 +343,11 @@ class BlockMeasurement:
         return is_same or self._sampled.has_few_stages
 
     def costs_of_blocks(self, samples: Costs, stages: Costs) -> tuple[Costs, BesideBlocks]:
-        """Return the costs of each segment, and what an action costs in addition to its blocks.
+        """Return the costs of each segment, and the overhead of an action beside its blocks.
 
         Args:
             samples: The measured costs of the sampled stages, of all ranks.
-            stages: Those of whole stages. What they take more than their blocks is the addition.
+            stages: The costs of whole stages; the overhead is their excess over their blocks.
         """
         compared = self._cut if self._compares_itself else self._first_cut
         num_stages = len(compared.stage_ranks)
@@ -430,14 +430,14 @@ def costs_of_blocks(
 ) -> tuple[Costs, BesideBlocks]:
     """Return the costs of all blocks, and the overhead of an action beside them.
 
-    A rank's blocks are scaled so that its sampled stages take what was measured of them: one block
-    may have been measured while something else ran, which the sums of many average out.
+    A rank's blocks are scaled so that its sampled stages take their measured time: one block may
+    have been measured while something else ran; sums of many blocks average that out.
 
     Args:
         sampled: The sampled stages.
         samples: Their costs.
         stages: The costs of the stages that they are compared with.
-        num_stages: The number of those.
+        num_stages: The number of these stages.
     """
     blocks = _of_samples(samples, sampled)
     beside = beside_blocks(blocks, len(sampled.ranks), stages, num_stages)

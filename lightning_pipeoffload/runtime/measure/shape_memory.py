@@ -95,13 +95,13 @@ class StageStores(WeightInputKeeper):
 
     @property
     def running(self) -> _ShapeStore:
-        """The store of what runs."""
+        """The store of the running stage and slice."""
         if self.is_before and self.before is not None:
             return self.before
         return self.stores[self.turn][self.place]
 
     def count_for(self, num_blocks: int) -> None:
-        """Count what is new in a stage's stores for so many blocks."""
+        """Count the tensors saved from now on for ``num_blocks`` blocks each."""
         for store in self.stores[self.turn]:
             store.num_alike = num_blocks
 
@@ -316,7 +316,7 @@ class _MeasuringPass(StepTrace):
         return self._part.record.outputs[call].fill([torch.cat(p, dim) for p, (dim, *_) in joined])
 
     def _cut(self, part: SequenceSlice, arguments: Any, dims: Sequence[Dims]) -> Any:
-        """Return a slice of the arguments of a call; what several blocks get is cut once."""
+        """Return a slice of the arguments of a call; arguments of several blocks are cut once."""
         leaves, form = tree_flatten(arguments)
         for place, (leaf, of) in enumerate(zip(leaves, dims, strict=True)):
             if not isinstance(leaf, Tensor):

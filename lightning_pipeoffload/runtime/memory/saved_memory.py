@@ -1,4 +1,4 @@
-"""The measured bytes of what a stage saves for one microbatch, or a slice of its sequences."""
+"""The measured bytes that a stage saves for one microbatch, or for a slice of its sequences."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_pipeoffload.schedule.actions import Part
 
 
 class KeptForLater(NamedTuple):
-    """What a slice of a sequence keeps for later ones.
+    """The tensors that a slice of a sequence keeps for later slices.
 
     Attributes:
-        num_bytes: Its memory: that of whole storages, of which it may be views.
-        gradient_bytes: The memory of its gradients.
+        num_bytes: Their memory, of whole storages where they are views.
+        gradient_bytes: The memory of their gradients.
         num_tokens: Tokens of the slice.
     """
 
@@ -30,7 +30,7 @@ class SavedMemory:
         activation_bytes: Saved by autograd in F.
         weight_input_bytes: The share of these that only W needs.
         residue_bytes: Kept for W after B.
-        for_later: What later slices use; it stays on the device, beside the activation.
+        for_later: The tensors that later slices use; they stay on the device.
         deferred_flops: Floating-point operations of the weight gradients left for W.
         workspace_bytes: Taken by the chunks of a loss in F and B, and freed there; counted on
             shapes only.
@@ -48,7 +48,7 @@ class SavedMemory:
 
     @property
     def all_bytes(self) -> int:
-        """The activation, with what later slices use."""
+        """Bytes of the activation, and of the tensors that later slices use."""
         return (self.activation_bytes or 0) + self.for_later.num_bytes
 
     @property
@@ -67,13 +67,13 @@ class SavedMemory:
             self.weight_input_bytes = max(self.weight_input_bytes or 0, for_w)
 
     def add_for_later(self, kept: KeptForLater, times: int) -> None:
-        """Count what one block, or each of several alike, keeps for later slices."""
+        """Add the memory that ``times`` alike blocks keep for later slices; ``kept`` is of one."""
         sizes = self.for_later.num_bytes + times * kept.num_bytes
         gradients = self.for_later.gradient_bytes + times * kept.gradient_bytes
         self.for_later = KeptForLater(sizes, gradients, kept.num_tokens)
 
     def add(self, beside: SavedMemory) -> None:
-        """Add what code before the blocks saves, of which nothing is for later slices."""
+        """Add the bytes that code before the blocks saves, none of them for later slices."""
         for name in ("activation_bytes", "weight_input_bytes", "residue_bytes"):
             setattr(self, name, (getattr(self, name) or 0) + (getattr(beside, name) or 0))
 

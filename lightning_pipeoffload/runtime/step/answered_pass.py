@@ -29,7 +29,7 @@ _READERS = ("__bool__", "__float__", "__int__", "__index__", "item")
 
 
 class AnsweredPass(StagePass):
-    """One F whose step reads what an earlier F of the rank may have read."""
+    """One F that gets values read from the device from an earlier F of the rank."""
 
     @override
     def run(self) -> Any:
@@ -52,7 +52,7 @@ class AnsweredPass(StagePass):
         return output
 
     def read(self, tensor: Tensor, plain: Callable[[Tensor], Any]) -> Any:
-        """Return what ``plain`` reads, or what it has read in an earlier F."""
+        """Return the result of ``plain(tensor)``, or that of the same read in an earlier F."""
         if self._segment is None or get_ident() != self._thread:
             return plain(tensor)
         frame = sys._getframe(2)

@@ -63,16 +63,16 @@ class InFlight:
 
     Attributes:
         microbatch: The microbatch.
-        record: What the record of its shapes says about the stage.
+        record: The part of its shapes' record that concerns the stage.
         queue: The weight gradients that wait for W.
-        received: The gradients of what the previous stage has sent; None: no backward follows.
+        received: The gradients of the received tensors; None: no backward follows.
         store: The tensors that autograd saves; None: autograd keeps them.
         loss: On the last stage, until B.
-        sent: The edges of what was sent and gets a gradient, until B.
+        sent: The graph edges of the sent tensors that get a gradient, until B.
         left: The attributes that the user's steps write, as F has left them.
         seen: The values of tensors that the step writes in place, as F has seen them, where later
             F's have written them and B or W may read them.
-        earlier: What slices of a microbatch on this stage keep for later ones; None: it is whole.
+        earlier: The tensors that slices keep for later slices; None: it is no slice.
         awaits_weight: Whether B has run.
     """
 

@@ -23,14 +23,14 @@ class Microbatch:
         part: Its samples.
         num_samples: The number of these.
         run: Calls the user's step on it.
-        record: What the trace of its shapes has recorded.
+        record: The record of the trace of its shapes.
         device: The device of its tensors.
         seed: The seed of all its random numbers.
         index: Its place in a plan, which names it in actions (``Action.microbatch``).
         weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
             tensor where the host does not know it.
         differentiate: Starts the backward from the weighted loss.
-        answers: What the rank's stages have read of the device for it.
+        answers: The values that the rank's stages have read from the device for it.
     """
 
     part: Any
@@ -87,5 +87,5 @@ def in_slices(microbatches: Sequence[Microbatch], num_slices: int) -> Sequence[M
 
 
 def _run_to_blocks(run: Callable[[StepCall], Any], call: StepCall) -> Any:
-    """Run a step that is left behind the blocks: what it logs counts with the last slice."""
+    """Run a step that exits behind the blocks; only the last slice's logging counts."""
     return run(StepCall())

@@ -87,8 +87,8 @@ class StageContext:
         writes: Attributes and buffers that the rank's steps write outside of the blocks.
         gradients: The stage's gradients of weights that other stages of the rank use too.
         generators: The random generators that the modules hold.
-        kernels: What runs on zeros where values are missing.
-        recompute: What B computes again: "none", "cheap" (norms, activations, dropout) or "full"
+        kernels: The Functions and modules that run on zeros where values are missing.
+        recompute: The calls that B repeats: "none", "cheap" (norms, activations, dropout) or "full"
             (blocks).
         add_product: Adds W's products to gradients.
         head_is_at_once: Whether the last stage's B computes weight gradients behind the blocks.

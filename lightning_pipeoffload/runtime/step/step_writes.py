@@ -233,10 +233,10 @@ class StepWrites:
         return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
     def keep(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
-        """Record what steps write, and buffers, at the start of a step.
+        """Record the attributes that steps write, and buffers, at the start of a step.
 
         Returns:
-            A function that restores it, as if no stage had run a microbatch since.
+            A function that restores them, as if no stage had run a microbatch since.
         """
         state = self._state(buffers)
 
@@ -249,7 +249,7 @@ class StepWrites:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a step writes inside: of a microbatch in slices the last one's writes count."""
+        """Undo a step's writes after the context, for all but a microbatch's last slice."""
         state = self._state(())
         yield
         state.put_back()
