@@ -50,7 +50,7 @@ class BatchParts(NamedTuple):
 
 @dataclass
 class Collation:
-    """Who makes the batches, which decides where a list may be of samples or of columns.
+    """How batches are collated, which decides where a list may be of samples or of columns.
 
     Attributes:
         by_torch: Whether ``default_collate`` makes all of them, whose lists hold columns.
@@ -88,11 +88,11 @@ def split_batch(batch: Any, size: int) -> list[Any]:
 
 
 class BatchStructure:
-    """What the lists of one step's batches are, by the first batch that was cut.
+    """Whether lists of one step's batches have an entry for each sample, by the first cut batch.
 
     Args:
-        collation: Who makes the batches.
-        lists: What is decided already; see below.
+        collation: How batches are collated.
+        lists: Decisions made already; see below.
 
     Attributes:
         lists: Whether the list at a place such as ``batch['targets']`` has an entry for each

@@ -3,8 +3,8 @@
 A trace takes as long as its blocks, and most blocks of a model are alike. Which ones follows from a
 step of the same kind that was traced with all blocks, as :mod:`.block_classes` has it. In the new
 trace a block is skipped if all that its segment does before it, and its arguments, are as in the
-segment of the first one of its class. What the record lacks then, such as which segments use the
-weights of a skipped block, is that of the whole trace, with which all else has to agree.
+segment of the first one of its class. Entries that the record lacks then, such as the segments
+that use the weights of a skipped block, are copied from the whole trace; all else has to agree.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Inputs(NamedTuple):
 
 @dataclass
 class _Done:
-    """What the first block of a class has done."""
+    """The work and output of the first block of a class."""
 
     before: Any  # the work of its segment until then
     work: SegmentState
@@ -209,7 +209,7 @@ def _find_behind(tensor: Tensor, places: Mapping[Any, int]) -> list[int]:
 
 
 class _LeadBack(DirectFunction):
-    """Makes a tensor lead back to others, as the output of a block that has not run."""
+    """Connects a skipped block's output to its inputs in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShapeOnly, *given: Tensor) -> ShapeOnly:

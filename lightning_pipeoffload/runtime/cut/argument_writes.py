@@ -1,4 +1,4 @@
-"""Finds what blocks write into their arguments: later stages, which do not run them, would lack it.
+"""Finds writes of blocks into their arguments; later stages, which do not run the block, lack them.
 
 A block that changes a list or dict, or a number in an object, runs without values on later stages
 too, and the tensors in it are carried values, as those that escape by an attribute. A write into a

@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class,
 
 
 class Pass(Protocol):
-    """One run of the user's step: says what a call of a block does."""
+    """One run of the user's step; defines the effect of a call of a block."""
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return block ``index``'s output; :meth:`BlockChain.plain_call` computes it."""

@@ -1,4 +1,4 @@
-"""Classes of blocks that are alike: what is measured of one block holds for all of its class.
+"""Classes of blocks that are alike: a measurement of one block holds for all of its class.
 
 Blocks are alike where the trace saw the same work in their segments (operations with the shapes,
 types and numbers of their arguments), and where their modules have the same types, parameters,
@@ -71,7 +71,7 @@ class SegmentWork:
 
     @property
     def by_chance(self) -> set[int]:
-        """Segments that draw random numbers and read values: they may decide what runs."""
+        """Segments that draw random numbers and read values: these may decide which code runs."""
         return self.draws & self._reads
 
     def state(self, segment: int) -> SegmentState:
@@ -95,7 +95,7 @@ class SegmentWork:
         self.add_values(segment, str(func), (args, kwargs))
 
     def add_values(self, segment: int, name: str, values: Any) -> None:
-        """Add what a name stands for: an operation's arguments, or a block's."""
+        """Add an operation or block by its name, and its arguments."""
         form: list[Any] = [name]
         sizes: list[int] = []
         others: list[Any] = []
@@ -144,7 +144,7 @@ def _describe_kind(tensor: Tensor) -> tuple[Any, ...]:
 def find_classes(chain: BlockChain, record: StepRecord, with_end: bool = True) -> list[int]:
     """Return the class of each block of the chain; classes are counted from 0 as they come.
 
-    ``with_end``: what follows the last block belongs to its work, as on its stage.
+    ``with_end``: The code behind the last block belongs to its work, as on its stage.
     """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     makes = _makes_of(chain)
@@ -169,9 +169,9 @@ def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutpu
 
 
 def find_firsts(chain: BlockChain, record: StepRecord) -> dict[int, int]:
-    """Map each block that a trace may leave out to the first one of its class, which runs.
+    """Map each block that a trace may skip to the first block of its class, which runs.
 
-    Those that write a buffer, or whose segments use weights of others, are not among them.
+    Blocks that write a buffer, or whose segments use weights of other blocks, must run.
     """
     classes = find_classes(chain, record, with_end=False)
     written = {id(part) for part, _ in record.written_in_place}
@@ -199,7 +199,7 @@ def find_alike_saving(
     """Map each block that a memory measurement may skip to an earlier one of its stage.
 
     The two save as many bytes. The earlier one is the second of its kind or later: the first also
-    saves what all share, such as a mask. No block is skipped in whose segment other weights are
+    saves shared tensors, such as a mask. No block is skipped in whose segment other weights are
     used than its own.
     """
     classes = find_classes(chain, record)
@@ -272,7 +272,7 @@ class _Make:
     """How a block is made.
 
     Attributes:
-        form: All that is known of its modules but whole numbers.
+        form: A description of its modules, without whole numbers.
         numbers: The whole numbers in its attributes, in their order.
     """
 
@@ -319,7 +319,7 @@ class _Make:
         return self._describe_parts(value, depth - 1)
 
     def _describe_parts(self, value: Any, depth: int) -> Any:
-        """Describe what a container, an object or a function holds; each object once."""
+        """Describe the contents of a container, object or function; each object once."""
         if id(value) not in self._described:
             self._described[id(value)] = "", []  # it may hold itself
             before, self.numbers = self.numbers, []

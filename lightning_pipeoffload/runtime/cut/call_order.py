@@ -48,7 +48,7 @@ class CallOrder:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether all blocks are called, the first one before all others."""
+        """Whether all blocks are called, and block 0 first."""
         return self.blocks[:1] == (0,) and len({*self.blocks}) == self.num_blocks
 
     @cached_property

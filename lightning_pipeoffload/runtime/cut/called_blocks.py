@@ -236,7 +236,7 @@ def inner_blocks(module: nn.Module, name: str) -> Names:
 
 
 def outermost(paths: Iterable[str]) -> Names:
-    """Return the modules that are in none of the others."""
+    """Return the modules that are inside no other module of ``paths``."""
     found = {*paths}
     return [path for path in paths if not _is_in(path, found - {path})]
 

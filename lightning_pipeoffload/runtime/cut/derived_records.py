@@ -4,7 +4,7 @@ Collators pad to the longest text of a batch, so nearly every batch has lengths 
 trace takes longer than a batch of a small model. All whole numbers of a record (shapes, strides,
 operations) are taken to be polynomials of degree two in the lengths: a product of two lengths, as
 in attention, is one. One length needs three traces, two lengths six, and two further ones, which
-have to be what the others say they are; ``min(length, window)`` is not. A record is derived
+must equal the records derived from these; ``min(length, window)`` does not. A record is derived
 between traced lengths only, and only where these are as even as the new one: ``length // 2`` is a
 polynomial of even lengths.
 """
@@ -67,7 +67,7 @@ class RecordFamily:
         self._checked: set[int] = set()  # those of the base that give a further record
 
     def add(self, lengths: Lengths, record: StepRecord) -> None:
-        """Add a traced record; drop the others if they would have derived another one."""
+        """Add a traced record; drop all earlier ones if it differs from that derived from them."""
         if lengths in self._lengths or record.sized_in is not None:
             return
         numbers: list[int] = []
@@ -145,7 +145,7 @@ def _powers(lengths: Lengths) -> list[int]:
 
 
 def _compared(columns: list[Lengths]) -> Iterator[Iterable[int]]:
-    """Yield what steps compare: lengths, and sums and differences of two."""
+    """Yield the numbers that steps compare: lengths, and sums and differences of two."""
     yield from columns
     for a, b in combinations(columns, 2):
         yield map(int.__add__, a, b)
@@ -166,7 +166,7 @@ class _Span:
         self._reduced: list[_Reduced] = []
 
     def weigh(self, row: Sequence[int]) -> list[Fraction] | None:
-        """Return the weights by which a row is the sum of the others; None: it is none."""
+        """Return the weights of the rows whose weighted sum is ``row``; None: there are none."""
         rest, weights = self._reduce(row)
         return None if any(rest) else weights
 

@@ -48,7 +48,7 @@ class DeviceReads:
 
     Attributes:
         lines: The lines that read, each with the part of the step where it did so first.
-        common: The places between the blocks that read what is computed from the batch and from
+        common: The places between the blocks that read values computed from the batch and from
             constants alone.
     """
 

@@ -226,7 +226,7 @@ class StepRecord:
         return *values, self.flags.calls, self.flags.constants
 
     def with_sized(self, sized: tuple[Any, ...]) -> StepRecord:
-        """Return the record of a microbatch of other lengths, given what depends on these."""
+        """Return the record for other lengths, given the values of :attr:`sized` for these."""
         derived = copy(self)
         *values, calls, constants = sized
         for name, value in zip(_SIZED, values, strict=True):
@@ -238,7 +238,7 @@ class StepRecord:
         return derived
 
     def in_slices(self, num_slices: int) -> list[StepRecord]:
-        """Return a record for each slice of the sequence, which differ in what stages send."""
+        """Return a record for each slice of the sequence; they differ in sent tensors only."""
         if len(self._of_slices) != num_slices:
             assert self.sequence is not None
             parts = self.sequence.slices(self.outputs[0].payload, num_slices)
@@ -275,7 +275,7 @@ class StepRecord:
         return self.is_template(block) and block not in self.opened
 
     def is_template(self, block: int) -> bool:
-        """Return whether a block returns only tensors, and what is the same for every batch."""
+        """Return whether a block returns only tensors, and values equal for every batch."""
         return all(self.outputs[call].is_template for call in self.calls.calls_of(block))
 
     def meets_kernels(self) -> bool:
@@ -310,7 +310,7 @@ class StepRecord:
         return [part.cut_spec(spec, dim) for spec, dim in zip(whole, dims, strict=True)]
 
     def of_stage(self, blocks: range, is_last: bool) -> StageRecord:
-        """Return what the record says about the stage of some blocks; see :class:`StageRecord`."""
+        """Return the part of the record that concerns the stage of ``blocks``."""
         key = blocks.start, blocks.stop, is_last
         if key not in self._of_stages:
             self._of_stages[key] = StageRecord(self, blocks, is_last)
@@ -336,7 +336,7 @@ _APART = {
 
 
 class StageRecord:
-    """What the record of a step says about one stage, looked up once.
+    """The part of a step's record that concerns one stage, looked up once.
 
     Args:
         step: The record.

@@ -1,4 +1,4 @@
-"""Finds the sequence in what blocks get and return: the dimensions that change with its length.
+"""Finds the sequence dimensions of blocks' arguments and outputs, which change with its length.
 
 The step has been traced on the microbatch, and is traced on one half of its sequences. A mask
 depends on values, such as whether there is padding, which may be at either end: so if the first
@@ -78,7 +78,7 @@ def _select(length: int, kept: list[int], is_everywhere: bool, leaf: Any) -> Any
 
 
 def _form(record: StepRecord) -> list[list[int | None]]:
-    """Return what does not change with the length of the sequences."""
+    """Return the numbers of dimensions, which do not change with the length of the sequences."""
     return [[shape if shape is None else len(shape) for shape in s] for s in record.argument_shapes]
 
 

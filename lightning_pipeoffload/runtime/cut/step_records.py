@@ -73,7 +73,7 @@ class StepRecords:
         known: Records by kind of step, mode of the module and shapes, and by booleans and sizes
             that depend on the values of the microbatch.
         generators: The random generators that modules hold.
-        kernels: What the steps run on zeros.
+        kernels: The Functions and modules that the steps run on zeros.
         always_trained: Names of the parameters with a gradient in all training steps so far.
     """
 
@@ -119,7 +119,7 @@ class StepRecords:
 
         Raises:
             ValueError: The step cannot be cut at its blocks, with the reason and the line; a
-                CallsError where it might be cut at others.
+                CallsError where it might be cut at other blocks.
         """
         shapes = kind, self._module.training, *split_lengths(shape_signature(part))
         key = shapes, self._find_answers(shapes, part)
@@ -191,7 +191,7 @@ class StepRecords:
     def find_sequence(
         self, record: StepRecord, part: Any, step: UsersStep, seed: int
     ) -> SequenceDims:
-        """Find the sequence in what blocks get and return.
+        """Find the sequence dimensions of blocks' arguments and outputs.
 
         Raises:
             ValueError: There is none, or it is not found everywhere.
@@ -215,7 +215,7 @@ class StepRecords:
         return f"; it could be cut with {proposal}" if proposal else ""
 
     def find_chains(self, part: Any, step: UsersStep, seed: int) -> list[list[str]]:
-        """Return the blocks that a step could be cut at by what it calls, the best first."""
+        """Return chains of blocks at which a step could be cut, by its calls; the best first."""
         self._before_trace()
         return self._trial_cuts(self._trial(part, step, seed)).best_first()
 
@@ -396,7 +396,7 @@ class StepRecords:
 
 
 def _without_samples(shapes: Any) -> Any:
-    """Return what steps have in common that differ in shapes alone."""
+    """Return the part of a key that steps of different shapes have in common."""
     *kind, form, _ = shapes
     return *kind, tuple(part[-2:] if isinstance(part, tuple) else part for part in form)
 

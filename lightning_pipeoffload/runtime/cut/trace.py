@@ -5,7 +5,7 @@ It needs no memory and no arithmetic, and fills a :class:`.record.StepRecord`.
 The step is divided at its blocks into **segments**: segment k is the code after block k-1 up to
 and including block k; the last segment is the code after the last block. So segment 0 includes the
 embedding, and the last one is the head and the loss. Where blocks are called several times a
-segment is what has one position, see :mod:`.call_order`. With three blocks on two stages::
+segment is all code with one position, see :mod:`.call_order`. With three blocks on two stages::
 
     step      embedding, block 0 | mask, block 1 | mask, block 2 | head, loss
     segment           0          |       1       |       2       |     3
@@ -104,7 +104,7 @@ class StepTrace:
         module: The user's module; it is restored afterwards.
         chain: Its blocks.
         device: The device that tensors report, wherever the module is.
-        kernels: What runs on zeros; None: what this run finds is traced no further.
+        kernels: The Functions and modules that run on zeros; None: none so far.
         log: A list to which calls with values between the blocks are appended; None: no log.
         imagined: How to make up the values that blocks read, and those read behind them.
         observes: Whether to record all of the step; else only its values and sizes.
@@ -191,7 +191,7 @@ class StepTrace:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
             ImaginedError: The step failed after a value was made up.
             KernelFoundError: The step is to be traced again.
-            LongWriteError: The step is to be traced again, which compares what it has written.
+            LongWriteError: The step is to be traced again with the written attributes compared.
         """
         try:
             with self.running():
@@ -575,7 +575,7 @@ def _shape_of(leaf: Any) -> torch.Size | None:
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
-    """Return the operations of a matrix product, convolution or attention; 0 for others."""
+    """Return the operations of a matrix product, convolution or attention; 0 for any other."""
     packet = func.overloadpacket
     # Torch has no formula for all of these.
     if packet.__name__.lstrip("_").startswith("scaled_dot_product"):

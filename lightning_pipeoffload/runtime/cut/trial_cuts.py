@@ -30,7 +30,7 @@ class TrialCuts:
     Args:
         module: The user's module.
         device: The device that tensors report.
-        kernels: What the step runs on zeros.
+        kernels: The Functions and modules that the step runs on zeros.
         call: Runs the step.
     """
 
@@ -125,7 +125,7 @@ class _CallNotes:
 
     @contextmanager
     def noting(self, trace: StepTrace) -> Iterator[None]:
-        """Note the calls of a trace within the context, and forget those of others."""
+        """Note the calls of a trace within the context; forget those of earlier traces."""
         self._trace = trace
         self._calls: dict[str, list[Call]] = {}
         self._in_functions: set[str] = set()  # which cannot be cut

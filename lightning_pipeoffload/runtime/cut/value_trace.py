@@ -76,7 +76,7 @@ class ValueTrace(CallCounter):
     A block gets and returns aliases, other objects than the step has outside of it. So a value that
     escapes from a block by a hook or an attribute can be distinguished from the step's own values:
     it does not exist where the block does not run. A list or dict that is an argument has aliases
-    during the call only: what the block puts into it escapes too.
+    during the call only: values that the block puts into it escape too.
 
     Args:
         chain: The blocks.

@@ -1,1 +1,1 @@
-"""Slices of a microbatch along its sequences: their places, and what they attend to."""
+"""Slices of a microbatch along its sequences: their positions, and their attention."""

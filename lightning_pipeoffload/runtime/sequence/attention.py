@@ -40,8 +40,8 @@ class BlockOnSlice:
         block: The block's name.
         call: The number of the block's call, the same for all slices.
         part: The slice.
-        earlier: What earlier slices of the microbatch have kept.
-        has_dropout: Whether attention drops what the block says.
+        earlier: The tensors that earlier slices of the microbatch have kept.
+        has_dropout: Whether attention applies the block's dropout.
     """
 
     def __init__(
@@ -132,10 +132,10 @@ class BlockOnSlice:
 
 
 class _JoinedTensors:
-    """Saves joined keys and values as those of the slices, which join again in the backward.
+    """Saves joined keys and values as the slices' own, to be joined again in the backward.
 
-    They are there for later slices anyway, and stay on the device: the hooks around, of an offload
-    say, do not get them, nor what shares their memory.
+    Later slices keep these anyway. They stay on the device: the surrounding saved-tensors hooks,
+    such as an offload's, do not get them or tensors that share their memory.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class _Slices(NamedTuple):
 
 
 def _modes() -> Any:
-    """Return what a checkpoint changes: saved-tensors hooks, or whether there is a graph."""
+    """Return the state that a checkpoint changes: saved-tensors hooks, or grad mode."""
     hooks = saving_hooks()
     return hooks and hooks[0], torch.is_grad_enabled()
 
@@ -208,7 +208,7 @@ def _attend_lower_right(
 
 
 class _LowerRight(NamedTuple):
-    """What torch reads of a CausalBias, which as a tensor cannot be made under a dispatch mode."""
+    """The attributes of a CausalBias; as a tensor it cannot be made under a dispatch mode."""
 
     variant: CausalVariant
     seq_len_q: int

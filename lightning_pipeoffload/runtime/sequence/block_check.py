@@ -1,4 +1,4 @@
-"""The check that a block computes on slices of a sequence what it computes on the whole.
+"""The check that a block computes the same on slices of a sequence as on the whole.
 
 A block that looks along the sequence by other means than causal attention (a scan, a convolution,
 positions of its own) would train on other numbers without an error. So each block runs on a whole
@@ -8,7 +8,7 @@ differ by rounding, and wrong ones by a thousand times that; in bfloat16 roundin
 It runs twice, each time on made-up values behind which less is hidden than behind real ones:
 
 1. Parameters, and buffers of one value, vary by a tenth: a gate of zero, a mixing weight of one or
-   a convolution that begins as the identity hides what it is applied to.
+   a convolution that begins as the identity hides its operand.
 2. Tokens are large and nearly alike, whole numbers random: experts overflow, and lengths that are
    all the same differ. The gradient that comes in is zero: then only a block's own one, such as
    that of a router's loss, is left.
@@ -54,9 +54,9 @@ class BlockCheck:
         name: The name of the block.
         block: The block.
         call: Its call, where calls of the block itself are intercepted.
-        arguments: What it gets of a whole sequence; what other blocks compute has no values.
-        dims: Where the sequence is in them.
-        output_dims: Where it is in what the block returns.
+        arguments: Its arguments for a whole sequence; outputs of other blocks have no values.
+        dims: The sequence dimensions of the arguments.
+        output_dims: The sequence dimensions of the block's outputs.
         slices: The slices.
     """
 
@@ -125,7 +125,7 @@ class BlockCheck:
         gradient: float,
         slices: Sequence[SequenceSlice],
     ) -> list[Tensor]:
-        """Return the outputs, and gradients of what is cut along the sequence."""
+        """Return the outputs, and gradients of arguments that are cut along the sequence."""
         # The backward is inside too: it may run parts of the block again.
         run = partial(self._run_slices, leaves, gradient, slices)
         results: list[Tensor] = functional_call(self._block, weights, (run,))
@@ -178,7 +178,7 @@ class BlockCheck:
 
 
 class _Around(nn.Module):
-    """A block, whose weights are others while a function runs."""
+    """A block; ``functional_call`` of it runs a function with other weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def _varied(tensor: Tensor) -> Tensor:
-    """Change each number by a tenth, and zeros by a tenth of the others."""
+    """Change each number by a tenth, and zeros by a tenth of the other numbers."""
     values = _as_float32(tensor.detach())
     if not values.is_floating_point():
         return values.clone()

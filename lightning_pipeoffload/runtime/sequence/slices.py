@@ -1,8 +1,8 @@
-"""Slices of a microbatch along its sequences, and what earlier ones keep for later ones.
+"""Slices of a microbatch along its sequences, and tensors kept for later slices.
 
 The blocks run on one slice after the other; each attends to the keys and values of those before it.
-The code behind the blocks gets the outputs of all slices, joined. What a later slice uses of an
-earlier one is a leaf of the later one's graph, whose gradient adds up until the earlier one's B::
+The code behind the blocks gets the outputs of all slices, joined. A tensor of an
+earlier slice is a leaf of a later slice's graph, whose gradient adds up until the earlier one's B::
 
     F of slice 0    keys, values  ->  leaves
     F of slice 1                      used   keys, values  ->  leaves
@@ -70,11 +70,11 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class SequenceDims:
-    """Where the sequence is in what blocks get and return, by call.
+    """The sequence dimensions of the arguments and outputs of blocks, by call.
 
     Attributes:
-        arguments: For each leaf of a call's arguments its dimensions; () of what is not cut.
-        outputs: For each tensor of its output.
+        arguments: For each leaf of a call's arguments its dimensions; () if it is not cut.
+        outputs: The dimensions of each tensor of its output.
         linear: Operations of the blocks for each token.
         quadratic: Operations for each pair of tokens.
     """
@@ -105,13 +105,13 @@ class SharedValue(NamedTuple):
 
 
 class EarlierSlices:
-    """What the slices of a microbatch on one stage keep for later ones.
+    """The tensors that slices of a microbatch on one stage keep for later slices.
 
     Attributes:
-        masks: Of each mask and slice the block that gets it, and a function that reads whether it
-            lets the slice attend to later ones.
+        masks: For each mask and slice the block that gets it, and a function that returns whether
+            the mask lets the slice attend to later slices.
         outputs: The outputs of the last block, of each slice.
-        keys_and_values: Those of each slice, by attention: the block's call and its number there.
+        keys_and_values: Each slice's keys and values, by the block's call and attention's index.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class EarlierSlices:
         self._shared.clear()
 
     def kept_by(self, part: SequenceSlice) -> KeptForLater:
-        """Return what a slice has kept for later ones, when its F has run."""
+        """Return the size of the tensors that a slice keeps for later slices, after its F."""
         pairs = self.keys_and_values.values()
         kept = [tensor for pair in pairs for tensor in pair[part.index]]
         kept += self.outputs[part.index] if part.index < len(self.outputs) else []
@@ -147,7 +147,7 @@ class EarlierSlices:
         return KeptForLater(sum(storages.values()), sum(gradients), num_tokens)
 
     def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return where a slice's backward begins beside what it sends, with the gradients."""
+        """Return the edges where a slice's B begins besides its outputs, and their gradients."""
         self._check_masks()
         del self.outputs[part.index :]
         for of_attention in self.keys_and_values.values():

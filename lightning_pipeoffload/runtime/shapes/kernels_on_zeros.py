@@ -3,7 +3,7 @@
 A kernel of Triton's, or of an extension in C++, gets the addresses of tensors, which a tensor
 without a value does not have. The innermost autograd Function or module that calls one is run once
 for each class and shape on zeros on the device, its parameters too. A call with shape-only tensors
-then returns such ones of the same shapes, and saves for its backward what that run has saved::
+then returns shape-only results, and saves tensors of the same shapes as that run for its backward::
 
     traced step      Silu.apply(shapes)  ->  a kernel asks for an address: Silu is taken in
     traced again     Silu.apply(shapes)  ->  Silu.apply(zeros), once; shapes like its results
@@ -96,7 +96,7 @@ class KernelsOnZeros:
         self._reason = ""
 
     def copy(self) -> KernelsOnZeros:
-        """Return others that start with the same Functions and modules."""
+        """Return a copy that starts with the same Functions and modules."""
         copied = KernelsOnZeros()
         copied._functions, copied._modules = {*self._functions}, {**self._modules}
         copied._reported = self._reported
@@ -247,7 +247,7 @@ class _Kernel:
 
 
 def _key_of(kernel: _Kernel, arguments: Any, device: str) -> tuple[Hashable, list[Any]]:
-    """Return what the shapes of results depend on, and objects whose ids are part of it."""
+    """Return a key of the results' shapes, and the objects whose ids are part of it."""
     is_autocast = torch.is_autocast_enabled(device)
     modes = torch.is_grad_enabled(), is_autocast and torch.get_autocast_dtype(device)
     kept: list[Any] = []
@@ -292,7 +292,7 @@ class _Result:
     """The results of a run on zeros.
 
     Attributes:
-        tree: What it returned, with :class:`_Made` for tensors.
+        tree: Its return value, with :class:`_Made` for tensors.
         saved: The tensors that it saved for its backward.
         products: Its matrix products, with their arguments and results.
     """
@@ -303,7 +303,7 @@ class _Result:
 
     @classmethod
     def of(cls, output: Any, inputs: list[Tensor], saved: list[Tensor], products: Any) -> _Result:
-        """Describe what a run returned, and what it saved."""
+        """Describe a run's return value and saved tensors."""
         numbers: dict[int, int] = {}
         for leaf in (*inputs, *saved, *output_tensors(output)):
             numbers.setdefault(memory_of(leaf), len(numbers))

@@ -1,7 +1,7 @@
 """Properties of operations, foreach operations by member, and results on the meta device.
 
-Properties are what an operation writes, returns and draws. Results are cached by the shapes of the
-arguments.
+Properties are the arguments that an operation writes or returns, and its random draws. Results are
+cached by the shapes of the arguments.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
 
 
 def origins_of(leaves: Iterable[ShapeOnly]) -> frozenset[str]:
-    """Return the origins of what is computed from all of these."""
+    """Return the origins of a tensor that is computed from all of ``leaves``."""
     return frozenset[str]().union(*(leaf.origins for leaf in leaves))
 
 

@@ -1,4 +1,4 @@
-"""Which part of a parameter or buffer this rank has, of those that share its layer."""
+"""The shard of a parameter or buffer on this rank, one of the ranks that share its layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sharding(NamedTuple):
 
     Attributes:
         mesh: The tensor ranks.
-        placement: What each of them has: a shard, or all of it.
+        placement: The placement on each rank: a shard, or all of it.
         shape: The shape of the whole.
         stride: The strides of the whole.
     """

@@ -1,9 +1,9 @@
-"""Collectives of tensor ranks in layers that they share, and what they make in a trace.
+"""Collectives of tensor ranks in layers that they share, also in a trace.
 
-Those of DTensors return tensors that wait at their first use. Here they are waited for where they
-are called, on an accelerator by its stream: what leaves a stage, is saved or waits for W has its
-value then. On tensors without values nothing is sent, and what is not the same on all tensor ranks
-has the origin :data:`.OF_SHARD`.
+Collectives of DTensors return tensors that wait at their first use. Here the caller waits at once,
+on an accelerator its stream, so that tensors that leave a stage, are saved or wait for W have their
+values. On tensors without values nothing is sent, and results that differ between tensor ranks have
+the origin :data:`.OF_SHARD`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def remove_collectives() -> None:
 
 @contextmanager
 def noting_shards() -> Iterator[None]:
-    """Note what layers make without values inside, and is not the same on all tensor ranks.
+    """Mark tensors without values that differ between tensor ranks, within the context.
 
     A compiler knows torch's own functions only.
     """

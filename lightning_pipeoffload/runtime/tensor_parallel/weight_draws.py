@@ -1,8 +1,8 @@
-"""Initial values that are drawn into shards are the parts of those that one device draws.
+"""Random initial values of shards, equal to the slices of the values that one device draws.
 
-Code that initializes weights behind ``parallelize_module``, or in a hook, draws into what is here a
-shard. Tensor ranks have the same generators, and their shards would be equal. So the whole is drawn
-on each of them, which keeps its part.
+Code that initializes weights behind ``parallelize_module``, or in a hook, draws into shards here.
+Tensor ranks have the same generators, and their shards would be equal. So each rank draws the whole
+tensor and keeps its own shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _before: dict[str, Any] = {}
 
 
 def install_weight_draws(module: nn.Module) -> None:
-    """Draw the whole of what is drawn into shards of a module's parameters."""
+    """From now on, draw whole tensors for random writes into a module's shards."""
     _modules.add(module)
     if _before:
         return
@@ -49,7 +49,7 @@ def remove_weight_draws() -> None:
 
 @contextmanager
 def drawing_whole(module: nn.Module) -> Iterator[None]:
-    """Draw the whole of what is drawn into shards inside."""
+    """Within the context, draw whole tensors for random writes into a module's shards."""
     others = {*_modules}
     install_weight_draws(module)
     try:

@@ -186,7 +186,7 @@ def _walk(
 
 
 def _is_container(value: Any) -> bool:
-    """Return whether a value contains others; excludes dicts that compute their values."""
+    """Return whether a value is a container; excludes dicts that compute their values."""
     if type(value) in _PLAIN_CONTAINERS:
         return True
     if isinstance(value, dict):  # transformers' outputs are dicts that refuse updates
@@ -353,7 +353,7 @@ def _has_same_values(tensor: Tensor, copied: Tensor) -> bool:
 
 
 class StepState:
-    """What a step may change: attributes, the containers in them, tensors and arrays.
+    """A copy of the state that a step can change: attributes, containers, tensors and arrays.
 
     Args:
         places: Modules, each with the name of an attribute, possibly absent.
@@ -443,7 +443,7 @@ _Walked = list[tuple[Any, Parts]]  # a container, and what it held
 
 
 def _contents(walks: Iterable[Iterable[tuple[Any, Parts]]]) -> list[tuple[Any, Any]]:
-    """List each container that can be changed, and what it held."""
+    """List each mutable container with a copy of its contents."""
     listed: set[int] = set()
     contents = []
     for container, parts in chain.from_iterable(walks):

@@ -2,7 +2,7 @@
 
 Each stage of a rank runs the beginning of the step on the same microbatch, and would repeat a write
 (``batch["x"].div_(255)``, ``batch.pop("n")``). Microbatches are views of one batch, so autograd
-counts a write into one as a write into saved tensors of others. So if the trace records a write,
+counts a write into one as a write into saved tensors of all. So if the trace records a write,
 each stage gets a copy. The tensors that the rank's last stage has written are copied into the
 batch, for hooks.
 """

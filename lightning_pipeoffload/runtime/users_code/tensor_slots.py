@@ -36,9 +36,9 @@ class Slot:
 
 @contextmanager
 def swapped(pairs: Iterable[tuple[Slot, Tensor]]) -> Iterator[None]:
-    """Put tensors into slots inside, and those that were there back.
+    """Put tensors into slots within the context, and restore the previous tensors after it.
 
-    What is assigned inside stays in a slot that got the tensor which it had.
+    Where a slot's tensor was replaced by itself, a later assignment within the context stays.
     """
     before: list[tuple[Slot, Tensor, Tensor]] = []
     try:

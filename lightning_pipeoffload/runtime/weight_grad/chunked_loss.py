@@ -37,7 +37,7 @@ _NAME = "chunked_loss"
 
 @dataclass(frozen=True)
 class AroundChunks:
-    """What a trace or a measurement does around the chunks of an F or a B; see ``in_force``.
+    """Callbacks of a trace or a measurement for the chunks of an F or a B; see ``in_force``.
 
     Attributes:
         watch: Returns a context for the chunks.
@@ -123,7 +123,7 @@ def _check(head: Any, hidden: Tensor, labels: Tensor, num_chunks: Any) -> None:
 def _find_reduction(
     loss: Callable[..., Tensor],
 ) -> tuple[Callable[..., Tensor], Callable[[Tensor], Any] | None]:
-    """Return a loss that sums over a chunk, and by what the sum of all chunks is divided."""
+    """Return a loss that sums over a chunk, and a function that returns the divisor."""
     options = _options_of(loss)
     reduction = options.get("reduction")
     if reduction not in ("mean", "sum"):
@@ -163,7 +163,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _count(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
-    """Return by what a mean divides, as ``nn.functional.cross_entropy`` does."""
+    """Return the divisor of a mean, as ``nn.functional.cross_entropy`` computes it."""
     if targets.is_floating_point():  # probabilities of the classes
         return len(targets)
     counted = targets != ignored
@@ -204,7 +204,7 @@ class _Chunks:
     def add_gradients(
         self, rows: Tensor, targets: Tensor, grad: Tensor, trains_rows: bool
     ) -> list[Tensor | None]:
-        """Return the gradients of the rows and of each weight; None of those that are added.
+        """Return the gradients of the rows and of each weight; None if it is accumulated here.
 
         In a pipeline's B products add to the weights' gradients at once, where nothing else reads
         the gradient of a single use. All others are summed, and returned to autograd.
