@@ -221,7 +221,7 @@ class _Look:
 
 
 class _Split:
-    """Splits one batch; decides on lists at places that no batch had before."""
+    """Splits one batch; decides on lists that no batch had before."""
 
     def __init__(self, lists: dict[str, bool], size: int, total: int, look: _Look) -> None:
         self._lists, self._total, self._look = lists, total, look

@@ -51,7 +51,7 @@ class _Both:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Switch Python's garbage collector off inside.
+    """Switch Python's garbage collector off within the context.
 
     A collection visits every object of the process, and took a third of a trace's time.
     """

@@ -140,7 +140,7 @@ class Executor:
             microbatches: The microbatches of the batch.
             settle: Called when the actions that need no final weights have run; None: the weights
                 are final.
-            reduction: Averages gradients over replicas, or steps them; None: nobody waits for them.
+            reduction: Averages gradients over replicas, or steps them; None: neither is done.
 
         Returns:
             As :meth:`run`, as far as there are results by then.

@@ -124,7 +124,7 @@ class PipelineGroup(RankMesh, HostGroup):
     # Gradients that one replica has for all
 
     def divide_gradients(self, owner_of: Callable[[Tensor], int] | None) -> None:
-        """Set the replica that steps each parameter; None: all step all, and have its gradient."""
+        """Set the replica that steps each parameter; None: all replicas step all parameters."""
         self._owner_of, self._is_divided = owner_of, False
 
     @property

@@ -189,7 +189,7 @@ def enter(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
 
 
 def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
-    """Return the gradients of those received tensors that get one.
+    """Return the gradients of the received tensors that have one.
 
     ``sender`` is the name of the previous stage's last block, for the error where other tensors
     have a gradient than in the step's first run.

@@ -377,7 +377,7 @@ class Pipeline:
     def keeping_batch(self) -> Iterator[None]:
         """Restore ``batch_records`` and ``is_new`` afterwards.
 
-        Batches that are cut inside, for a check, do not replace the last one's.
+        Batches that a check cuts within the context do not replace those of the last batch.
         """
         before = self.is_new, self.batch_records
         try:

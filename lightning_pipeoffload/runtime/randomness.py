@@ -61,7 +61,7 @@ def has_drawn_since(seed: int) -> bool:
 
 @contextmanager
 def forked_randomness() -> Iterator[None]:
-    """Restore every global generator at the end."""
+    """Restore the state of every global generator after the context."""
     found = RandomnessReplay()
     try:
         yield
@@ -71,7 +71,7 @@ def forked_randomness() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed every global generator inside, and restore it at the end."""
+    """Seed every global generator, and restore its state after the context."""
     with forked_randomness():
         seed_all(seed)
         yield

@@ -303,7 +303,7 @@ class Bundle:
 
     @torch.no_grad()
     def unpack(self, is_wanted: Callable[[int], bool] = lambda place: True) -> None:
-        """Copy the values of ``flat`` back into the tensors, or those of some places."""
+        """Copy the values of ``flat`` back into the tensors, or into wanted ones."""
         if self._is_copy:
             parts = self.flat.split([tensor.numel() for tensor in self._tensors])
             for place, (tensor, part) in enumerate(zip(self._tensors, parts, strict=True)):

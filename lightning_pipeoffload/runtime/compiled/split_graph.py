@@ -120,7 +120,7 @@ def _shape_of(
 
 @dataclass(frozen=True)
 class Tap:
-    """The place of a product's input: the region's "input" or "output" number ``index``."""
+    """The source of a product's input: the region's "input" or "output" number ``index``."""
 
     place: str
     index: int

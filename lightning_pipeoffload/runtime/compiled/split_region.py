@@ -56,7 +56,7 @@ def leaving_if_ahead(region: Region) -> Region:
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Compile the first region that is called inside, as in training, and skip the rest."""
+    """Compile the first region called within the context, as in training, and skip the rest."""
     try:
         with IN_FORCE.during(_Ahead()), WeightGradQueue(), torch.enable_grad():
             yield

@@ -106,7 +106,7 @@ class BlockChain:
         return self._pass is not None
 
     def running(self, step_pass: Pass) -> AbstractContextManager[None]:
-        """Call ``step_pass.call_block`` in place of each block that is called inside."""
+        """Call ``step_pass.call_block`` in place of each block called within the context."""
         return _Running(self, step_pass)
 
     def intercept(self) -> None:

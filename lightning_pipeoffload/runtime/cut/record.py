@@ -351,7 +351,7 @@ class StageRecord:
         going: The carried values that are sent.
         calls: The block of each call.
         entry: The call at which the stage receives; -1: the first stage does not.
-        handed_on: For each call whose output the previous stage sends, the places of its tensors.
+        handed_on: For each call whose output the previous stage sends, the indices of its tensors.
         num_handed_on: The number of these tensors; carried values follow.
         sent: The calls whose outputs go to the next stage.
         exit: The call behind which the stage leaves the step; -1: it runs to the end.

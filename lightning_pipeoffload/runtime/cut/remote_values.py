@@ -316,7 +316,7 @@ class Lending:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lend all tensors outside of the blocks while the step runs inside."""
+        """Lend all tensors outside of the blocks to the step that runs within the context."""
         with self._chain.running(self), self._lent(self._glue), self._generators.kept():
             self._seed_segment()
             yield

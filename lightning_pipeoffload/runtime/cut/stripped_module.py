@@ -110,7 +110,7 @@ class StrippedModule:
             nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
     def noting_saved(self) -> AbstractContextManager[None]:
-        """Record the tensors that autograd saves inside.
+        """Record the tensors that autograd saves within the context.
 
         The hooks hold only addresses. A graph holds its hooks and what they return, and Python's
         collector cannot find a cycle through a graph.

@@ -247,7 +247,7 @@ class StepTrace:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the step inside; restore the module, its buffers and all generators."""
+        """Prepare a context for the step; restore the module, its buffers and all generators."""
         module = self._module
         with ExitStack() as stack:
             stack.enter_context(without_collection())
@@ -422,7 +422,7 @@ class StepTrace:
 
     @contextmanager
     def around_chunks(self) -> Iterator[None]:
-        """Count the work inside as that of the chunks of a loss."""
+        """Count the operations within the context as those of a loss's chunks."""
         self._is_in_chunks = True
         try:
             yield

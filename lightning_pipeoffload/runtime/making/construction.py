@@ -247,11 +247,11 @@ def _refuse_pretrained() -> None:
 def constructing(
     module: nn.Module, blueprint: Blueprint, local_stages: Collection[int], places: Sequence[str]
 ) -> Iterator[None]:
-    """Construct a module's layers inside, with only the values that this rank needs.
+    """Construct layers within the context, with only the values that this rank needs.
 
     Args:
         module: The user's module, in the state in which the blueprint was made.
-        blueprint: The blueprint of the code that runs inside.
+        blueprint: The blueprint of the code that runs within the context.
         local_stages: The stages of this rank.
         places: Stage and rank of each stage, for messages.
 

@@ -120,7 +120,7 @@ class RegisteredParameters:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Track each parameter that is registered or copied inside."""
+        """Track each parameter that is registered or copied within the context."""
         hook: Callable[..., Any] = self._register  # its result becomes the parameter
         handle = register_module_parameter_registration_hook(hook)
         plain = [(kind, kind.__deepcopy__) for kind in (nn.Parameter, ParameterShape)]

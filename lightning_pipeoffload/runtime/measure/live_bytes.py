@@ -13,7 +13,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations inside have made, until each is freed.
+    """Counts the storages that operations under this mode have made, until each is freed.
 
     Attributes:
         peak: The largest sum of their bytes.

@@ -90,7 +90,7 @@ class CheapRecompute(WeightInputKeeper):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Save or recompute the tensors that autograd saves inside."""
+        """Save or recompute the tensors that autograd saves within the context."""
         try:
             with saved_tensors_hooks(self._pack, self.unpack), self._recorder:
                 yield

@@ -145,7 +145,7 @@ class ActivationStore(WeightInputKeeper):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Store the tensors that autograd saves inside."""
+        """Store the tensors that autograd saves within the context."""
         with saved_tensors_hooks(self.pack, self.unpack):
             yield
 

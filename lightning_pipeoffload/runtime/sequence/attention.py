@@ -194,7 +194,7 @@ def _attend_lower_right(
     value: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attend causally where the last query is at the place of the last key."""
+    """Attend causally, with the last query aligned with the last key."""
     queries, keys = query.shape[-2], key.shape[-2]
     if query.device.type != "cpu":
         of_kernels = options["dropout_p"], False, options.get("enable_gqa", False)

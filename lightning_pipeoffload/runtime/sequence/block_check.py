@@ -197,7 +197,7 @@ class _Joined(EarlierSlices):
 
 
 class _AlikeDraws(TorchDispatchMode):
-    """Lets each operation draw one number for all places, and drop nothing."""
+    """Makes each operation draw one number for all elements, and drop nothing."""
 
     @override
     def __torch_dispatch__(

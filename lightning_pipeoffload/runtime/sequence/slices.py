@@ -37,8 +37,8 @@ class SequenceSlice:
 
     Attributes:
         index: Its number.
-        start: The place of its first token.
-        stop: The place behind its last token.
+        start: The index of its first token.
+        stop: The index behind its last token.
         length: The tokens of a whole sequence.
     """
 

@@ -204,7 +204,7 @@ def remove_draws() -> None:
 
 @contextmanager
 def drawing_anywhere() -> Iterator[None]:
-    """Make ``trunc_normal_`` accept tensors without a value inside."""
+    """Make ``trunc_normal_`` accept tensors without a value within the context."""
     before = init._no_grad_trunc_normal_  # with a pipeline attached it does already
     install_draws()
     try:

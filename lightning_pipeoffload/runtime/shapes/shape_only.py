@@ -412,7 +412,7 @@ class Awaited(ShapeOnly):
         return stand_in
 
     def receive(self, value: Tensor) -> None:
-        """Set the value, which torch functions get from now on."""
+        """Set the value, which replaces this tensor in later torch functions."""
         if value.requires_grad:
             _Link.apply(value, self)
         self.value = value

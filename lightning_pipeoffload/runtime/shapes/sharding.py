@@ -35,23 +35,23 @@ class Sharding(NamedTuple):
 
     @property
     def is_divided(self) -> bool:
-        """Whether other tensor ranks have other elements."""
+        """Whether each tensor rank has only a shard of the elements."""
         return isinstance(self.placement, Shard)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of the whole, a view."""
+        """Return this rank's shard of the whole tensor, a view."""
         if not isinstance(self.placement, Shard):
             return whole
         return whole.chunk(self.mesh.size(), self.placement.dim)[self.mesh.get_local_rank()]
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """Return the whole of all tensor ranks' parts, which are divided."""
+        """Return the whole tensor, from the shards of all tensor ranks."""
         assert isinstance(self.placement, Shard)
         return torch.cat(parts, self.placement.dim)
 
 
 def set_sharding(tensor: Tensor, sharding: Sharding) -> None:
-    """Note how tensor ranks share a tensor, of which this is the part of this rank."""
+    """Record how tensor ranks share a tensor, whose local shard is ``tensor``."""
     setattr(tensor, _SHARDING, sharding)
 
 

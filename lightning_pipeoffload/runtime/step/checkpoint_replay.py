@@ -1,8 +1,8 @@
 """Compares each checkpoint's recomputation in B with its result in F, in the first step (rule 5).
 
-Other microbatches' forwards run in between, so what a block reads beside its arguments may be of
-another microbatch by then. This holds for checkpoints of the user, of a library and of this
-package, around blocks, parts of them or the head.
+Other microbatches' forwards run in between, so values that a block reads besides its arguments may
+belong to another microbatch by then. This holds for checkpoints of the user, of a library and of
+this package, around blocks, parts of them or the head.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _run_reentrant = torchs.CheckpointFunction.forward
 class CheckpointWatch:
     """Follows the checkpoints of one F, the pass ``step``.
 
-    ``compares`` tells whether B's results are compared with F's; else only what the block writes in
-    B is undone.
+    ``compares`` is whether B's results are compared with F's; else only the writes of the block in
+    B are undone.
     """
 
     step: StagePass
@@ -48,7 +48,7 @@ class CheckpointWatch:
     compares: bool
 
     def watching(self) -> AbstractContextManager[None]:
-        """Follow checkpoints that are made inside."""
+        """Follow checkpoints that are made within the context."""
         return IN_FORCE.during(self)
 
 

@@ -1,4 +1,4 @@
-"""The microbatches of a batch: as they were traced, and in their places of a plan."""
+"""The microbatches of a batch, with their records, and with their indices in a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Microbatch:
         record: The record of the trace of its shapes.
         device: The device of its tensors.
         seed: The seed of all its random numbers.
-        index: Its place in a plan, which names it in actions (``Action.microbatch``).
+        index: Its number in a plan, which names it in actions (``Action.microbatch``).
         weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
             tensor where the host does not know it.
         differentiate: Starts the backward from the weighted loss.
@@ -46,7 +46,7 @@ class Microbatch:
 
     @property
     def has_result(self) -> bool:
-        """Whether its step comes to an end: on slices of the sequence, that on the last one."""
+        """Whether its step runs to its end; of slices only the last one's step does."""
         part = self.record.sequence_slice
         return part is None or part.is_last
 
@@ -56,7 +56,7 @@ def placed(
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,
 ) -> Sequence[Microbatch]:
-    """Assign the microbatches of a batch to places in a plan, and return them.
+    """Set the indices in a plan of the microbatches of a batch, and return them.
 
     Args:
         slices: The microbatches.
@@ -71,7 +71,7 @@ def placed(
 
 
 def in_slices(microbatches: Sequence[Microbatch], num_slices: int) -> Sequence[Microbatch]:
-    """Return each microbatch once for each slice of its sequences, in their places of a plan."""
+    """Return each microbatch once per slice of its sequences, with its index in a plan."""
     if num_slices == 1:
         return microbatches
     return [

@@ -1,7 +1,7 @@
 """A block that is computed again in the backward (``recompute="full"``).
 
-It goes through ``torch.utils.checkpoint``, with what that leaves out: random numbers of Python and
-numpy are the same again, and buffers that the block writes, such as running statistics, are written
+It goes through ``torch.utils.checkpoint``, with additions: random numbers of Python and numpy are
+the same again, and buffers that the block writes, such as running statistics, are written
 once.
 """
 
@@ -76,7 +76,7 @@ class _Before:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Restore random numbers, buffers and weights of the forward inside."""
+        """Within the context, restore the forward's random numbers, buffers and weights."""
         found = [(child, name, _buffer(child, name)) for child, name, _, _ in self._buffers]
         for child, name, value, _ in self._buffers:
             child._buffers[name] = value.clone()

@@ -124,7 +124,7 @@ class WriteWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the writes inside."""
+        """Record the writes within the context."""
         for variable in variables(self._module):
             if self._is_long(variable):
                 self.long.add(variable.attribute)

@@ -36,7 +36,7 @@ class Generators:
         self.find()
 
     def find(self) -> None:
-        """Find the places of generators, which other generators may take later."""
+        """Find the attributes that hold generators; later they may hold other generators."""
         for place in _held(self._module):
             if is_generator(place.value):
                 self._places[place.label] = place.holder, place.key
@@ -125,7 +125,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @contextmanager
 def refusing_iterators(module: nn.Module) -> Iterator[None]:
-    """Raise ``ValueError`` if the step inside advances an iterator of the module, or adds one."""
+    """Raise ``ValueError`` if a step in the context advances a module's iterator, or adds one."""
     found = [
         place
         for place in _held(module)

@@ -77,7 +77,7 @@ class _WeightInput:
         self._fetch: Fetch | None = None
 
     def saving(self) -> saved_tensors_hooks:
-        """Save the input inside, and no other tensor."""
+        """Return hooks that save the input; no other tensor may be saved under them."""
         return saved_tensors_hooks(self._keeper.pack_weight_input, self._unpack)
 
     def read(self, node: Any) -> tuple[Tensor, Fetch | None]:

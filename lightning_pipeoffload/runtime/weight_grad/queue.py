@@ -157,7 +157,7 @@ def mark_at_once(parameter: Tensor, is_at_once: bool = True) -> None:
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-    """Leave the gradient of ``parameter`` for the W of this stage and microbatch.
+    """Defer the gradient of ``parameter`` to the W of this stage and microbatch.
 
     For custom kernels: call it inside ``autograd.Function.backward`` and return None for the
     parameter.
@@ -165,7 +165,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor]) -> None:
     Args:
         parameter: A parameter of the model.
         compute: A function that returns the gradient, shaped like ``parameter``; called once, at W,
-            or at once when no split is under way.
+            or at once where no W runs.
     """
 
     def add() -> None:
