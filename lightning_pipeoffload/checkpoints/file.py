@@ -119,8 +119,8 @@ def load_later(path: str | Path, weights_only: bool | None, is_later: re.Pattern
         return deepcopy(leaf, copied)
 
     mapped = torch.load(path, map_location=on_host, mmap=True, weights_only=weights_only)
-    found = tree_map_with_path(load, mapped)
-    return with_versions(found, mapped) if isinstance(mapped, dict) else found
+    loaded = tree_map_with_path(load, mapped)
+    return with_versions(loaded, mapped) if isinstance(mapped, dict) else loaded
 
 
 def with_versions(checkpoint: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def with_versions(checkpoint: dict[str, Any], source: Mapping[str, Any]) -> dict
 
 def state_dict_of(entries: Mapping[str, Any], like: Any) -> OrderedDict[str, Any]:
     """Return a state dict with the versions of the modules of another, by which torch loads it."""
-    made: Any = OrderedDict(entries)
+    state: Any = OrderedDict(entries)
     if hasattr(like, "_metadata"):  # private: the versions
-        made._metadata = like._metadata
-    return made
+        state._metadata = like._metadata
+    return state
 
 
 def stored(mapped: Tensor) -> StoredTensor:

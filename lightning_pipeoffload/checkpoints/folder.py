@@ -132,8 +132,8 @@ def write_checkpoint_folder(
         RuntimeError: A rank could not write; all ranks raise it, and ``path`` is unchanged.
     """
     is_first = dist.get_rank() == 0
-    with replacing(path, folder=True) if is_first else nullcontext() as own:
-        part: Path = world.broadcast(own, 0)
+    with replacing(path, folder=True) if is_first else nullcontext() as folder:
+        part: Path = world.broadcast(folder, 0)
         rest = dict(checkpoint)
         with _naming_ranks(f"the checkpoint {path} was not saved", world):
             tensors, writer = _pop_tensors(rest, weights_key), PartWriter(part)

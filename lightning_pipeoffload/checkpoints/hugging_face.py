@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 
 _Weights = dict[str, Tensor]
-_Made = Callable[[Callable[[], _Weights]], _Weights]
+_CachedCall = Callable[[Callable[[], _Weights]], _Weights]
 
 
 def is_hugging_face(module: nn.Module) -> bool:
@@ -46,27 +46,27 @@ def to_module(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    own = model.state_dict()
-    found: _Weights = {}
+    state_dict = model.state_dict()
+    converted: _Weights = {}
     pieces: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(weights, key=dot_natural_key):
         prefix = model.base_model_prefix
-        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
-        if name not in own and key in own:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state_dict)
+        if name not in state_dict and key in state_dict:
             name, pattern = key, None
-        if pattern is None or name not in own:
-            found[name] = weights[key]
+        if pattern is None or name not in state_dict:
+            converted[name] = weights[key]
         else:
             pieces.setdefault(name, []).append((key, pattern))
-    made = _keep_last()
+    cached = _keep_last()
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     for name, parts in pieces.items():
-        found |= _later(
+        converted |= _later(
             partial(_convert, model, by_pattern[parts[0][1]], name, parts),
             {key: weights[key] for key, _ in parts},
-            made,
+            cached,
         )
-    return found
+    return converted
 
 
 def _convert(
@@ -75,8 +75,8 @@ def _convert(
     rule = deepcopy(rule)
     for key, pattern in parts:
         rule.add_tensor(name, key, pattern, values[key])
-    made = rule.convert(name, model=model, config=model.config)
-    return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+    converted = rule.convert(name, model=model, config=model.config)
+    return {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
 
 
 def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
@@ -94,12 +94,12 @@ def to_hub(model: Any, weights: Mapping[str, Tensor]) -> _Weights:
     kept |= {names[name]: name for name in _tied_to(model) if name in names}
     once = {name: weights[name] for name in names if kept[names[name]] == name}
     revert = partial(revert_weight_conversion, model)
-    made = _keep_last()
-    together = _later(revert, once, made)
-    found: _Weights = {}
+    cached = _keep_last()
+    together = _later(revert, once, cached)
+    converted: _Weights = {}
     for group in _find_groups(revert, once, _sizes(together)):
-        found |= _later(revert, {name: once[name] for name in group}, made)
-    return found if _sizes(found) == _sizes(together) else together
+        converted |= _later(revert, {name: once[name] for name in group}, cached)
+    return converted if _sizes(converted) == _sizes(together) else together
 
 
 def _find_groups(
@@ -114,8 +114,8 @@ def _find_groups(
         for name, (_, parts) in left.items():
             groups.setdefault((*parts[:depth],), []).append(name)
         for names in groups.values():
-            made = _sizes(convert({name: left[name][0] for name in names}))
-            if made.items() <= expected.items():
+            sizes = _sizes(convert({name: left[name][0] for name in names}))
+            if sizes.items() <= expected.items():
                 yield names
                 for name in names:
                     del left[name]
@@ -129,7 +129,7 @@ def _sizes(weights: _Weights) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in weights.items()}
 
 
-def _keep_last() -> _Made:
+def _keep_last() -> _CachedCall:
     """Return a function that calls another one, and caches the last result.
 
     Results of one conversion are used one after the other.
@@ -142,7 +142,9 @@ def _keep_last() -> _Made:
     return call
 
 
-def _later(convert: Callable[[_Weights], _Weights], weights: _Weights, made: _Made) -> _Weights:
+def _later(
+    convert: Callable[[_Weights], _Weights], weights: _Weights, cached: _CachedCall
+) -> _Weights:
     """Return the results of a conversion, which runs when one of them is used."""
     shapes = convert({key: _shape_of(tensor) for key, tensor in weights.items()})
 
@@ -150,7 +152,7 @@ def _later(convert: Callable[[_Weights], _Weights], weights: _Weights, made: _Ma
         return convert({key: value_of(tensor) for key, tensor in weights.items()})
 
     def value(key: str) -> Tensor:
-        return made(make)[key]
+        return cached(make)[key]
 
     return {key: StoredTensor(shape, partial(value, key)) for key, shape in shapes.items()}
 

@@ -31,12 +31,12 @@ Entries = dict[str, Tensor]
 
 def pop_entries(weights: dict[str, Tensor]) -> dict[str, Entries]:
     """Remove the quantization states of 4-bit weights from a dict; return them by weight."""
-    found: dict[str, Entries] = {}
+    entries: dict[str, Entries] = {}
     for key in list(weights):
         entry = _ENTRY.fullmatch(key)
         if entry and entry[1] in weights:
-            found.setdefault(entry[1], {})[key] = weights.pop(key)
-    return found
+            entries.setdefault(entry[1], {})[key] = weights.pop(key)
+    return entries
 
 
 def _shape_in(entries: Entries) -> tuple[int, ...]:

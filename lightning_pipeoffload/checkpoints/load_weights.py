@@ -65,14 +65,14 @@ def load_weights(
     weights = _rename(open_weights(path), prefix, key_mapping)
     if is_hugging_face(module):
         weights = to_module(module, weights)
-    own = {
+    tensors = {
         name: tensor
         for name, tensor in module.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
-    pop_entries(own)
+    pop_entries(tensors)
     entries = pop_entries(weights)
-    fit = _Fit(module, own, weights, entries, str(path))
+    fit = _Fit(module, tensors, weights, entries, str(path))
     fit.refuse_other_model()
     fit.refuse_packed()
     fit.refuse_shapes()
@@ -85,12 +85,12 @@ def load_weights(
     for slot in find_slots(module):
         slots.setdefault(id(slot.tensor), []).append(slot)
     with torch.no_grad():
-        for tensor, name in {id(own[name]): name for name in fit.names}.items():
-            if is_4bit(own[name]):
+        for tensor, name in {id(tensors[name]): name for name in fit.names}.items():
+            if is_4bit(tensors[name]):
                 load_4bit(slots[tensor], weights[name], entries.get(name, {}), device)
                 freed.give_back()  # bitsandbytes takes some times a weight to quantize it on a CPU
             else:
-                filled = _with_memory(slots.get(tensor, []), own[name], device)
+                filled = _with_memory(slots.get(tensor, []), tensors[name], device)
                 if not filled.is_meta:
                     filled.copy_(weights[name])  # reads nothing for a shape
 
@@ -100,26 +100,28 @@ def _with_memory(slots: Sequence[Slot], tensor: Tensor, device: torch.device) ->
     if not tensor.is_meta or device.type == "meta":
         return tensor
     if isinstance(tensor, RemoteTensor):
-        made: Tensor = tensor.on_device(device)
+        filled: Tensor = tensor.on_device(device)
     else:
-        made = torch.empty_like(tensor, device=device)
-        made = (
-            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        filled = torch.empty_like(tensor, device=device)
+        filled = (
+            nn.Parameter(filled, tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else filled
         )
     for slot in slots:
-        slot.put(made)
-    return made
+        slot.put(filled)
+    return filled
 
 
 def _rename(
     weights: Mapping[str, Tensor], prefix: str, mapping: KeyMapping | None
 ) -> dict[str, Tensor]:
-    found = {}
+    renamed = {}
     for key, tensor in weights.items():
         name = _new_name(key.removeprefix(prefix), mapping) if key.startswith(prefix) else None
         if name is not None:
-            found[name] = tensor
-    return found
+            renamed[name] = tensor
+    return renamed
 
 
 def _new_name(key: str, mapping: KeyMapping | None) -> str | None:
@@ -135,7 +137,7 @@ class _Fit:
 
     Args:
         module: The module.
-        own: Its tensors by name.
+        tensors: Its tensors by name.
         weights: The weights, by the module's names.
         entries: The quantization states of packed weights.
         path: The path of the weights.
@@ -144,24 +146,24 @@ class _Fit:
     def __init__(
         self,
         module: nn.Module,
-        own: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         entries: Mapping[str, Entries],
         path: str,
     ) -> None:
         self._module = module
         self._kind = type(module).__name__
-        self._own = own
+        self._tensors = tensors
         self._weights = weights
         self._entries = entries
         self._path = path
-        self.names = [name for name in own if name in weights]
+        self.names = [name for name in tensors if name in weights]
 
     def refuse_other_model(self) -> None:
         if not self.names:
             in_file, in_module = (
                 next(iter(self._weights), "nothing"),
-                next(iter(self._own), "nothing"),
+                next(iter(self._tensors), "nothing"),
             )
             raise ValueError(
                 f"no key of {self._path}, such as {in_file}, is a name in {self._kind}, such as "
@@ -172,7 +174,7 @@ class _Fit:
     def refuse_packed(self) -> None:
         """Refuse packed 4-bit weights for layers that are not of bitsandbytes."""
         for name in self._entries:
-            if name in self._own and not is_4bit(self._own[name]):
+            if name in self._tensors and not is_4bit(self._tensors[name]):
                 raise ValueError(
                     f"{name} is a packed 4-bit weight of bitsandbytes in {self._path}, but not in "
                     f"{self._kind}; replace its layer with a Linear4bit first "
@@ -182,13 +184,13 @@ class _Fit:
     def refuse_shapes(self) -> None:
         slots = {slot.name: slot for slot in find_slots(self._module)}
         for name in self.names:
-            if is_4bit(self._own[name]):
+            if is_4bit(self._tensors[name]):
                 entries = self._entries.get(name, {})
                 misfit = explain_misfit(slots[name], self._weights[name], entries)
                 if misfit:
                     raise ValueError(f"the 4-bit weight {name} is {misfit}: {self._path}")
                 continue
-            in_file, in_module = tuple(self._weights[name].shape), tuple(self._own[name].shape)
+            in_file, in_module = tuple(self._weights[name].shape), tuple(self._tensors[name].shape)
             if in_file != in_module:
                 raise ValueError(
                     f"{name} has shape {in_file} in {self._path} and shape {in_module} in "
@@ -197,8 +199,8 @@ class _Fit:
 
     def refuse_missing(self) -> None:
         """Refuse files with missing weights; one name of a tied weight is enough."""
-        in_file = {id(self._own[name]) for name in self.names}
-        missing = [name for name, tensor in self._own.items() if id(tensor) not in in_file]
+        in_file = {id(self._tensors[name]) for name in self.names}
+        missing = [name for name, tensor in self._tensors.items() if id(tensor) not in in_file]
         missing = _without(missing, getattr(self._module, "_keys_to_ignore_on_load_missing", None))
         if missing:
             raise ValueError(
@@ -207,7 +209,7 @@ class _Fit:
             )
 
     def refuse_unexpected(self) -> None:
-        left = [name for name in self._weights if name not in self._own]
+        left = [name for name in self._weights if name not in self._tensors]
         left = _without(left, getattr(self._module, "_keys_to_ignore_on_load_unexpected", None))
         if left:
             raise ValueError(
@@ -219,7 +221,7 @@ class _Fit:
         """Refuse different values for one tied tensor."""
         first: dict[int, str] = {}
         for name in self.names:
-            other = first.setdefault(id(self._own[name]), name)
+            other = first.setdefault(id(self._tensors[name]), name)
             if other != name and not self._are_equal(name, other):
                 raise ValueError(
                     f"{other} and {name} are one tied tensor in {self._kind}, but differ in "
@@ -264,8 +266,8 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
         return _only_tensors(next(iter(saved.values())))
     if (path / INDEX_FILE).is_file():
         shards = json.loads((path / INDEX_FILE).read_text())["weight_map"]
-        found = _open_shards(path / name for name in sorted({*shards.values()}))
-        return _check_index(found, shards)
+        tensors = _open_shards(path / name for name in sorted({*shards.values()}))
+        return _check_index(tensors, shards)
     if (path / WEIGHTS_FILE).is_file():
         return _open_shards([path / WEIGHTS_FILE])
     raise ValueError(
@@ -274,20 +276,20 @@ def _open_folder(path: Path) -> dict[str, Tensor]:
     )
 
 
-def _check_index(found: dict[str, Tensor], shards: Mapping[str, str]) -> dict[str, Tensor]:
-    absent = [key for key in shards if key not in found]
+def _check_index(tensors: dict[str, Tensor], shards: Mapping[str, str]) -> dict[str, Tensor]:
+    absent = [key for key in shards if key not in tensors]
     if absent:
         raise ValueError(
             f"{INDEX_FILE} lists {absent[0]} in {shards[absent[0]]}, which has no such key; the "
             f"files belong to different models: download all of them again"
         )
-    return {key: found[key] for key in shards}
+    return {key: tensors[key] for key in shards}
 
 
 def _open_shards(paths: Iterable[Path]) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - of the extra "hf"
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(
@@ -298,8 +300,8 @@ def _open_shards(paths: Iterable[Path]) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}; download it again") from error
         for key in file.keys():  # noqa: SIM118 - it is no dict
-            found[key] = stored(file.get_tensor(key))
-    return found
+            tensors[key] = stored(file.get_tensor(key))
+    return tensors
 
 
 def _open_file(path: Path) -> dict[str, Tensor]:
@@ -310,12 +312,12 @@ def _open_file(path: Path) -> dict[str, Tensor]:
         )
     saved = load_later(path, weights_only=True, is_later=re.compile(""))
     state = saved.get("state_dict", saved) if isinstance(saved, Mapping) else None
-    found = _only_tensors(state) if isinstance(state, Mapping) else {}
-    if not found:
+    tensors = _only_tensors(state) if isinstance(state, Mapping) else {}
+    if not tensors:
         raise ValueError(
             f"{path} has no 'state_dict', and no tensors by name; give a file with either"
         )
-    return found
+    return tensors
 
 
 def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

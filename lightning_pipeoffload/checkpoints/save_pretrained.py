@@ -58,8 +58,8 @@ def save_pretrained(
     weights = open_weights(source)
     folder.mkdir(parents=True, exist_ok=True)
     if is_peft_model(config):
-        own = adapter_entries(config)
-        return write_adapters(config, _of_model(config, own, weights, prefix, source), folder)
+        entries = adapter_entries(config)
+        return write_adapters(config, _of_model(config, entries, weights, prefix, source), folder)
     if config is None:
         weights = {k.removeprefix(prefix or ""): v for k, v in weights.items()}
     else:
@@ -86,15 +86,17 @@ def _make_shapes(config: Any) -> Any:
 
 def _of_model(
     model: Any,
-    own: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     prefix: str | None,
     path: str | Path,
 ) -> dict[str, Tensor]:
     if prefix is None:
-        prefix = _find_prefix(own, weights)
-    lost = [name for name in own if prefix + name not in weights]
-    shapes = [n for n in own if n not in lost and own[n].shape != weights[prefix + n].shape]
+        prefix = _find_prefix(expected, weights)
+    lost = [name for name in expected if prefix + name not in weights]
+    shapes = [
+        n for n in expected if n not in lost and expected[n].shape != weights[prefix + n].shape
+    ]
     if lost or shapes:
         name = prefix + (lost or shapes)[0]
         what = "lacks" if lost else "has in another shape"
@@ -105,15 +107,15 @@ def _of_model(
                 "these alone, which PeftModel.from_pretrained reads and merge_and_unload() merges"
             )
         raise ValueError(f"{path} {what} {name} of {type(model).__name__}; {advice}")
-    return {name: weights[prefix + name] for name in own}
+    return {name: weights[prefix + name] for name in expected}
 
 
-def _find_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
+def _find_prefix(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     """Return the prefix of a model's keys in a checkpoint."""
-    last = max(own, key=len)
-    found = [key.removesuffix(last) for key in weights if key.endswith(last)]
-    fits = [each for each in found if all(each + name in weights for name in own)]
-    return min(fits, key=len, default=min(found, key=len, default=""))
+    last = max(expected, key=len)
+    prefixes = [key.removesuffix(last) for key in weights if key.endswith(last)]
+    fits = [each for each in prefixes if all(each + name in weights for name in expected)]
+    return min(fits, key=len, default=min(prefixes, key=len, default=""))
 
 
 def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
@@ -161,10 +163,10 @@ def _share_out(weights: Mapping[str, Tensor], max_bytes: int) -> Iterator[list[s
     yield shard
 
 
-def is_peft_model(given: Any) -> bool:
+def is_peft_model(model: Any) -> bool:
     """Return whether an object is a model with adapters of peft."""
     peft = sys.modules.get("peft")
-    return peft is not None and isinstance(given, peft.PeftModel)
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def save_adapters(module: LightningModule, folder: Path) -> None:
@@ -173,13 +175,13 @@ def save_adapters(module: LightningModule, folder: Path) -> None:
     Raises:
         ValueError: The module has no such model, or several.
     """
-    found = [child for child in module.modules() if is_peft_model(child)]
-    if len(found) != 1:
+    models = [child for child in module.modules() if is_peft_model(child)]
+    if len(models) != 1:
         raise ValueError(
-            f"save_pretrained got a {type(module).__name__} with {len(found)} models of peft, but "
+            f"save_pretrained got a {type(module).__name__} with {len(models)} models of peft, but "
             f"writes the adapters of one; to write all weights, save a checkpoint and pass its path"
         )
-    model: Any = found[0]
+    model: Any = models[0]
     strategy: Any = module.trainer.strategy
     entries = adapter_entries(model)
     # peft may query the hub for the entries to save, and ranks might get different answers.

@@ -53,17 +53,17 @@ def shapes_of(tree: Any, global_rank: int) -> Any:
 
 def described_shapes(entries: dict[Any, Any], global_rank: int, name: str = "") -> dict[Any, Any]:
     """Return what ``shapes_of`` does for whoever gets it by pickle, which takes a fifth as long."""
-    found: dict[Any, Any] = type(entries)()
+    shapes: dict[Any, Any] = type(entries)()
     for key, value in entries.items():
         path = f"{name}.{key}" if name else str(key)
         if type(value) in (dict, OrderedDict):
-            found[key] = described_shapes(value, global_rank, path)
+            shapes[key] = described_shapes(value, global_rank, path)
         elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
             origin = f"{path} (on global rank {global_rank})"
-            found[key] = _Described(tuple(value.shape), value.stride(), value.dtype, origin)
+            shapes[key] = _Described(tuple(value.shape), value.stride(), value.dtype, origin)
         else:
-            found[key] = shapes_of({path: value}, global_rank)[path]
-    return found
+            shapes[key] = shapes_of({path: value}, global_rank)[path]
+    return shapes
 
 
 class _Described:
@@ -159,16 +159,16 @@ class SavedValues:
         largest = max(map(self._size, range(len(self._absent))), default=0)
         room = torch.empty(largest if one_by_one else 0, dtype=torch.uint8)
         for number, (owner, first) in enumerate(self._owners):
-            own = self._absent[number]
-            assert own is not None  # as this is global rank 0
-            receive = partial(self._receive, self._leaves[own], owner, first, room)
-            fetches[own] = (owner, first), receive
-        made: dict[Any, Any] = {}
+            index = self._absent[number]
+            assert index is not None  # as this is global rank 0
+            receive = partial(self._receive, self._leaves[index], owner, first, room)
+            fetches[index] = (owner, first), receive
+        fetched: dict[Any, Any] = {}
         leaves = [*self._leaves]
         for place, (key, fetch) in sorted(fetches.items()):
-            if key not in made:
-                made[key] = LateTensor(leaves[place], fetch) if one_by_one else fetch()
-            leaves[place] = made[key]
+            if key not in fetched:
+                fetched[key] = LateTensor(leaves[place], fetch) if one_by_one else fetch()
+            leaves[place] = fetched[key]
         return with_versions(tree_unflatten(leaves, self._structure), self._checkpoint)
 
     def _receive(self, like: Tensor, owner: int, number: int, room: Tensor) -> Tensor:
@@ -193,13 +193,13 @@ class SavedValues:
         Each value is asked for once, in this order but for what hooks of the file change.
         """
         numbers, size = self._numbers[owner], 0
-        found: list[int] = []
+        bundle: list[int] = []
         for each in numbers[numbers.index(number) :]:
             size += self._size(each)
-            if found and (size > _BUNDLE or (owner, each) in self._in_hand):
+            if bundle and (size > _BUNDLE or (owner, each) in self._in_hand):
                 break
-            found.append(each)
-        return found
+            bundle.append(each)
+        return bundle
 
     def _size(self, number: int) -> int:
         size: int = self._absent_leaf(number).nbytes
@@ -245,10 +245,12 @@ class LateTensor:
         strides = torch.empty(self._shape, device="meta").stride()
         rebuild, arguments = torch.empty(0, dtype=self._dtype).__reduce_ex__(protocol)
         storage, _, _, _, *rest = arguments
-        own: Any = self._storage
+        late_storage: Any = self._storage
         if isinstance(storage, torch.storage.TypedStorage):
-            own = torch.storage.TypedStorage(wrap_storage=own, dtype=self._dtype, _internal=True)
-        return rebuild, (own, 0, self._shape, strides, *rest)
+            late_storage = torch.storage.TypedStorage(
+                wrap_storage=late_storage, dtype=self._dtype, _internal=True
+            )
+        return rebuild, (late_storage, 0, self._shape, strides, *rest)
 
 
 def _bytes_of(value: Tensor) -> torch.UntypedStorage:

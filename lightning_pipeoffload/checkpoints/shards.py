@@ -65,8 +65,8 @@ def parts_of(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     for name, sharding in _shardings_in(module).items():
         if name in state:
             parts[name] = _part_later(state[name], sharding)
-    found: Mapping[str, Any] = parts
-    return found
+    parts_by_name: Mapping[str, Any] = parts
+    return parts_by_name
 
 
 def optimizer_parts_of(
@@ -86,8 +86,8 @@ def optimizer_parts_of(
 
 def _shardings_in(module: nn.Module) -> dict[str, Sharding]:
     tensors = module.state_dict(keep_vars=True).items()
-    found = {name: sharding_of(value) for name, value in tensors if isinstance(value, Tensor)}
-    return {name: each for name, each in found.items() if each is not None and each.is_divided}
+    shardings = {name: sharding_of(value) for name, value in tensors if isinstance(value, Tensor)}
+    return {name: each for name, each in shardings.items() if each is not None and each.is_divided}
 
 
 def _part_later(whole: Any, sharding: Sharding) -> Any:

@@ -75,10 +75,10 @@ class SplitState:
             self._masters.replace_in(part, self._pipeline.module)
             if self._group.num_replicas > 1:  # which may step some of the masters each
                 ranks = self._group.world
-        found = self._of_all(part, ranks)
+        entries = self._of_all(part, ranks)
         order = {name: index for index, name in enumerate(self._pipeline.tensors.names)}
-        names = sorted(found, key=lambda name: order.get(name, len(order)))
-        return state_dict_of({name: found[name] for name in names}, like=part)
+        names = sorted(entries, key=lambda name: order.get(name, len(order)))
+        return state_dict_of({name: entries[name] for name in names}, like=part)
 
     def _part(self) -> dict[str, Any]:
         """Return the entries that this rank can write: those of its stages and of no stage."""
@@ -99,12 +99,12 @@ class SplitState:
 
     def _of_all(self, mine: dict[str, Any], ranks: HostGroup) -> dict[str, Any]:
         """Return the entries of some ranks, with values on the lowest rank that has them."""
-        own = self._group.global_rank
-        found: dict[str, Any] = {}
-        listed = dict(ranks.gather((own, described_shapes(mine, own))))
+        global_rank = self._group.global_rank
+        entries: dict[str, Any] = {}
+        listed = dict(ranks.gather((global_rank, described_shapes(mine, global_rank))))
         for rank in sorted(listed, reverse=True):
-            found |= mine if rank == own else listed[rank]
-        return found
+            entries |= mine if rank == global_rank else listed[rank]
+        return entries
 
     def of_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
         """Return the plain optimizer's state, with shapes for values of other ranks.
@@ -154,8 +154,8 @@ class SplitState:
                 f"the checkpoint does not fit {type(module).__name__}: missing {sorted(missing)}, "
                 f"unexpected {sorted(unexpected)}"
             )
-        own = self._own_keys()
-        part = {key: value for key, value in state.items() if key in own}
+        keys = self._own_keys()
+        part = {key: value for key, value in state.items() if key in keys}
         module.load_state_dict(state_dict_of(part, like=state), strict=False)
 
     def _own_keys(self) -> set[str]:
@@ -168,11 +168,11 @@ class SplitState:
         Raises:
             ValueError: The states belong to other groups.
         """
-        own = self._pipeline.tensors.canonical_parameters()
+        parameters = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             shares = self._parameters.shares_of(optimizer)
             with self._parameters.loading_state(optimizer):
-                load_optimizer_state(optimizer, state, names, own, shares)
+                load_optimizer_state(optimizer, state, names, parameters, shares)
 
     def read_optimizers(self) -> None:
         """Read this rank's states that are still in a file; move all to the parameters' devices."""
@@ -196,12 +196,12 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
     missing = [name for name in absent if all(name in names for names in absent_on)]
     if missing:
         raise RuntimeError(explain_absent(module))
-    made: dict[int, Tensor] = {}
+    real_tensors: dict[int, Tensor] = {}
     present = {slot.name: slot.tensor for slot in find_slots(module)}
     for name in sorted({name for names in absent_on for name in names}):
         of_ranks = zip(group.global_ranks, absent_on, strict=True)
         source = min(rank for rank, names in of_ranks if name not in names)
-        tensor = make_real(absent[name], made) if name in absent else present[name]
+        tensor = make_real(absent[name], real_tensors) if name in absent else present[name]
         with blaming_peers("lost a rank while bringing the module together"):
             value = group.copy_to_hosts(tensor, source)
         tensor.detach().copy_(value)

@@ -108,7 +108,7 @@ class HostStep(StandInStep):
         self._num_brought = 0
         self._is_early = False
         self._members: set[Tensor] = set()
-        self._taken: dict[Tensor, None] = {}
+        self._submitted: dict[Tensor, None] = {}
         self._waiting: list[Tensor] = []
         self._waiting_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
@@ -119,9 +119,9 @@ class HostStep(StandInStep):
     def begin(self) -> None:
         """Begin a step: from now on :meth:`take` may step parameters."""
         self._coming, self._last = None, None
-        self._taken, self._waiting, self._waiting_bytes = {}, [], 0
-        self._own = [group["params"] for group in self._optimizer.param_groups]
-        self._members = {p for own in self._own for p in own}
+        self._submitted, self._waiting, self._waiting_bytes = {}, [], 0
+        self._group_members = [group["params"] for group in self._optimizer.param_groups]
+        self._members = {p for members in self._group_members for p in members}
         # Whether several buckets are needed is known after the first step.
         self._is_early = self._by_bucket and len(self._buffers) > 1
 
@@ -138,7 +138,7 @@ class HostStep(StandInStep):
         self._members.remove(parameter)  # it may be final twice: with its stage, and by itself
         if self._waiting and self._waiting_bytes + num_bytes > STAGING_BYTES:
             bucket, self._waiting, self._waiting_bytes = self._waiting, [], 0
-            self._taken.update(dict.fromkeys(bucket))
+            self._submitted.update(dict.fromkeys(bucket))
             self.num_early += len(bucket)
             self._lanes.d2h.wait_for_compute()
             if self._thread is None:
@@ -153,7 +153,7 @@ class HostStep(StandInStep):
         self._is_early = False
         if self._last is not None:
             self._last.result()
-        rest = [p for p in self._members_with_gradient() if p not in self._taken]
+        rest = [p for p in self._members_with_gradient() if p not in self._submitted]
         buckets = [*self._in_buckets(rest, STAGING_BYTES)]
         if buckets:
             number = min(len(buckets), 2)
@@ -171,7 +171,7 @@ class HostStep(StandInStep):
             self._write_back()
             self._lanes.h2d.hold_compute(self._lanes.h2d.mark())
             self.seconds = self._spent + time.perf_counter() - self._began
-        self._coming, self._taken, self._spent = None, {}, 0.0
+        self._coming, self._submitted, self._spent = None, {}, 0.0
 
     @override
     def put_back(self) -> None:
@@ -248,8 +248,8 @@ class EarlyStep:
     def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Record that a stage's last B has run: its gradients are final except ``coming``."""
         later = {*coming}
-        for parameter, own in self._stages.items():
-            if own == stage and parameter not in later:
+        for parameter, owner in self._stages.items():
+            if owner == stage and parameter not in later:
                 self._take(parameter)
 
     def finish(self, parameter: Tensor) -> None:

@@ -46,13 +46,13 @@ class MasterWeights:
         """Read the values that are still in a checkpoint's file."""
         self._loaded = read_stored(self._loaded)
 
-    def begin(self, own: Mapping[str, Tensor]) -> None:
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """Make masters of the loaded values.
 
         Args:
-            own: The parameters that this process steps, by name.
+            parameters: The parameters that this process steps, by name.
         """
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             if name in self._loaded and is_half(parameter) and parameter.requires_grad:
                 loaded = value_of(self._loaded[name]).float()
                 self._masters[parameter] = loaded if self.on_host else loaded.to(parameter.device)

@@ -142,10 +142,10 @@ def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
     # Private: a user may give every fit the same optimizer.
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if narrows(hook):
-            found: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
-            found.age = age
-            found.adopt()
-            return found
+            narrowed: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
+            narrowed.age = age
+            narrowed.adopt()
+            return narrowed
     return NarrowedOptimizer(optimizer, age)
 
 
@@ -240,8 +240,8 @@ class NarrowedOptimizer:
     def _start_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        step, *given = args
-        closures = [value for value in (*given, *kwargs.values()) if callable(value)]
+        step, *arguments = args
+        closures = [value for value in (*arguments, *kwargs.values()) if callable(value)]
         is_narrow = bool(self._whole) if not closures else any(map(_narrows_again, closures))
         if is_narrow:  # in a subclass's step that calls its base's, which has hooks as well
             return None
@@ -251,7 +251,7 @@ class NarrowedOptimizer:
         if self.stand_ins is not None and not closures:
             self.stand_ins.start()
         return (
-            (step, *map(self._among_whole, given)),
+            (step, *map(self._among_whole, arguments)),
             {name: self._among_whole(value) for name, value in kwargs.items()},
         )
 
@@ -272,8 +272,8 @@ class NarrowedOptimizer:
         self.adopt()  # the module may be whole again, on one device
         for group in self.optimizer.param_groups:
             self._whole.append((group, group["params"]))
-            own = own_members(group)
-            group["params"] = own if shares is None else shares.own_of(own)
+            members = own_members(group)
+            group["params"] = members if shares is None else shares.own_of(members)
 
     def _widen(self) -> None:
         if self.stand_ins is not None:

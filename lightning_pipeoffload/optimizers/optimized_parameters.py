@@ -154,8 +154,8 @@ class OptimizedParameters:
         """Return the object that steps parameters as their gradients become final."""
         tensors = self._pipeline.tensors
         shared = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
-        own = tensors.with_local_stages().values()
-        alone = {p: min(s) for p, s in own if len(s) == 1 and id(p) not in shared}
+        pairs = tensors.with_local_stages().values()
+        alone = {p: min(s) for p, s in pairs if len(s) == 1 and id(p) not in shared}
         steps = [n.stand_ins for n in self._narrowed if isinstance(n.stand_ins, HostStep)]
 
         def take(parameter: Tensor) -> None:
@@ -206,8 +206,8 @@ class OptimizedParameters:
             return
         optimizers = self._optimizers()
         states = measure_states(optimizers, self._masters is not None)
-        own = self._pipeline.tensors.canonical_parameters().values()
-        members = [p for p in own if id(p) in states and not self.is_of_another(p)]
+        parameters = self._pipeline.tensors.canonical_parameters().values()
+        members = [p for p in parameters if id(p) in states and not self.is_of_another(p)]
         kept = sum(states[id(p)] for p in members)
         pairs = [p.nbytes + gradient_bytes(p) for p in members if p.requires_grad]
         staging = staging_bytes(pairs, all(map(may_step_by_bucket, optimizers)))
@@ -223,9 +223,9 @@ class OptimizedParameters:
 
     def forget_remote(self) -> None:
         """Drop the optimizer state of parameters of other ranks and replicas."""
-        own = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
+        local_ids = {id(p) for p in self._pipeline.tensors.canonical_parameters().values()}
         for optimizer in self._optimizers():
-            forget_states(optimizer, lambda p: id(p) not in own)
+            forget_states(optimizer, lambda p: id(p) not in local_ids)
         if self._pipeline.committed:
             self._share_out()
             if self._masters is not None:
@@ -249,13 +249,13 @@ class OptimizedParameters:
         """Assign the parameters that several ranks have to replicas in turn, alike on all ranks."""
         tensors = self._pipeline.tensors
         places = {name: place for place, name in enumerate(tensors.names_on_several_ranks())}
-        own = tensors.canonical_parameters().items()
-        return {p: places[name] % self._num_sharing for name, p in own if name in places}
+        parameters = tensors.canonical_parameters().items()
+        return {p: places[name] % self._num_sharing for name, p in parameters if name in places}
 
     def shares_of(self, optimizer: Optimizer) -> StepShares | None:
         """Return the parameters that each replica steps; None if each replica steps all."""
-        found = [n.shares for n in self._narrowed if n.optimizer is optimizer]
-        return found[0] if found else None
+        shares = [n.shares for n in self._narrowed if n.optimizer is optimizer]
+        return shares[0] if shares else None
 
     def _refuse_lost_states(self) -> None:
         """Refuse an optimizer of an earlier fit with states that are on another rank.
@@ -263,8 +263,8 @@ class OptimizedParameters:
         Raises:
             RuntimeError: This rank trains a parameter that another rank trained before.
         """
-        own = self._pipeline.tensors.canonical_parameters()
-        names = {id(parameter): name for name, parameter in own.items()}
+        parameters = self._pipeline.tensors.canonical_parameters()
+        names = {id(parameter): name for name, parameter in parameters.items()}
         stateless = [p for narrowed in self._narrowed for p in narrowed.stateless]
         lost = [names[id(p)] for p in stateless if id(p) in names]
         lost_anywhere = [name for names in self._group.gather(lost) for name in names]

@@ -312,9 +312,11 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     pairs = list(zip(targets, sources, strict=True))
     # Step counts are on the host: a list with them would need a separate kernel per tensor.
     for on_host in (False, True):
-        found = [pair for pair in pairs if (pair[0].device == _CPU) == on_host]
-        if found:  # private: one kernel for all of them, as optimizers do it
-            torch._foreach_copy_([t for t, _ in found], [s for _, s in found], non_blocking=True)
+        pairs_of_device = [pair for pair in pairs if (pair[0].device == _CPU) == on_host]
+        if pairs_of_device:  # private: one kernel for all of them, as optimizers do it
+            torch._foreach_copy_(
+                [t for t, _ in pairs_of_device], [s for _, s in pairs_of_device], non_blocking=True
+            )
 
 
 def _are_same(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -> bool:

@@ -87,15 +87,17 @@ def number_optimizer_state(state: Mapping[str, Any], names: GroupNames) -> dict[
     _check_sizes(state, names)
     if not any(isinstance(name, str) for group in groups for name in group["params"]):
         return dict(state)
-    for group, own in zip(groups, names, strict=True):
-        others = set(group["params"]) - set(own)
+    for group, members in zip(groups, names, strict=True):
+        others = set(group["params"]) - set(members)
         if others:
             raise ValueError(
                 f"the checkpoint's optimizer has {sorted(others)[0]} in a group where this one has "
-                f"{own[0]}; resume with the same configure_optimizers"
+                f"{members[0]}; resume with the same configure_optimizers"
             )
-    place_of = {name: place for place, name in enumerate(name for own in names for name in own)}
-    numbers = [[place_of[name] for name in own] for own in names]
+    place_of = {
+        name: place for place, name in enumerate(name for members in names for name in members)
+    }
+    numbers = [[place_of[name] for name in members] for members in names]
     return {
         "state": {place_of[name]: entry for name, entry in state["state"].items()},
         "param_groups": groups_with(groups, numbers),
@@ -134,7 +136,7 @@ def load_optimizer_state(
     place_of = {id(p): i for i, p in enumerate(_parameters(optimizer))}
     local: dict[int, Any] = {}
     groups = []
-    for group, members, own in zip(
+    for group, members, local_group in zip(
         state["param_groups"], names, optimizer.param_groups, strict=True
     ):
         for index, name in zip(group["params"], members, strict=True):
@@ -142,7 +144,7 @@ def load_optimizer_state(
                 parameter = parameters[name]
                 if shares is None or shares.is_own(parameter):
                     local[place_of[id(parameter)]] = state["state"][index]
-        groups.append({**group, "params": [place_of[id(p)] for p in own["params"]]})
+        groups.append({**group, "params": [place_of[id(p)] for p in local_group["params"]]})
     optimizer.load_state_dict({"state": local, "param_groups": groups})
     read_states(optimizer)
 

@@ -245,8 +245,8 @@ def _changed_step(optimizer: Any) -> str:
 
 def _own_step(optimizer: Any) -> str:
     """Return what of an optimizer's step is not that of its class; "" if all is."""
-    own = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
-    if own is not None and inspect.unwrap(own) is not inspect.unwrap(type(optimizer).step):
+    step = vars(optimizer).get("step")  # a scheduler's, which only counts, names what it wraps
+    if step is not None and inspect.unwrap(step) is not inspect.unwrap(type(optimizer).step):
         return "its step has been replaced"
     changed = _changed_helpers(type(optimizer))
     if changed:
@@ -279,7 +279,7 @@ def measure_states(optimizers: Iterable[Optimizer], has_masters: bool = False) -
         optimizers: The optimizers.
         has_masters: Whether they step masters of half-precision parameters; these are included.
     """
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for optimizer in optimizers:
         row = TABLE.get(_step_of(optimizer), _UNKNOWN)
         for group in optimizer.param_groups:
@@ -290,5 +290,5 @@ def measure_states(optimizers: Iterable[Optimizer], has_masters: bool = False) -
                     size = master.nbytes + row.state_bytes(optimizer, group, master)
                 elif p.requires_grad:
                     size = row.state_bytes(optimizer, group, p)
-                found[id(p)] = math.ceil(size)
-    return found
+                sizes[id(p)] = math.ceil(size)
+    return sizes

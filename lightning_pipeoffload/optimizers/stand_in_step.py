@@ -49,7 +49,7 @@ class StandInStep:
         self, optimizer: Optimizer, by_bucket: bool, masters: MasterWeights | None
     ) -> None:
         self._optimizer, self._by_bucket, self._masters = optimizer, by_bucket, masters
-        self._own: list[list[Tensor]] = []
+        self._group_members: list[list[Tensor]] = []
         self._standing: dict[Tensor, Tensor] = {}
         self._state: Any = None
 
@@ -69,8 +69,8 @@ class StandInStep:
         self._restore()
 
     def _members_with_gradient(self) -> list[Tensor]:
-        self._own = [group["params"] for group in self._optimizer.param_groups]
-        return [p for own in self._own for p in own if p.grad is not None]
+        self._group_members = [group["params"] for group in self._optimizer.param_groups]
+        return [p for members in self._group_members for p in members if p.grad is not None]
 
     def _masters_for(self, parameter: Tensor) -> MasterWeights | None:
         return self._masters if is_half(parameter) else None
@@ -83,18 +83,18 @@ class StandInStep:
         if is_last:  # an optimizer may look at all that it keeps
             state |= {p: value for p, value in self._state.items() if p not in standing}
         optimizer.state = defaultdict(dict, state)
-        for group, own in zip(optimizer.param_groups, self._own, strict=True):
-            members = [p for p in own if p in standing or (is_last and p.grad is None)]
+        for group, group_members in zip(optimizer.param_groups, self._group_members, strict=True):
+            members = [p for p in group_members if p in standing or (is_last and p.grad is None)]
             group["params"] = [standing.get(p, p) for p in members]
 
     def _restore(self) -> None:
         if not self._standing:
             return
-        of_others, own = self._optimizer.state, {o: p for p, o in self._standing.items()}
+        of_others, parameters = self._optimizer.state, {o: p for p, o in self._standing.items()}
         self._optimizer.state = self._state
         for key, state in of_others.items():
-            self._state[own.get(key, key)] = state
-        for group, members in zip(self._optimizer.param_groups, self._own, strict=True):
+            self._state[parameters.get(key, key)] = state
+        for group, members in zip(self._optimizer.param_groups, self._group_members, strict=True):
             group["params"] = members
         self._standing, self._state = {}, None
 
@@ -105,10 +105,10 @@ class StandInStep:
             if not masters.has(parameter):
                 masters.follow(parameter, weight)
             weight, gradient = masters.of(parameter), gradient.float()
-        made = nn.Parameter(weight, parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)  # an optimizer may go by a user's attribute
-        made.grad = gradient
-        return made
+        stand_in = nn.Parameter(weight, parameter.requires_grad)
+        stand_in.__dict__.update(parameter.__dict__)  # an optimizer may go by a user's attribute
+        stand_in.grad = gradient
+        return stand_in
 
     def _step_bucket(self) -> None:
         """Step without hooks: torch wraps a class's ``step`` to run them, and marks it so."""
@@ -150,13 +150,13 @@ def loading_state(
 
     By default it moves and casts each tensor to the device and dtype of its parameter.
     """
-    found = []
+    replaced = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             is_cast = masters is not None and is_half(p)
             is_moved = on_host and p.device.type != "cpu"
             if not isinstance(p, ShapeOnly) and (is_cast or is_moved):
-                found.append((p, p.data, p.grad))
+                replaced.append((p, p.data, p.grad))
                 p.grad = None
                 dtype = torch.float32 if is_cast else p.dtype
                 device = torch.device("cpu") if on_host else p.device
@@ -164,7 +164,7 @@ def loading_state(
     try:
         yield
     finally:
-        for p, value, gradient in found:
+        for p, value, gradient in replaced:
             p.data = value
             p.grad = gradient
 
