@@ -59,7 +59,7 @@ class Mailbox:
         self._most_pending: dict[int, int] = {}
 
     def limit_pending(self, schedule: Schedule, rank: int) -> None:
-        """Let edges hold as many messages as a schedule of training needs, or its lowered plan."""
+        """Limit pending messages to the number that a training schedule, or its plan, needs."""
         if schedule is not self._schedule:  # by identity: comparing all actions takes time
             self._schedule = schedule
             self._most_pending.clear()

@@ -64,7 +64,7 @@ class Ledger:
 
     Args:
         measured: Returns the bytes of a stage and microbatch after an action that copies nothing.
-        beside: Returns the bytes on the device that an action adds beside these.
+        beside: Returns the bytes on the device that an action adds, apart from those measured.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Ledger:
         self._started = time.perf_counter()
 
     def record(self, action: Action, held: Held | None) -> None:
-        """Record the bytes of an action's stage and microbatch after it; None: as measured."""
+        """Record the bytes that a microbatch holds after an action; None: those measured."""
         # Summed later: between two actions code runs slowly, with cold caches.
         self._pending.append((time.perf_counter() - self._started, action, held))
 
@@ -180,7 +180,7 @@ class ActivationMemory:
 
     @property
     def peak_beside_activations(self) -> int:
-        """The most that the device has held beside activations since its peak was reset."""
+        """The peak bytes on the device apart from activations, since the peak was reset."""
         device = self.settings.device
         if device.type == "cpu":
             return 0

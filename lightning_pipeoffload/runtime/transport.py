@@ -325,12 +325,12 @@ class Message:
         return received
 
     def has_ended(self) -> bool:
-        """Whether the device has sent all of it, so that nothing has to wait before it is freed."""
+        """Whether the device has sent it completely, so that it can be freed without a wait."""
         # gloo's never end by themselves.
         return self.link.ring is not None and all(work.is_completed() for work in self.works)
 
     def free(self) -> None:
-        """Give the buffers of a message that has ended back, without a wait."""
+        """Return the buffers of an ended message to the ring, without a wait."""
         if (ring := self.link.ring) is not None:
             for memory in self.memory:
                 ring.give_back(memory)

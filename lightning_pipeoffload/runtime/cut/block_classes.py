@@ -36,7 +36,7 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 class SegmentState(NamedTuple):
-    """The work of a segment until some point of it."""
+    """The work of a segment from its start to some point."""
 
     form: Any  # sha256, as others
     others: Any
@@ -80,7 +80,7 @@ class SegmentWork:
         return SegmentState(*hashes, self._sizes[segment], self._factors[segment])
 
     def put(self, segment: int, state: SegmentState) -> None:
-        """Replace the work of a segment by another one's."""
+        """Replace the work of a segment by that of another segment."""
         self._forms[segment], self._others[segment] = state.form.copy(), state.others.copy()
         self._sizes[segment], self._factors[segment] = state.sizes, state.factor
 

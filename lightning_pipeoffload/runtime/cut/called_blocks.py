@@ -67,7 +67,7 @@ def _is_parametrization(part: nn.Module) -> bool:
 
 
 def spread(module: nn.Module, names: Iterable[str]) -> tuple[int, int]:
-    """Return the parameters outside of the largest of some modules, and all of theirs."""
+    """Return the number of parameters of all modules but the largest, and of all."""
     sizes = [_size(module, name) for name in names]
     return sum(sizes) - max(sizes), sum(sizes)
 
@@ -79,7 +79,7 @@ def _size(module: nn.Module, name: str) -> int:
 def is_ambiguous(module: nn.Module, name: str) -> bool:
     """Whether another container than ``name`` could hold the blocks too.
 
-    Only a traced step can tell then.
+    Then only a traced step can decide.
     """
     containers = containers_in(module)
     entries = containers.get(name, [])

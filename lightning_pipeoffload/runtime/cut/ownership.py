@@ -233,7 +233,7 @@ class NamedTensors:
         return [entry for entry in entries if len(entry[2]) > 1]
 
     def names_on_several_ranks(self) -> list[str]:
-        """List the first names of the parameters that several ranks own, alike on every rank."""
+        """List the first names of the parameters that several ranks own, equal on every rank."""
         names = [aliases[0] for aliases in self.parameter_names()]
         owned = [name for name in names if name in self.ownership.owners]
         return [name for name in owned if len(self._ranks_of(name)) > 1]

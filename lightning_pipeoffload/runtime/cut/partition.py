@@ -97,8 +97,8 @@ def estimate_costs(
 ) -> SegmentCosts:
     """Estimate each segment's work from its floating-point operations.
 
-    W computes the weight's gradient of a product, B the gradients of other operands and short W's,
-    and those of the head where that is asked for. A frozen weight has no gradient.
+    W computes weight gradients of products; B all other gradients, and weight gradients in segments
+    whose W is too short, and in the head for ``head_weight_grad="B"``. Frozen weights have none.
     """
     unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
     weight = record.weight_flops

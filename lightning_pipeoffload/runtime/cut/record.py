@@ -250,7 +250,7 @@ class StepRecord:
 
     @property
     def derivation(self) -> str:
-        """How an error goes on if the record may be at fault."""
+        """The end of an error's message if the record is possibly at fault."""
         return _DERIVED if self.is_derived or self.is_short else ""
 
     @property

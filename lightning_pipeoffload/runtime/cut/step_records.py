@@ -207,7 +207,7 @@ class StepRecords:
         return find_dims(self._chain, record if is_traced else trace(part), part, trace)
 
     def propose(self, part: Any, step: UsersStep, seed: int) -> str:
-        """Return how an error goes on if a step could be cut at other blocks, which it names."""
+        """Return the end of an error that names other blocks at which a step could be cut."""
         if not torch.is_grad_enabled():  # an evaluation runs as a whole then
             return ""
         trial = self._trial(part, step, seed)
@@ -402,7 +402,7 @@ def _without_samples(shapes: Any) -> Any:
 
 
 def _is_within(key: Any, other: Any) -> bool:
-    """Whether no length of a microbatch exceeds another one's, with which it agrees else."""
+    """Whether keys agree and no length of the first exceeds that of the other."""
     ((*kind, lengths), answers), sizes = key
     ((*other_kind, limits), other_answers), other_sizes = other
     agree = (kind, answers, sizes) == (other_kind, other_answers, other_sizes)

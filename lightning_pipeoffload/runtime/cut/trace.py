@@ -526,14 +526,14 @@ class StepTrace:
 
 
 class LongWriteError(Exception):
-    """A step has changed long containers in place; where is not recorded."""
+    """A step has changed long containers in place; the line is not recorded."""
 
     def __init__(self, written: set[Attribute]) -> None:
         self.written = written
 
 
 class ImaginedError(Exception):
-    """A step failed whose blocks read made-up values, possibly because of these."""
+    """A step failed, possibly because of made-up values that its blocks read."""
 
     def __init__(self, cause: Exception, record: StepRecord, is_in_block: bool) -> None:
         self.cause = cause

@@ -59,7 +59,7 @@ class Blueprint:
 
     Attributes:
         appeared: The parameters in the order in which they appear.
-        needed: The stages that need each of these during construction.
+        needed: The stages that need each of these parameters during construction.
         counts: The number of blocks of each stage.
         first_names: The first name of each parameter, by each of its names.
         owners: The stages that own each parameter and buffer afterwards, by name.

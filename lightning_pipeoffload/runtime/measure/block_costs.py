@@ -279,10 +279,10 @@ class BlockMeasurement:
     Args:
         pipeline: This rank's pipeline.
         transport: Its messages.
-        classes: The class of each block, alike on all ranks.
+        classes: The class of each block, the same on all ranks.
 
     Attributes:
-        bytes_beside: The most that this rank's device has held beside activations.
+        bytes_beside: The peak bytes on this rank's device apart from activations.
         num_classes: The number of classes.
     """
 

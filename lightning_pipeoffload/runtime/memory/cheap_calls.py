@@ -221,7 +221,7 @@ class CallRecorder(TorchDispatchMode):
         return known.source, known.geometry
 
     def change_stage(self, last: int, stage: int) -> None:
-        """Keep the calls of the stage that ran last; go on with those of another."""
+        """Keep the calls of stage ``last``, and continue with those of ``stage``."""
         self._known_of[last] = self._known
         self._known = self._known_of.pop(stage, {})
 

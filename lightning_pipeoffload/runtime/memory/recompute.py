@@ -100,7 +100,7 @@ class CheapRecompute(WeightInputKeeper):
             self._kept_of.clear()
 
     def change_stage(self, last: int, stage: int) -> None:
-        """Go on with another stage and its earlier recorded calls and saved tensors."""
+        """Continue with another stage's recorded calls and saved tensors."""
         self._recorder.change_stage(last, stage)
         self._kept_of[last] = self._kept
         self._kept = self._kept_of.pop(stage, {})

@@ -59,7 +59,7 @@ class SavedMemory:
     def measure_forward(
         self, store: ActivationStore | None, for_later: KeptForLater | None = None
     ) -> None:
-        """Measure the bytes in ``store`` after F, if that is due, and those beside it."""
+        """Measure the bytes in ``store`` after F, and those kept for later slices, if due."""
         if store and self.is_due:
             self.for_later = KeptForLater(*map(max, self.for_later, for_later or self.for_later))
             self.activation_bytes = max(self.activation_bytes or 0, store.saved_bytes())

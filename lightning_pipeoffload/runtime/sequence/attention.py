@@ -239,7 +239,7 @@ def _attention(original: Original) -> Callable[..., Tensor]:
 
 
 def install_attention(device_type: str) -> None:
-    """Let blocks that run on slices attend to earlier ones, on one type of device; once.
+    """Make blocks on slices attend to earlier slices, on one type of device.
 
     It costs 2 to 4 us a call; ``remove_kernels`` removes it.
     """

@@ -106,9 +106,9 @@ class KernelsOnZeros:
         """Add the innermost Function or module in which an error has asked for an address.
 
         Returns:
-            Whether it is a new one. A module that holds some of ``blocks`` is never added. A
-            Function that is there already was called by its apply as it was before; its module is
-            added instead.
+            Whether one was added. A module that contains any of ``blocks`` is never added. If the
+            Function was added before, its plain ``apply`` was called; its module is added
+            instead.
         """
         self._reason = ""
         if not _asks_for_address(error):

@@ -2,7 +2,7 @@
 
 bitsandbytes packs two values of a weight into a byte. ``quant_state``, an attribute of the weight
 and of its layer, holds the scale of each block of values (``absmax``), which may be quantized too,
-and how to decode both. A layer's weight is in full until ``layer.to(device)`` quantizes it. A shape
+and how to decode both. A layer's weight is unquantized until ``layer.to(device)``. A shape
 of a remote weight has the packed shape, and such a state made of shapes.
 """
 
@@ -34,7 +34,7 @@ _OPTIONS = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "
 
 
 def is_4bit(tensor: Tensor) -> bool:
-    """Whether a tensor is the weight of a 4-bit layer, quantized or still in full."""
+    """Whether a tensor is the weight of a 4-bit layer, quantized or not yet."""
     return hasattr(tensor, "bnb_quantized")
 
 
@@ -63,7 +63,7 @@ def carry_options(shape: Any, weight: Any) -> None:
 def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
     """Pack the shape of a slot's 4-bit weight, and add a quantization state of shapes.
 
-    A weight in full gets the packed shape and state that it will have on a device.
+    An unquantized weight gets the packed shape and state that it will have on a device.
 
     Raises:
         ValueError: The weight is packed without a state, has 8 bits, or consists of several
@@ -97,7 +97,7 @@ def refuse_other_quantized(name: str, weight: Tensor) -> None:
 
 
 def full_shape(weight: Any) -> torch.Size:
-    """Return the shape of a 4-bit weight in full."""
+    """Return the shape of a 4-bit weight before it is packed."""
     shape: torch.Size = weight.shape if weight.quant_state is None else weight.quant_state.shape
     return shape
 
@@ -113,7 +113,7 @@ def _refuse_packed(slot: Slot) -> None:
 
 
 def quantize_shape(shape: Any, weight: Any) -> None:
-    """Pack a shape as a 4-bit weight in full is packed on a device, with its state."""
+    """Pack a shape, and add a state, as quantizing a weight on a device would."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
     with IN_FORCE.during(StepRules()):  # outside of a step a mean, of scales, is refused
         packed, state = bitsandbytes.functional.quantize_4bit(
@@ -195,7 +195,7 @@ def describe_4bit(weight: Any) -> str:
 
 
 def move_weight(slot: Slot, device: torch.device) -> None:
-    """Move a parameter or buffer; a 4-bit weight in full is quantized, as by ``layer.to``."""
+    """Move a parameter or buffer; an unquantized 4-bit weight is quantized, as by ``layer.to``."""
     weight: Any = slot.tensor
     quantize(weight, device)
     weight.data = weight.data.to(device)
@@ -205,7 +205,7 @@ def move_weight(slot: Slot, device: torch.device) -> None:
 
 
 def quantize(weight: Any, device: torch.device) -> None:
-    """Quantize a 4-bit weight that is in full, on a device, and leave it there."""
+    """Move an unquantized 4-bit weight to a device, which quantizes it."""
     if is_4bit(weight) and not weight.bnb_quantized:
         weight.to(device)
 

@@ -148,7 +148,7 @@ def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
         pickled_kind = kind
 
         def to(self, *args: Any, **kwargs: Any) -> Tensor:
-            """Move the shape; quantize it where a weight in full would be quantized."""
+            """Move the shape; if it is of an unquantized 4-bit weight, quantize it."""
             device: Any = kwargs.get("device", args[0] if args else None)
             is_full = not getattr(self, "bnb_quantized", True)
             moves = isinstance(device, str | int | torch.device)

@@ -73,7 +73,7 @@ def refuse_draw_of_shard(
     kwargs: dict[str, Any],
     origins: frozenset[str],
 ) -> None:
-    """Raise ``ValueError`` for random numbers that all tensor ranks would draw alike for shards."""
+    """Raise ``ValueError`` for random numbers that would be equal in the shards of all ranks."""
     if not origins & OF_SHARD:
         return
     names = [argument.name for argument in func._schema.arguments]
@@ -100,7 +100,7 @@ def whole_value(value: Any) -> Any:
     """Return the plain tensor of a DTensor that all tensor ranks have, as loss_parallel makes it.
 
     Raises:
-        ValueError: They have parts of it.
+        ValueError: Tensor ranks have different parts of it.
     """
     if not isinstance(value, DTensor):
         return value

@@ -71,7 +71,7 @@ class CarriedValues(CallCounter):
         """Set the values of the stand-ins to the received tensors.
 
         Raises:
-            RuntimeError: The step has not made one of them, unlike in its first run.
+            RuntimeError: The step has not made one of these values, unlike in its first run.
         """
         for port, tensor in zip(self._incoming, tensors, strict=True):
             stand_in = self._awaited.get(port)
@@ -86,7 +86,7 @@ class CarriedValues(CallCounter):
         self._awaited.clear()
 
     def to_hand_on(self) -> list[Tensor]:
-        """Return the tensors that the next stage gets in addition to the payload.
+        """Return the carried values that the next stage receives besides outputs.
 
         Raises:
             RuntimeError: The step has not made one of these values, unlike in its first run.

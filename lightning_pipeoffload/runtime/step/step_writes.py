@@ -220,7 +220,7 @@ class StepWrites:
         return Left(self.num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written])
 
     def in_backward(self, stage: int, left: Left | None) -> AbstractContextManager[Any]:
-        """Let attributes that later forwards have written raise during a backward."""
+        """Make attributes that later forwards have written raise on use in a backward."""
         if left is None:
             return NOTHING
         missing = self._missing[stage]
@@ -348,7 +348,7 @@ class StepWrites:
 
 
 class _Turn:
-    """One F of a stage beside others of its rank: modules have the values it has written."""
+    """One F of a stage, in which modules have the values that this stage has written."""
 
     def __init__(self, writes: StepWrites, stage: int) -> None:
         self._writes, self._stage = writes, stage

@@ -32,7 +32,7 @@ _KERNELS = {"all_gather_into_tensor": _all_gather, "reduce_scatter_tensor": _red
 
 
 def install_host_collectives(device_type: str) -> None:
-    """Let tensors of one type of device go by way of the host's memory; once."""
+    """Send collectives' tensors of one type of device through the host's memory."""
     if device_type in _libraries:
         return
     library = torch.library.Library("_c10d_functional", "IMPL")

@@ -198,7 +198,7 @@ def _can_change(value: Any) -> bool:
 
 
 class PlaceholderError(RuntimeError):
-    """Code uses a value that this rank does not have, or not any more."""
+    """Code uses a value that this rank does not have, or no longer has."""
 
 
 class Placeholder:
@@ -276,7 +276,7 @@ def record_globals(module: nn.Module) -> Globals:
 
 
 def refuse_written_globals(before: Globals, after: Globals) -> None:
-    """Raise an error if the step that ran in between has written any of these variables."""
+    """Raise an error if the step between the two snapshots has written any global."""
     changed = [
         f"{name} (a {type(now[0][0]).__name__})"
         for name, now in after.items()

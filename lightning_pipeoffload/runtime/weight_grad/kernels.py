@@ -69,7 +69,7 @@ def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether both are marked parameters, or views or casts of some, or train nothing."""
+    """Whether both are marked parameters, or their views or casts, or are not trained."""
     if not weight.requires_grad or not torch.is_grad_enabled() or active_queue() is None:
         return False
     if not may_wait(weight if weight.is_leaf else _viewed(weight.grad_fn)):

@@ -35,7 +35,7 @@ AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class WeightGrad(NamedTuple):
-    """One gradient that waits for W; ``weights`` are parameters, or views and casts of some."""
+    """A gradient that waits for W; ``weights`` are parameters, or their views and casts."""
 
     compute: Callable[[], None]
     weights: tuple[Tensor, ...]
@@ -152,7 +152,7 @@ def active_queue() -> WeightGradQueue | None:
 
 
 def mark_at_once(parameter: Tensor, is_at_once: bool = True) -> None:
-    """Set whether B adds the gradient of ``parameter`` as W would, in queues with such weights."""
+    """Set whether B, not W, adds the gradient, in queues with ``has_at_once``."""
     setattr(parameter, _AT_ONCE, is_at_once)
 
 
