@@ -4,7 +4,7 @@ Each kind of action has one method, found in a table. One microbatch on a stage 
 
     plan      RECV_F    F         SEND_F    RECV_B    B         SEND_B    W
     messages  posted -> taken     sent ->   posted -> taken     sent ->
-    memory              [==== the activation ========][== what waits =====]
+    memory              [==== the activation ========][= inputs for W ====]
 
 A receive is posted when its message may come soon by the plan and its edge is free, at the latest
 by its RECV; F and B wait for their messages, RECV does not.

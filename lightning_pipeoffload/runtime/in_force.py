@@ -6,12 +6,12 @@ arguments. They read the settings of the step here::
     set by                    read by                              type
     F, B of a stage           kernels.py, node.py, the user's      WeightGradQueue: where weight
                               kernels by defer_weight_grad         gradients go
-    every run of a step       ShapeOnly, at each operation         StepRules: what is observed, made
-                                                                   up and dropped
+    every run of a step       ShapeOnly, at each operation         StepRules: values to observe, to
+                                                                   make up and to drop
     a trace, a measurement    chunked_loss, around its chunks      AroundChunks: counts their work
     of bytes by shapes                                             and memory
     F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointWatch: compares both
-    a block on a slice of the scaled_dot_product_attention         BlockOnSlice: what it attends to
+    a block on a slice of the scaled_dot_product_attention         BlockOnSlice: keys to attend to
     sequence
 
 The settings are global to the process, not to a thread or a context: on an accelerator autograd

@@ -304,12 +304,12 @@ class RankMesh:
 
     @property
     def roots(self) -> list[int]:
-        """The root of each replica, of its first tensor ranks."""
+        """The global rank of each replica's root, among its first tensor ranks."""
         return [row[self.stage_ranks[-1]] for row in self._table_of_tensor_rank(0)]
 
     @property
     def first_replica(self) -> list[int]:
-        """The global rank of each rank of replica 0, of its first tensor ranks."""
+        """The global ranks of replica 0, of its first tensor ranks, by rank."""
         return self._table_of_tensor_rank(0)[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Refuses steps that cannot be cut: with the reason, the line, and what to write instead."""
+"""Refuses steps that cannot be cut; the error has the reason, the line and a remedy."""
 
 from __future__ import annotations
 

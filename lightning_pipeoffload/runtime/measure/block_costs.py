@@ -2,10 +2,10 @@
 
 Every rank runs the user's step on the blocks that it has in a first cut, one microbatch at a time,
 with real values and messages. Of blocks that are alike (see :mod:`.block_classes`) each rank
-measures the first one as a stage of its own; the others between two samples are one stage. What
-follows the blocks, the head and the loss, is a stage too if the step can be cut there. The
-comparison of samples and sums gives the overhead of an action beside its blocks, and what alike
-blocks take on average. A stage of any other cut costs the sum of its blocks plus one overhead.
+measures the first one as a stage of its own; the others between two samples are one stage. The
+code behind the blocks, the head and the loss, is a stage too if the step can be cut there. The
+comparison of samples and sums gives the overhead of an action beside its blocks, and the mean
+costs of alike blocks. A stage of any other cut costs the sum of its blocks plus one overhead.
 Where few blocks are alike, the stages of the first cut are measured too, for the overhead::
 
     samples        [ F | block 0 ] [ F | block 1 ] [ F | block 2 | block 3 | block 4 | block 5 ]

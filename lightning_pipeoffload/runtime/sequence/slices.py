@@ -1,8 +1,8 @@
 """Slices of a microbatch along its sequences, and tensors kept for later slices.
 
 The blocks run on one slice after the other; each attends to the keys and values of those before it.
-The code behind the blocks gets the outputs of all slices, joined. A tensor of an
-earlier slice is a leaf of a later slice's graph, whose gradient adds up until the earlier one's B::
+The code behind the blocks gets the outputs of all slices, joined. A tensor of an earlier slice is a
+leaf of a later slice's graph; its gradient adds up until the B of the earlier slice::
 
     F of slice 0    keys, values  ->  leaves
     F of slice 1                      used   keys, values  ->  leaves
@@ -53,9 +53,9 @@ class SequenceSlice:
         return self.stop == self.length
 
     def cut(self, tensor: Tensor, dims: Dims) -> Tensor:
-        """Return the slice's part of a tensor; of a second dimension, all up to its end.
+        """Return a slice's tokens of a tensor; of a second dimension, keys, those up to ``stop``.
 
-        It is a copy, for a view would keep the whole.
+        It is a copy, since a view would keep the whole memory.
         """
         for place, dim in enumerate(dims):
             start = 0 if place else self.start

@@ -6,8 +6,8 @@ microbatch and at the same line, need not be waited for again::
     stage 0 of the rank    if mask.all():    waits for the device; the value is kept
     stage 3 of the rank    if mask.all():    gets that value
 
-Only lines are answered whose operand the trace has found to be the same on every stage: what is
-computed from the batch and from constants.
+Only lines are answered whose operand is the same on every stage by the trace: computed from the
+batch and from constants.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ auxiliary loss: the step makes such a value before a cut and uses it behind. The
 real tensor, the receiver as a shape-only one, in the same place of the same step. So a value is
 named by its **port**, the place where the step makes it: the segment (see :mod:`.trace`) and the
 number of the call of a torch function there. Both sides count those calls alike, for they run the
-same Python code on the same batch. What the later stages need travels with the payload; a stage in
-between hands it on. Its gradient comes back the same way, summed over all uses. A skip over
+same Python code on the same batch. A value that later stages need is sent with the payload; a stage
+in between hands it on. Its gradient comes back the same way, summed over all uses. A skip over
 three stages::
 
     stage 0   makes h, x        sends x, h

@@ -1,10 +1,10 @@
 """A microbatch in flight, and the life of a microbatch in the pipeline.
 
-Three objects have its state, each as long as what it describes: :class:`.Microbatch`, a slice of
-the batch on a rank; :class:`InFlight`, one microbatch on one stage from its F to its W; and
+Three objects have its state, each with its own lifetime: :class:`.Microbatch`, a slice of the
+batch on a rank; :class:`InFlight`, one microbatch on one stage from its F to its W; and
 :class:`.StagePass`, one call of the user's step, which is that F. Messages are in the rank's
 :class:`.Mailbox`, saved tensors in autograd's graph or in an :class:`.ActivationStore`. A stage in
-the middle, with the numbers of what happens below::
+the middle, with the numbers of the events below::
 
     plan            RECV_F  F           SEND_F         RECV_B  B           SEND_B  W
     Microbatch    1 ================================================================
@@ -16,28 +16,29 @@ the middle, with the numbers of what happens below::
 
  1. The batch is cut: ``Pipeline.trace_parts`` makes each Microbatch, with the record of its shapes.
  2. At RECV_F, or as soon as the message may come, the Mailbox posts a receive.
- 3. F: ``ActivationMemory.open`` gives a store if the plan copies what this F saves, or if it is to
-    be measured. ``StageRunner.forward`` makes the InFlight, and a StagePass that calls the step.
+ 3. F: ``ActivationMemory.open`` returns a store if the plan copies the tensors that this F saves,
+    or to measure them. ``StageRunner.forward`` makes the InFlight, and a StagePass that calls
+    the step.
  4. At the stage's first block the pass takes the message. ``payload.enter`` makes its tensors the
-    beginning of the stage's graph, which ends B there: their gradients get into ``received``.
+    beginning of the stage's graph, which ends B there: their gradients are put into ``received``.
  5. The stage's blocks run, and autograd saves tensors.
- 6. CarriedValues of the pass note what the step makes beside the blocks and others use.
- 7. Behind the last block the pass leaves the step. The tensors for the next stage get into the
-    Mailbox; the InFlight keeps their edges in the graph only, on the last stage the loss.
+ 6. CarriedValues of the pass record values made outside of the blocks that other stages use.
+ 7. Behind the last block the pass leaves the step. The tensors for the next stage are put into
+    the Mailbox; the InFlight keeps their edges in the graph only, on the last stage the loss.
  8. SEND_F sends them; or a next stage of this rank takes them.
  9. At RECV_B the Mailbox posts a receive of their gradients,
 10. which B takes.
-11. ``StageRunner.backward`` runs autograd from the edges or the loss. The graph goes, and with it
-    what it has saved; weights' products get into the queue, with the tensors that these need.
-12. The gradients in ``received`` get into the Mailbox,
-13. and to the previous stage.
-14. Until W the queue is left, and values of tensors that later F's write and W reads (``seen``).
+11. ``StageRunner.backward`` runs autograd from the edges or the loss. The graph is freed, and with
+    it its saved tensors; weights' products are put into the queue, with their operands.
+12. The gradients in ``received`` are put into the Mailbox,
+13. and sent to the previous stage.
+14. Until W the queue remains, and values of tensors that later F's write and W reads (``seen``).
 15. W: ``StageRunner.weight`` empties the queue. BW adds all gradients at once and ends here too.
 16. ``StageRunner.free`` drops the InFlight. After an error ``abandon`` drops all of a stage, and
     ``take_back`` those whose forwards run again.
 
-Where blocks run on slices of sequences, each slice is a Microbatch with its own InFlight; what the
-slices of a microbatch keep for each other on a stage is in the EarlierSlices that they share.
+Where blocks run on slices of sequences, each slice is a Microbatch with its own InFlight; tensors
+kept for later slices of a microbatch on a stage are in the EarlierSlices that they share.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One F of a stage on a slice of the sequence (``num_sequence_slices``).
 
-The step's code sees whole sequences: before the blocks it runs on the whole microbatch, and what it
-passes on from one block to the next stands for the whole output of the block. Only the blocks run
-on the slice. On the last stage the step is left behind them, but for the last slice, whose step
-gets the outputs of all slices, joined. Two blocks on one stage, two slices::
+The step's code runs on whole sequences: before the blocks on the whole microbatch, and between
+blocks on a stand-in for the whole output of the block. Only the blocks run
+on the slice. On the last stage the step exits behind them, except for the last slice, whose
+step gets the outputs of all slices, joined. Two blocks on one stage, two slices::
 
     training_step   embedding   block 0          block 1                head, loss
     slice 0         runs        on slice 0  ->   on slice 0, exit

@@ -398,8 +398,8 @@ class StagePass:
 def _exit_before(error: BaseException) -> StageExit | None:
     """Return the exit from a stage during which an error has been raised.
 
-    While the step is left, ``finally`` and ``__exit__`` run, and may use what only a later stage
-    has: they come to their end there.
+    While the step exits, ``finally`` and ``__exit__`` run, and may use values that only a later
+    stage has: there they complete.
     """
     context = error.__context__
     while context is not None and not isinstance(context, StageExit):

@@ -8,9 +8,9 @@ Each stage of a rank runs the beginning of the step on the rank's one module, an
 microbatch once more. So each stage has its own values of the attributes that it has written. The
 modules have those of their home: the rank's last stage, but for a block the stage that runs it.
 Another stage's values are exchanged for them while that stage runs. When all stages have run the
-same number of microbatches, only those of the homes remain, so that what hooks write between steps
-holds for every stage. What the first pass makes for all later ones, a flag or a cache, is made
-once.
+same number of microbatches, only those of the homes remain, so that writes of hooks between steps
+hold for every stage. A value that the first pass makes for all later passes, a flag or a cache, is
+made once.
 """
 
 from __future__ import annotations

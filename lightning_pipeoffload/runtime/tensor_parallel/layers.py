@@ -13,7 +13,7 @@ even the product of a linear layer is one of DTensors::
 
 An embedding looks its own rows or columns up. Any other layer makes DTensors of its local
 parameters where it is called, and its gradients are there in B. A compiler traces both the hooks
-and a layer's own ``forward`` here, and what it makes of DTensors has local tensors and collectives.
+and a layer's own ``forward`` here, and compiles their DTensors to local tensors and collectives.
 """
 
 from __future__ import annotations
