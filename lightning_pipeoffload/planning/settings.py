@@ -288,7 +288,7 @@ class PipelineSettings:
         if self.host_memory_limit is None:
             return HostBudget.share_of_machine(num_local_ranks)
         given = parse_bytes(self.host_memory_limit, "host_memory_limit")
-        return HostBudget.given(given, bytes_writer(self.host_memory_limit)(given))
+        return HostBudget.configured(given, bytes_writer(self.host_memory_limit)(given))
 
     # ``on_accelerator``: whether the devices have a memory of their own.
 

@@ -183,14 +183,14 @@ class _Look:
         if self._rows:
             return next(iter(rows.values()), 1)
         self.is_by_lists = bool(self._unclear)
-        found = self._count_lists()
-        if found is None:
+        num_samples = self._count_lists()
+        if num_samples is None:
             raise ValueError(
                 f"the batch ({self._name}) holds no tensor with a dimension to cut into "
                 f"microbatches, nor a list with an entry for each sample; let collate_fn return "
                 f"tensors, in a dict, list, tuple or dataclass say, {_INSTEAD}"
             )
-        return found
+        return num_samples
 
     def _count_lists(self) -> int | None:
         """Return the samples of a batch without tensors beside its lists; None: none has any."""
@@ -205,13 +205,13 @@ class _Look:
         rows = set[int]().union(*by_list) if all(by_list) else set()
         rows = rows - {1} or rows
         beside = {len(value) for value in columns}
-        found = [n for n in (entries, rows) if len(n) == 1]
-        if len(found) == 2 and entries != rows:
+        counts = [n for n in (entries, rows) if len(n) == 1]
+        if len(counts) == 2 and entries != rows:
             likely = {self.collation.decide(next(iter(entries)), next(iter(rows)))}
-            found = [n for n in found if n == likely] or [n for n in found if n <= beside]
-        self.is_by_entries = found == [entries]
-        if len(found) == 1 or (found and entries == rows):
-            return next(iter(found[0]))
+            counts = [n for n in counts if n == likely] or [n for n in counts if n <= beside]
+        self.is_by_entries = counts == [entries]
+        if len(counts) == 1 or (counts and entries == rows):
+            return next(iter(counts[0]))
         place, value = next(iter(others.items()))
         raise ValueError(
             f"{place} has {len(value)} entries with {' or '.join(map(str, sorted(rows)))} rows, "

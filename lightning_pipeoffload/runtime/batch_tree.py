@@ -12,14 +12,14 @@ from torch import Tensor
 
 def batch_leaves(tree: Any) -> list[Any]:
     """Return the tensors and values of a batch, and the entries of its lists of plain values."""
-    found: list[Any] = []
+    leaves: list[Any] = []
 
     def leaf(value: Any) -> Any:
-        found.extend(value if is_column(value) else [value])
+        leaves.extend(value if is_column(value) else [value])
         return value
 
     map_batch(leaf, tree)
-    return found
+    return leaves
 
 
 def map_batch(leaf: Callable[[Any], Any], tree: Any) -> Any:
@@ -79,16 +79,16 @@ def rebuild(tree: Any, parts: list[Any]) -> Any:
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)(dict(zip(tree, parts, strict=True)))  # type: ignore[call-arg]
-    made = copy.copy(tree)
+    rebuilt = copy.copy(tree)
     if isinstance(tree, list):
-        made[:] = parts
+        rebuilt[:] = parts
     elif isinstance(tree, MutableMapping):
         for key, part in zip(tree, parts, strict=True):
-            made[key] = part
+            rebuilt[key] = part
     else:
         for name, part in zip(field_names(tree), parts, strict=True):
-            object.__setattr__(made, name, part)  # it may be frozen
-    return made
+            object.__setattr__(rebuilt, name, part)  # it may be frozen
+    return rebuilt
 
 
 def tensors_of_object(value: Any, depth: int = 3) -> list[Tensor]:
@@ -96,7 +96,7 @@ def tensors_of_object(value: Any, depth: int = 3) -> list[Tensor]:
     space = getattr(value, "__dict__", None)
     if not isinstance(space, dict) or isinstance(value, Tensor | type) or not depth:
         return []
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for part in batch_leaves(space):
-        found += [part] if isinstance(part, Tensor) else tensors_of_object(part, depth - 1)
-    return found
+        tensors += [part] if isinstance(part, Tensor) else tensors_of_object(part, depth - 1)
+    return tensors

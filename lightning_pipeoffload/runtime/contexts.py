@@ -15,11 +15,11 @@ def together(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[A
 
     Actions enter contexts with cold caches, where each Python call takes microseconds.
     """
-    found: AbstractContextManager[Any] = NOTHING
+    combined: AbstractContextManager[Any] = NOTHING
     for context in contexts:
         if context is not NOTHING:
-            found = context if found is NOTHING else _Both(found, context)
-    return found
+            combined = context if combined is NOTHING else _Both(combined, context)
+    return combined
 
 
 class _Both:

@@ -38,17 +38,17 @@ class HostGroup:
 
     def broadcast(self, obj: Any, src: int) -> Any:
         """Return the object of global rank ``src``."""
-        box = [obj]
+        objects = [obj]
         with blaming_peers("lost a rank in a broadcast"):
-            dist.broadcast_object_list(box, src, group=self.host_group)
-        return box[0]
+            dist.broadcast_object_list(objects, src, group=self.host_group)
+        return objects[0]
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all processes, in the order of their global ranks."""
-        found: list[Any] = [None] * self.num_processes
+        objects: list[Any] = [None] * self.num_processes
         with blaming_peers("lost a rank while gathering"):
-            dist.all_gather_object(found, obj, group=self.host_group)
-        return found
+            dist.all_gather_object(objects, obj, group=self.host_group)
+        return objects
 
     def agree(self, decision: bool, unanimous: bool) -> bool:
         """Return whether all processes pass True if ``unanimous``, else whether any does."""
@@ -57,14 +57,14 @@ class HostGroup:
 
     def start_sharing(self, number: int, src: int) -> Callable[[], int]:
         """Start a broadcast from global rank ``src``; return a function that waits for it."""
-        box = torch.tensor([int(number)])
+        message = torch.tensor([int(number)])
         # The group's own method: that of torch.distributed takes twice as long.
-        work = self.side_group.broadcast(box, dist.get_group_rank(self.side_group, src))
+        work = self.side_group.broadcast(message, dist.get_group_rank(self.side_group, src))
 
         def wait() -> int:
             with blaming_peers("lost a rank while deciding together"):
                 work.wait()
-            return int(box)
+            return int(message)
 
         return wait
 

@@ -80,9 +80,9 @@ class InProcessPipeline:
         """
         runs = []
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
-            own = batch if pipeline is self.ranks[0] else copy_batch(batch)
+            batch_of_rank = batch if pipeline is self.ranks[0] else copy_batch(batch)
             step = partial(_call, self._step, pipeline.module)
-            slices = pipeline.cut_batch(own, size, step, "train", seed)
+            slices = pipeline.cut_batch(batch_of_rank, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
             microbatches = in_slices(placed(slices, weights), self.plan.num_sequence_slices)
             executor.stages = pipeline.stages

@@ -120,10 +120,10 @@ def _open(leaf: Any) -> Any:
 def _close(leaf: Any) -> Any:
     if not isinstance(leaf, Opened):
         return leaf
-    made = copy(leaf.hollow)
-    for field, value in zip(fields(made), leaf.values, strict=True):
-        object.__setattr__(made, field.name, close_dataclasses(value))
-    return made
+    closed = copy(leaf.hollow)
+    for field, value in zip(fields(closed), leaf.values, strict=True):
+        object.__setattr__(closed, field.name, close_dataclasses(value))
+    return closed
 
 
 def output_leaves(output: Any) -> Iterator[Any]:

@@ -35,7 +35,7 @@ class _Ends(NamedTuple):
     """The messages at both ends of an F, B or BW; None: there is no such stage."""
 
     needed: Action | None
-    given: Action | None
+    receiver: Action | None
 
 
 class Mailbox:
@@ -121,10 +121,10 @@ class Mailbox:
 
     def give(self, action: Action, tensors: list[Tensor]) -> bool:
         """Keep the result of an F or B for its next stage; return False if no stage follows."""
-        given = self._ends[action].given
-        if given is None:
+        receiver = self._ends[action].receiver
+        if receiver is None:
             return False
-        self._messages[given] = tensors
+        self._messages[receiver] = tensors
         return True
 
     def send(self, send: Action) -> None:

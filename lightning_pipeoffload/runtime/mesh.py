@@ -65,11 +65,11 @@ class ProcessGroups:
     @classmethod
     def of(cls, layout: GroupLayout) -> ProcessGroups:
         """Return the groups of a layout; end those of any other layout."""
-        found = cls._current
-        if found is None or found._layout != layout or not found._exist():
+        groups = cls._current
+        if groups is None or groups._layout != layout or not groups._exist():
             cls.end()
-            found = cls._current = cls(layout)
-        return found
+            groups = cls._current = cls(layout)
+        return groups
 
     @classmethod
     def end(cls, has_failed: bool = False) -> None:
@@ -419,11 +419,11 @@ class RankMesh:
         connects: bool = False,
         make_options: Callable[[], Any] | None = None,
     ) -> Any:
-        found = None
+        group_of_rank = None
         for members in groups:
             group = self.groups.get(use, tuple(members), options, connects, make_options)
-            found = group if self.global_rank in members else found
-        return found
+            group_of_rank = group if self.global_rank in members else group_of_rank
+        return group_of_rank
 
 
 def _table_of(schedule: Schedule, num_replicas: int, rank_order: str) -> list[list[int]]:

@@ -127,8 +127,8 @@ def sample_counts(outputs: Any) -> frozenset[int] | None:
     counts = [count for count in map(sample_counts, parts) if count is not None]
     if not counts:
         return None
-    found = frozenset.intersection(*counts)
-    return found | {len(parts)} if has_entry_for_each(outputs, len(parts)) else found
+    common = frozenset.intersection(*counts)
+    return common | {len(parts)} if has_entry_for_each(outputs, len(parts)) else common
 
 
 def start_checksum(batch: Any) -> Callable[[], int]:
@@ -149,20 +149,20 @@ def start_checksum(batch: Any) -> Callable[[], int]:
 
 def shape_signature(batch: Any) -> tuple[Any, ...]:
     """Return the parts of a batch on which shapes inside a step may depend."""
-    found: list[Any] = []
+    signature: list[Any] = []
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor | np.ndarray):
-            found.append((_shape_of(value), value.dtype))
+            signature.append((_shape_of(value), value.dtype))
         elif is_column(value):
-            found.append((type(value), len(value)))
+            signature.append((type(value), len(value)))
         else:
-            found.append(value if isinstance(value, int) else type(value))
-            found.extend((_shape_of(part), part.dtype) for part in tensors_of_object(value))
+            signature.append(value if isinstance(value, int) else type(value))
+            signature.extend((_shape_of(part), part.dtype) for part in tensors_of_object(value))
         return value
 
     map_batch(leaf, batch)
-    return tuple(found)
+    return tuple(signature)
 
 
 def _shape_of(value: Any) -> Any:

@@ -62,11 +62,11 @@ def has_drawn_since(seed: int) -> bool:
 @contextmanager
 def forked_randomness() -> Iterator[None]:
     """Restore the state of every global generator after the context."""
-    found = RandomnessReplay()
+    before = RandomnessReplay()
     try:
         yield
     finally:
-        found.restore()
+        before.restore()
 
 
 @contextmanager

@@ -29,10 +29,10 @@ class StoredTensor(Tensor):
     @staticmethod
     def __new__(cls, meta: Tensor, read: Callable[[], Tensor]) -> StoredTensor:
         # Private: the only way to make a tensor that has a device but no storage.
-        made: StoredTensor = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype)
-        made._read = read
-        made._kept = None
-        return made
+        tensor: StoredTensor = Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype)
+        tensor._read = read
+        tensor._kept = None
+        return tensor
 
     def value(self) -> Tensor:
         """Return the value, which must not be written."""
@@ -93,12 +93,12 @@ class StoredTensor(Tensor):
         arguments = func._schema.arguments
         shared = {argument.name for argument in arguments if argument.alias_info is not None}
         values = [
-            map_operands(_kept_of if argument.name in shared else value_of, given)
-            for argument, given in zip(arguments, args, strict=False)
+            map_operands(_kept_of if argument.name in shared else value_of, value)
+            for argument, value in zip(arguments, args, strict=False)
         ]
         options = {
-            name: map_operands(_kept_of if name in shared else value_of, given)
-            for name, given in (kwargs or {}).items()
+            name: map_operands(_kept_of if name in shared else value_of, value)
+            for name, value in (kwargs or {}).items()
         }
         return func(*values, **options)
 

@@ -140,20 +140,20 @@ class ActionTimer:
 
     def seconds_in(self, steps: Iterable[TimedStep]) -> dict[tuple[Kind, int], float]:
         """Return the median seconds of each kind of action and stage in some finished steps."""
-        found: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+        samples: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for step in steps:
             for action, spans, num_actions in step.actions:
-                found[action.kind, action.stage].append(self._seconds(spans) / num_actions)
-        return {key: median(seconds) for key, seconds in found.items()}
+                samples[action.kind, action.stage].append(self._seconds(spans) / num_actions)
+        return {key: median(seconds) for key, seconds in samples.items()}
 
     def slice_seconds(self, num_slices: int) -> dict[tuple[Kind, int, int], float]:
         """Return the median seconds of each kind of action, stage and slice of a microbatch."""
-        found: defaultdict[tuple[Kind, int, int], list[float]] = defaultdict(list)
+        samples: defaultdict[tuple[Kind, int, int], list[float]] = defaultdict(list)
         for step in self._steps:
             for action, spans, num_actions in step.actions:
                 key = action.kind, action.stage, action.microbatch % num_slices
-                found[key].append(self._seconds(spans) / num_actions)
-        return {key: median(seconds) for key, seconds in found.items()}
+                samples[key].append(self._seconds(spans) / num_actions)
+        return {key: median(seconds) for key, seconds in samples.items()}
 
     def step_seconds(self) -> float:
         """Return the median time from one step's start to the next one's; 0 before a step."""

@@ -469,11 +469,12 @@ def nccl_options(timeout: timedelta | None) -> Any:
 
 def check_environment() -> None:
     """Refuse settings by which a host or hardware queue waits for a message sent only later."""
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if int(given) < _FEWEST_QUEUES:
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if int(connections) < _FEWEST_QUEUES:
         raise ValueError(
-            f"CUDA_DEVICE_MAX_CONNECTIONS ({given}) must be at least {_FEWEST_QUEUES}, or messages "
-            f"that share a hardware queue may wait for each other for ever; unset it, or use 32"
+            f"CUDA_DEVICE_MAX_CONNECTIONS ({connections}) must be at least {_FEWEST_QUEUES}, or "
+            f"messages that share a hardware queue may wait for each other for ever; unset it, or "
+            f"use 32"
         )
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
     if blocking not in ("", "0"):

@@ -47,7 +47,7 @@ def by_costs(*given, **more):
 
 
 def hosts(num_bytes, num_ranks=4):
-    return [HostBudget.given(num_bytes)] * num_ranks
+    return [HostBudget.configured(num_bytes)] * num_ranks
 
 
 @pytest.mark.parametrize("offload", [None, "half", 1.0])
@@ -149,7 +149,7 @@ def test_what_the_hosts_have_no_room_for_is_refused(options):
 def test_what_just_fits_the_hosts_is_taken_and_the_pool_takes_whole_pieces():
     options = {"schedule": "1f1b", "offload": "full"}
     plan, _ = measured(**options)
-    budgets = [HostBudget.given(int(peak) or 1) for peak in peak_host_memory(plan, COSTS)]
+    budgets = [HostBudget.configured(int(peak) or 1) for peak in peak_host_memory(plan, COSTS)]
     assert measured(**options, limits=MachineLimits(hosts=budgets))[0] == plan
     costs = replace(COSTS, activation=1.9 * MIB)
     peak = int(max(peak_host_memory(measured(costs, **options)[0], costs)))

@@ -150,9 +150,9 @@ class _Draft(RegisteredParameters):
         _refuse_unknown_draws(func, args)
         if func is not aten.detach.default:
             written = [*shape_only_leaves([*written_arguments(func, args)])]
-            own = frozenset[str]().union(*(leaf.origins for leaf in written))
+            written_origins = frozenset[str]().union(*(leaf.origins for leaf in written))
             for leaf in shape_only_leaves(args):
-                self._read |= leaf.origins - own
+                self._read |= leaf.origins - written_origins
 
     def indices(self, origins: Set[str]) -> set[int]:
         """Return the indices of the parameters with these origins."""
@@ -172,8 +172,8 @@ class _Draft(RegisteredParameters):
     ) -> Blueprint | None:
         """Return the blueprint of the run; None if it has made no parameters."""
         indices = {slot.name: self._index_in(slot) for slot in parameters_in(self._module)}
-        known = {name: index for name, index in indices.items() if index is not None}
-        if all(index < self.num_found for index in known.values()):
+        registered = {name: index for name, index in indices.items() if index is not None}
+        if all(index < self.num_found for index in registered.values()):
             return None
         chain = find_chain(self._module, blocks)
         slots = find_slots(self._module)
@@ -183,7 +183,7 @@ class _Draft(RegisteredParameters):
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,
-            self._find_needed(known, owners, len(stages)),
+            self._find_needed(registered, owners, len(stages)),
             [len(stage.blocks) for stage in stages],
             tied_names(self._module),
             owners,

@@ -51,8 +51,8 @@ class PartedModule:
         self._rank = rank
         self._fetch = fetch
         everywhere = frozenset(range(len(stage_ranks)))  # what a hook has added since
-        found = blueprint.owners
-        self.owners = {slot.name: found.get(slot.name, everywhere) for slot in find_slots(module)}
+        owners = blueprint.owners
+        self.owners = {slot.name: owners.get(slot.name, everywhere) for slot in find_slots(module)}
         self.counts = blueprint.counts
         self._is_filled = False
         self._ranks: dict[str, set[int]] = {}
@@ -62,8 +62,8 @@ class PartedModule:
         """Raise ``RuntimeError`` if a parameter of this rank was never filled; checks only once."""
         if self._is_filled:
             return
-        own = (slot for slot in find_slots(self._module) if slot.kind == "_parameters")
-        left = [s.name for s in own if _is_unfilled(s.tensor)]
+        parameters = (slot for slot in find_slots(self._module) if slot.kind == "_parameters")
+        left = [s.name for s in parameters if _is_unfilled(s.tensor)]
         if left:
             raise RuntimeError(_explain_unfilled(left))
         self._is_filled = True
@@ -90,8 +90,8 @@ class PartedModule:
 
 def _is_unfilled(tensor: Tensor) -> bool:
     """Return whether a parameter of this rank, or its quantized scales, is uninitialized."""
-    own = () if isinstance(tensor, ShapeOnly) else (tensor, *scales_of(tensor))
-    return any(begins_with_nan(each) for each in own)
+    tensors = () if isinstance(tensor, ShapeOnly) else (tensor, *scales_of(tensor))
+    return any(begins_with_nan(each) for each in tensors)
 
 
 def _explain_unfilled(names: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ def _explain_unfilled(names: Sequence[str]) -> str:
 
 
 def _fill(slots: Sequence[Slot], value: Tensor) -> None:
-    made: dict[int, Tensor] = {}
+    real_tensors: dict[int, Tensor] = {}
     for slot in slots:
-        make_real(slot, made).copy_(value)
+        make_real(slot, real_tensors).copy_(value)
         take_state(slot, value)

@@ -47,9 +47,9 @@ class ParameterShape(RemoteTensor):
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         refuse_other_quantized(origin, parameter)
-        made = cls.like_weight(parameter, meta, parameter.device, origin)
-        made._is_param = True  # private: see RemoteTensor
-        return made
+        shape = cls.like_weight(parameter, meta, parameter.device, origin)
+        shape._is_param = True  # private: see RemoteTensor
+        return shape
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -100,7 +100,7 @@ class RegisteredParameters:
     def __init__(self, module: nn.Module) -> None:
         self.appeared: list[Appearance] = []
         self._freed = FreedMemory()
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._indices: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._shapes: dict[int, ParameterShape] = {}
         for slot in parameters_in(module):
             if self.index_of(slot.tensor) is None:
@@ -142,7 +142,7 @@ class RegisteredParameters:
 
     def index_of(self, parameter: Tensor) -> int | None:
         """Return the index of a parameter, or of the shape that replaces it; None if it is new."""
-        registered, index = self._known.get(id(parameter), (None, None))
+        registered, index = self._indices.get(id(parameter), (None, None))
         return index if registered is not None and registered() is parameter else None
 
     def replace(self, index: int, parameter: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class RegisteredParameters:
         return len(self.appeared) - 1
 
     def _know(self, parameter: Tensor, index: int) -> None:
-        self._known[id(parameter)] = weakref.ref(parameter), index
+        self._indices[id(parameter)] = weakref.ref(parameter), index
 
 
 def _making_subclass(plain: Callable[..., Any]) -> Any:
@@ -198,12 +198,12 @@ def _making_subclass(plain: Callable[..., Any]) -> Any:
         kind: type[Tensor], data: Tensor, requires_grad: bool = False, *rest: Any, **options: Any
     ) -> Tensor:
         if not isinstance(data, ShapeOnly):
-            made: Tensor = plain(kind, data, requires_grad, *rest, **options)
-            return made
+            parameter: Tensor = plain(kind, data, requires_grad, *rest, **options)
+            return parameter
         shape = remote_kind(ParameterShape, kind)
-        found: Tensor = shape(data.meta, data.device, data.origins, requires_grad)
-        found._is_param = True  # private: see RemoteTensor
-        return found
+        stand_in: Tensor = shape(data.meta, data.device, data.origins, requires_grad)
+        stand_in._is_param = True  # private: see RemoteTensor
+        return stand_in
 
     return staticmethod(make)
 
@@ -271,10 +271,10 @@ class _MarkingEmptyMemory(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in _MAKERS and type(made) is Tensor and _may_be_marked(made):
-            _first_of(made).fill_(torch.nan)
-        return made
+        result = func(*args, **(kwargs or {}))
+        if func in _MAKERS and type(result) is Tensor and _may_be_marked(result):
+            _first_of(result).fill_(torch.nan)
+        return result
 
 
 def begins_with_nan(tensor: Tensor) -> bool:

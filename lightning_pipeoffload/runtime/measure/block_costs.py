@@ -401,11 +401,11 @@ def _with_free_head(blocks: Costs, beside: BesideBlocks) -> Costs:
 def with_head_in_b(segments: Costs, num_segments: int) -> Costs:
     """Return the costs of segments where B computes the last one's weight gradients."""
     names = "backward_input", "backward_weight", "weight_input", "weight_residue"
-    found: dict[str, Any] = {name: [*segments.per_stage(name, num_segments)] for name in names}
-    found["backward_input"][-1] += found["backward_weight"][-1]
+    costs: dict[str, Any] = {name: [*segments.per_stage(name, num_segments)] for name in names}
+    costs["backward_input"][-1] += costs["backward_weight"][-1]
     for name in names[1:]:
-        found[name][-1] = 0.0
-    return replace(segments, **found)
+        costs[name][-1] = 0.0
+    return replace(segments, **costs)
 
 
 def _silent(part: Microbatch) -> Microbatch:
@@ -449,14 +449,14 @@ def costs_of_blocks(
 
 def _of_samples(samples: Costs, sampled: SampledCut) -> Costs:
     num_stages, latencies = len(sampled.stages), [0.0] * len(sampled.ranks)
-    found: dict[str, Any] = {
+    costs: dict[str, Any] = {
         name: [samples.per_stage(name, num_stages)[stage] for stage in sampled.sample_of]
         for name in StageCosts.__annotations__
     }
     after_stages = samples.per_stage("communication", num_stages)
     for blocks, seconds in zip(sampled.stages, after_stages, strict=True):
         latencies[blocks[-1]] = seconds
-    return replace(samples, communication=latencies, step=0.0, **found)
+    return replace(samples, communication=latencies, step=0.0, **costs)
 
 
 def _scaled(
@@ -466,10 +466,10 @@ def _scaled(
     scaled = [*blocks.per_stage(name, len(sampled.ranks))]
     for rank in {*sampled.ranks}:
         inside = [block for block, other in enumerate(sampled.ranks) if other == rank]
-        own = [s for s, stage in enumerate(sampled.stages) if sampled.ranks[stage[0]] == rank]
+        stages = [s for s, stage in enumerate(sampled.stages) if sampled.ranks[stage[0]] == rank]
         estimate = sum(scaled[block] - once for block in inside)
-        if estimate > 0 and len(own) < len(inside):
-            factor = max(0.0, sum(seconds[stage] - once for stage in own) / estimate)
+        if estimate > 0 and len(stages) < len(inside):
+            factor = max(0.0, sum(seconds[stage] - once for stage in stages) / estimate)
             for block in inside:
                 scaled[block] = once + factor * (scaled[block] - once)
     return scaled
@@ -509,13 +509,13 @@ def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int
         stages: The costs of the stages of another cut.
         num_stages: The number of these stages.
     """
-    found = dict.fromkeys(COMPUTE_TIMES, 0.0)
+    overheads = dict.fromkeys(COMPUTE_TIMES, 0.0)
     if num_blocks > num_stages:
         for name in COMPUTE_TIMES:
             of_blocks = blocks.per_stage(name, num_blocks)
             more = sum(of_blocks) - sum(stages.per_stage(name, num_stages))
-            found[name] = min(max(0.0, more / (num_blocks - num_stages)), *of_blocks)
-    return found
+            overheads[name] = min(max(0.0, more / (num_blocks - num_stages)), *of_blocks)
+    return overheads
 
 
 def costs_of_stages(

@@ -175,16 +175,16 @@ def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
 
 def _ask(group: PipelineGroup, rank: int) -> ClockOffset:
     """Return the offset from the fastest of several round trips."""
-    found = []
-    box = torch.zeros(1, dtype=torch.float64)
+    offsets = []
+    message = torch.zeros(1, dtype=torch.float64)
     peer = dist.get_group_rank(group.host_group, rank)
     for _ in range(_QUESTIONS):
         sent = time.perf_counter()
-        group.host_group.send([box], peer, _TAG).wait()
-        group.host_group.recv([box], peer, _TAG).wait()
+        group.host_group.send([message], peer, _TAG).wait()
+        group.host_group.recv([message], peer, _TAG).wait()
         received = time.perf_counter()
-        found.append(ClockOffset(float(box) - (sent + received) / 2, (received - sent) / 2))
-    return min(found, key=lambda offset: offset.error)
+        offsets.append(ClockOffset(float(message) - (sent + received) / 2, (received - sent) / 2))
+    return min(offsets, key=lambda offset: offset.error)
 
 
 def _answer(group: PipelineGroup, root: int) -> None:

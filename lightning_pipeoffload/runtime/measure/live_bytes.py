@@ -32,10 +32,10 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
+        inputs = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
             key = memory_of(tensor)
-            if key in self._num_tensors or key not in given:
+            if key in self._num_tensors or key not in inputs:
                 self._add(key, tensor)
         self.peak = max(self.peak, self._now)
         return result

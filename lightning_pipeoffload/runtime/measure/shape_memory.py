@@ -332,8 +332,8 @@ class _MeasuringPass(StepTrace):
         output = self.outputs[index]
         form = self._part.device, self.chain.output_origins(index)
         shapes = [ShapeOnly(meta, *form) for meta in output.metas]
-        given = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
-        return output.fill(_LeftOut.apply(output, shapes, *given))
+        inputs = [leaf for leaf in tensors_in(arguments) if leaf.requires_grad]
+        return output.fill(_LeftOut.apply(output, shapes, *inputs))
 
     @contextmanager
     def _again_in_block(self) -> Iterator[None]:
@@ -421,14 +421,14 @@ class _LeftOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: BlockOutput, shapes: list[ShapeOnly], *given: Tensor
+        ctx: Any, output: BlockOutput, shapes: list[ShapeOnly], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.given = [(TensorSpec.of(leaf), leaf.device) for leaf in given]
+        ctx.specs = [(TensorSpec.of(leaf), leaf.device) for leaf in inputs]
         pairs = zip(shapes, output.payload, strict=True)
         ctx.mark_non_differentiable(*(leaf for leaf, spec in pairs if not spec.requires_grad))
         return tuple(shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        shapes = (ShapeOnly(spec.empty("meta"), device, frozenset()) for spec, device in ctx.given)
+        shapes = (ShapeOnly(spec.empty("meta"), device, frozenset()) for spec, device in ctx.specs)
         return None, None, *shapes

@@ -206,8 +206,8 @@ class CallRecorder(TorchDispatchMode):
     def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
         super().__init__()
         self._kinds = kinds
-        self._known: dict[int, _Known] = {}
-        self._known_of: dict[int, dict[int, _Known]] = {}
+        self._values: dict[int, _Known] = {}
+        self._values_of_stage: dict[int, dict[int, _Known]] = {}
         self._swept_at = 64
 
     def find(self, tensor: Tensor) -> tuple[ValueSource, tuple[Any, ...]] | None:
@@ -215,20 +215,20 @@ class CallRecorder(TorchDispatchMode):
 
         None: the value is unknown, or was written since.
         """
-        known = self._known.get(_key(tensor))
-        if known is None or known.version != tensor._version or known.storage.expired():
+        value = self._values.get(_key(tensor))
+        if value is None or value.version != tensor._version or value.storage.expired():
             return None
-        return known.source, known.geometry
+        return value.source, value.geometry
 
     def change_stage(self, last: int, stage: int) -> None:
         """Keep the calls of stage ``last``, and continue with those of ``stage``."""
-        self._known_of[last] = self._known
-        self._known = self._known_of.pop(stage, {})
+        self._values_of_stage[last] = self._values
+        self._values = self._values_of_stage.pop(stage, {})
 
     def forget(self) -> None:
         """Discard all calls that nothing has claimed."""
-        self._known.clear()
-        self._known_of.clear()
+        self._values.clear()
+        self._values_of_stage.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -269,7 +269,7 @@ class CallRecorder(TorchDispatchMode):
         result = func(*args, **options)
         for tensor in (*args, *options.values()):
             if isinstance(tensor, Tensor):
-                self._known.pop(_key(tensor), None)
+                self._values.pop(_key(tensor), None)
         if call is not None and written is not None:
             # The version is incremented after this dispatch level has returned.
             self._remember(written, ValueSource(call=call), written._version + 1)
@@ -284,24 +284,24 @@ class CallRecorder(TorchDispatchMode):
             return None
         if func is _BERNOULLI:
             return CheapCall(_bernoulli(written, *rest), [], {}, _generator_of(written))
-        if func in _IN_PLACE and (found := self.find(written)) is not None:
-            return CheapCall(_IN_PLACE[func], [found[0], *rest], {})
+        if func in _IN_PLACE and (origin := self.find(written)) is not None:
+            return CheapCall(_IN_PLACE[func], [origin[0], *rest], {})
         return None
 
     def _source_of(self, argument: Any) -> Any:
         if not isinstance(argument, Tensor):
             return argument
-        found = self.find(argument)
-        if found is None or found[1] != _geometry(argument) or found[0].depth >= _MAX_DEPTH:
+        origin = self.find(argument)
+        if origin is None or origin[1] != _geometry(argument) or origin[0].depth >= _MAX_DEPTH:
             return ValueSource(argument)
-        return found[0]
+        return origin[0]
 
     def _remember(self, tensor: Tensor, source: ValueSource, version: int) -> None:
         storage = StorageWeakRef(storage_of(tensor))
-        self._known[_key(tensor)] = _Known(storage, source, version, _geometry(tensor))
-        if len(self._known) >= self._swept_at:
-            self._known = {k: e for k, e in self._known.items() if not e.storage.expired()}
-            self._swept_at = 2 * len(self._known) + 64
+        self._values[_key(tensor)] = _Known(storage, source, version, _geometry(tensor))
+        if len(self._values) >= self._swept_at:
+            self._values = {k: e for k, e in self._values.items() if not e.storage.expired()}
+            self._swept_at = 2 * len(self._values) + 64
 
 
 def _key(tensor: Tensor) -> int:

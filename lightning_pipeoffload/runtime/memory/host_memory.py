@@ -54,7 +54,7 @@ class HostBudget:
     origin: str
 
     @classmethod
-    def given(cls, num_bytes: int, text: str = "") -> HostBudget:
+    def configured(cls, num_bytes: int, text: str = "") -> HostBudget:
         return cls(num_bytes, f"host_memory_limit is {text or bytes_text(num_bytes)}")
 
     @classmethod
@@ -75,8 +75,8 @@ class HostBudget:
 
     def less(self, num_bytes: float) -> HostBudget:
         """Return the budget less ``num_bytes`` for the optimizer."""
-        taken = f"{self.origin}, of which the optimizer takes {bytes_text(num_bytes)}"
-        return replace(self, num_bytes=int(self.num_bytes - num_bytes), origin=taken)
+        origin = f"{self.origin}, of which the optimizer takes {bytes_text(num_bytes)}"
+        return replace(self, num_bytes=int(self.num_bytes - num_bytes), origin=origin)
 
 
 class HostMemory:
@@ -261,14 +261,14 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
         return MachineMemory(0, 0)
     rows = _table(meminfo)
     machine = MachineMemory(1024 * rows["MemTotal:"], 1024 * rows["MemAvailable:"])
-    found = [machine, *_control_groups(root)]
-    return MachineMemory(min(m.total for m in found), min(m.available for m in found))
+    limits = [machine, *_control_groups(root)]
+    return MachineMemory(min(m.total for m in limits), min(m.available for m in limits))
 
 
 def _control_groups(root: Path) -> Iterator[MachineMemory]:
     """Yield the limits of this process's control group and of its parents, if they have any."""
-    own = root / "proc/self/cgroup"
-    for line in own.read_text().splitlines() if own.exists() else ():
+    listing = root / "proc/self/cgroup"
+    for line in listing.read_text().splitlines() if listing.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue

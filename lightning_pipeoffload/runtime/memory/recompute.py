@@ -138,10 +138,10 @@ class CheapRecompute(WeightInputKeeper):
     def _pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept | _Recipe:
         if type(tensor) not in self._kinds:
             return self._pass_on(tensor, is_weight_input)
-        found = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
-        if found is None:
+        origin = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
+        if origin is None:
             return self._keep(tensor, is_weight_input)
-        source, (size, stride, offset, dtype) = found
+        source, (size, stride, offset, dtype) = origin
         if tensor.dtype == dtype and self._is_worth_it(source, tensor):
             return self._make_recipe(source, offset, tensor, is_weight_input)
         kept = self._keep(tensor, is_weight_input)

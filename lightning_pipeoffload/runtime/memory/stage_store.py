@@ -316,8 +316,8 @@ class ActivationStore(WeightInputKeeper):
         self._leaving, self._away, self._returning = [], [], []
 
     def _by_part(self) -> list[tuple[Part, list[SavedStorage]]]:
-        found = [(part, [s for s in self._on_device() if s.part == part]) for part in Part]
-        return [(part, storages) for part, storages in found if storages]
+        by_part = [(part, [s for s in self._on_device() if s.part == part]) for part in Part]
+        return [(part, storages) for part, storages in by_part if storages]
 
     @contextmanager
     def _named(self) -> Iterator[None]:

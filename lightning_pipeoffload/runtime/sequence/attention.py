@@ -198,8 +198,8 @@ def _attend_lower_right(
     queries, keys = query.shape[-2], key.shape[-2]
     if query.device.type != "cpu":
         of_kernels = options["dropout_p"], False, options.get("enable_gqa", False)
-        given = SDPAParams(query, key, value, None, *of_kernels)
-        if can_use_flash_attention(given) or can_use_efficient_attention(given):
+        parameters = SDPAParams(query, key, value, None, *of_kernels)
+        if can_use_flash_attention(parameters) or can_use_efficient_attention(parameters):
             bias: Any = _LowerRight(CausalVariant.LOWER_RIGHT, queries, keys)
             # Private: what F.scaled_dot_product_attention() does with a causal_lower_right().
             return CausalBias._dispatch(query, key, value, bias, **options)

@@ -109,13 +109,13 @@ class BlockCheck:
                 raise
             return  # the block takes no whole numbers that are made up
         try:
-            found = run(self._slices)
+            results_of_slices = run(self._slices)
         except Exception as error:
             raise ValueError(
                 f"{self._name} fails on a slice of its sequence ({type(error).__name__}: "
                 f"{error}); use num_sequence_slices=1"
             ) from error
-        for expected, of_slices in zip(whole, found, strict=True):
+        for expected, of_slices in zip(whole, results_of_slices, strict=True):
             self._compare_tensors(expected, of_slices)
 
     def _run(
@@ -135,15 +135,15 @@ class BlockCheck:
         self, leaves: Sequence[Any], gradient: float, slices: Sequence[SequenceSlice]
     ) -> list[Tensor]:
         earlier = _Joined()
-        found = [self._run_slice(leaves, part, earlier) for part in slices]
+        results = [self._run_slice(leaves, part, earlier) for part in slices]
         dims = [dim for (dim, *_) in self._output_dims]
-        outputs = [torch.cat(parts, dim) for *parts, dim in zip(*found, dims, strict=True)]
+        outputs = [torch.cat(parts, dim) for *parts, dim in zip(*results, dims, strict=True)]
         outputs = [output for output in outputs if output.is_floating_point()]
         ends = [output for output in outputs if output.requires_grad]
         cut = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         seed_all(0)
-        given = [torch.randn_like(output) * gradient for output in ends]
-        gradients = torch.autograd.grad(ends, cut, given, allow_unused=True) if ends and cut else ()
+        grads = [torch.randn_like(output) * gradient for output in ends]
+        gradients = torch.autograd.grad(ends, cut, grads, allow_unused=True) if ends and cut else ()
         zero = torch.zeros(1)
         return [output.detach() for output in outputs] + [
             zero if gradient is None else gradient for gradient in gradients
@@ -152,19 +152,19 @@ class BlockCheck:
     def _run_slice(
         self, leaves: Sequence[Any], part: SequenceSlice, earlier: EarlierSlices
     ) -> list[Tensor]:
-        given = [
+        parts = [
             part.cut(leaf, dims) if isinstance(leaf, Tensor) else private_copy(leaf)
             for leaf, dims in zip(leaves, self._dims, strict=True)
         ]
-        args, kwargs = tree_unflatten(given, self._form)
+        args, kwargs = tree_unflatten(parts, self._form)
         seed_all(0)
         on_slice = BlockOnSlice(self._name, 0, part, earlier, has_dropout=False)
         with _AlikeDraws():
             return output_tensors(on_slice.run(self._call, *args, **kwargs))
 
-    def _compare_tensors(self, expected: Tensor, found: Tensor) -> None:
-        if found.shape == expected.shape:
-            error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    def _compare_tensors(self, expected: Tensor, sliced: Tensor) -> None:
+        if sliced.shape == expected.shape:
+            error = float((sliced - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
         else:
             error = inf
         if not error <= _MOST:

@@ -320,8 +320,8 @@ class _Result:
 
     def like(self, inputs: list[Tensor]) -> Any:
         """Return shape-only results of a call with these inputs."""
-        made = [leaf for leaf in output_leaves(self.tree) if isinstance(leaf, _Made)]
-        outputs = iter(_StandIn.apply(self, made, *inputs) if made else ())
+        leaves = [leaf for leaf in output_leaves(self.tree) if isinstance(leaf, _Made)]
+        outputs = iter(_StandIn.apply(self, leaves, *inputs) if leaves else ())
         return map_output(lambda leaf: next(outputs) if type(leaf) is _Made else leaf, self.tree)
 
 
@@ -329,12 +329,12 @@ class _StandIn(Function):
     """Returns the shapes of a result; its backward those of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, result: _Result, made: list[_Made], *inputs: Tensor) -> Any:
+    def forward(ctx: Any, result: _Result, leaves: list[_Made], *inputs: Tensor) -> Any:
         shapes = [*shape_only_leaves(inputs)]
         make = _Maker(inputs, shapes[0].device, origins_of(shapes))
-        outputs = [*map(make, made)]
+        outputs = [*map(make, leaves)]
         ctx.save_for_backward(*map(make, result.saved))
-        pairs = zip(outputs, made, strict=True)
+        pairs = zip(outputs, leaves, strict=True)
         ctx.mark_non_differentiable(*(output for output, each in pairs if not each.trains))
         needed = zip(inputs, ctx.needs_input_grad[2:], strict=True)
         ctx.inputs = [leaf if is_needed else None for leaf, is_needed in needed]
@@ -364,13 +364,13 @@ class _Maker:
         self._bases = dict(enumerate(inputs))
         self._form = device, origins
 
-    def __call__(self, made: _Made) -> Tensor:
-        meta = made.meta
-        base = self._bases.get(made.memory)
+    def __call__(self, leaf: _Made) -> Tensor:
+        meta = leaf.meta
+        base = self._bases.get(leaf.memory)
         if base is None:
             size = meta.untyped_storage().nbytes() // meta.element_size()
             base = ShapeOnly(torch.empty(size, dtype=meta.dtype, device="meta"), *self._form)
-            self._bases[made.memory] = base
+            self._bases[leaf.memory] = base
         view = meta.shape, meta.stride(), meta.storage_offset()
         if not isinstance(base, ShapeOnly):
             return base.detach().as_strided(*view)
@@ -405,7 +405,7 @@ def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Res
             failure = f"{type(error).__name__}: {error}"
             reason = f"{kernel.name} calls it, and fails on zeros too ({failure})"
             raise AddressNeededError(origins, reason) from error
-        return _Result.of(output, [*zeros.values()], saved, products.found)
+        return _Result.of(output, [*zeros.values()], saved, products.operations)
 
 
 def _zeros_like(leaf: Tensor) -> Tensor:
@@ -414,8 +414,8 @@ def _zeros_like(leaf: Tensor) -> Tensor:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     last = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
     memory = torch.zeros(max(last + 1, 0), dtype=leaf.dtype, device=leaf.device)
-    made = memory.as_strided(leaf.shape, leaf.stride()).detach().requires_grad_(leaf.requires_grad)
-    return made if leaf.grad_fn is None else made.clone()  # a Function may write into it
+    zeros = memory.as_strided(leaf.shape, leaf.stride()).detach().requires_grad_(leaf.requires_grad)
+    return zeros if leaf.grad_fn is None else zeros.clone()  # a Function may write into it
 
 
 class _Products(TorchDispatchMode):
@@ -424,14 +424,14 @@ class _Products(TorchDispatchMode):
     def __init__(self, origins: frozenset[str]) -> None:
         super().__init__()
         self._origins = origins
-        self.found: list[tuple[Any, tuple[Any, ...], Any]] = []
+        self.operations: list[tuple[Any, tuple[Any, ...], Any]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in flop_registry:
-            self.found.append((func, self._shapes_of(args), self._shapes_of(result)))
+            self.operations.append((func, self._shapes_of(args), self._shapes_of(result)))
         return result
 
     def _shapes_of(self, tree: Any) -> Any:

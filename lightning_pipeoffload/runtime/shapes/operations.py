@@ -60,8 +60,8 @@ def call_factory(
     """Run one of :data:`FACTORIES` with real values, though an argument is shape-only."""
     source = args[0]
     real = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
-    made: Tensor = func(real, *args[1:], **{**kwargs, "device": device})
-    return made
+    tensor: Tensor = func(real, *args[1:], **{**kwargs, "device": device})
+    return tensor
 
 
 def as_stored(meta: Tensor) -> Tensor:
@@ -187,8 +187,8 @@ def _in_place_of(leaf: Any, device: torch.device) -> Any:
     """Return a real tensor like a shape-only one, filled with 0.5, a valid probability."""
     if not isinstance(leaf, Tensor):
         return leaf
-    found = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
-    return found.fill_(0.5)
+    filled = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+    return filled.fill_(0.5)
 
 
 def run_on_meta(
@@ -213,12 +213,12 @@ def run_on_meta(
         if len(_results) == _MOST_RESULTS:
             _results.clear()
         with torch.inference_mode(False):
-            found = _run(func, args, kwargs, device)
-        _results[key] = found if _has_own_memory(found, args) else None
-    known = _results.get(key)
-    if known is None:
+            result = _run(func, args, kwargs, device)
+        _results[key] = result if _has_own_memory(result, args) else None
+    cached = _results.get(key)
+    if cached is None:
         return _run(func, args, kwargs, device)
-    return map_operands(_in_new_memory, known) if in_new_memory else known
+    return map_operands(_in_new_memory, cached) if in_new_memory else cached
 
 
 def find_result(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,17 +255,17 @@ def _key_of(
     """Return a cache key for a call; None if its result is a view, or has no hashable key."""
     if not gives_new_tensors(func):
         return None
-    found: list[Any] = [func, torch.get_default_dtype()]
+    key: list[Any] = [func, torch.get_default_dtype()]
     for value in (*args, *chain.from_iterable(kwargs.items())):
         if isinstance(value, Tensor):
-            found += value.shape, value.stride(), value.dtype
+            key += value.shape, value.stride(), value.dtype
         elif value is None or isinstance(value, _PLAIN):
-            found += type(value), value
+            key += type(value), value
         elif isinstance(value, (list, tuple)) and all(isinstance(v, _PLAIN) for v in value):
-            found += type(value), *map(type, value), *value
+            key += type(value), *map(type, value), *value
         else:
             return None
-    return tuple(found)
+    return tuple(key)
 
 
 @cache
@@ -277,14 +277,14 @@ def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
     return func.namespace in _TORCHS_OWN and types == {"Tensor"} and not any(aliases)
 
 
-def _has_own_memory(found: Any, args: tuple[Any, ...]) -> bool:
+def _has_own_memory(result: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a result shares no memory with the arguments; ``_unsafe_view``'s does."""
-    made = found if isinstance(found, tuple) else (found,)
-    if not all(isinstance(tensor, Tensor) and is_plain(tensor) for tensor in made):
+    tensors = result if isinstance(result, tuple) else (result,)
+    if not all(isinstance(tensor, Tensor) and is_plain(tensor) for tensor in tensors):
         return False
-    memory = {tensor.untyped_storage()._cdata for tensor in made}
-    given = [value for value in args if isinstance(value, Tensor) and is_plain(value)]
-    return memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in given)
+    memory = {tensor.untyped_storage()._cdata for tensor in tensors}
+    operands = [value for value in args if isinstance(value, Tensor) and is_plain(value)]
+    return memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in operands)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -166,11 +166,11 @@ def map_state(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def scales_of(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of a weight's quantization state; none if it has no state."""
-    found: list[Tensor] = []
+    scales: list[Tensor] = []
     state = getattr(tensor, "quant_state", None)
     if state is not None:
-        map_state(state, lambda scale: found.append(scale) or scale)  # type: ignore[func-returns-value]
-    return found
+        map_state(state, lambda scale: scales.append(scale) or scale)  # type: ignore[func-returns-value]
+    return scales
 
 
 def num_values(tensor: Tensor) -> int:

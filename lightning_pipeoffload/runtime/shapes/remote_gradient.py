@@ -159,9 +159,9 @@ class RemoteGradient(ShapeOnly):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, RemoteGradient) and first.derived is not None:
-            known = first._answer(func, args[1:], kwargs)
-            if known is not None:
-                return known
+            answer = first._answer(func, args[1:], kwargs)
+            if answer is not None:
+                return answer
         result = super().__torch_dispatch__(func, types, args, kwargs)
         written = list(_gradients_in(written_arguments(func, args, kwargs)))
         for gradient in written:
@@ -198,12 +198,12 @@ def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
 def _derived(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
     """Return the result with its description, if it is derived."""
     operands = [arg.derived if isinstance(arg, RemoteGradient) else arg for arg in args]
-    found = _derive(func, operands)
-    if found is None or type(result) is not ShapeOnly:
+    description = _derive(func, operands)
+    if description is None or type(result) is not ShapeOnly:
         return result
-    made = RemoteGradient(result.meta, result.device, result.origins)
-    made.derived = found
-    return made
+    gradient = RemoteGradient(result.meta, result.device, result.origins)
+    gradient.derived = description
+    return gradient
 
 
 def _derive(func: torch._ops.OpOverload, operands: list[Any]) -> Derived | None:

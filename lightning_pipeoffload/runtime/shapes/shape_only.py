@@ -130,8 +130,8 @@ class ShapeOnly(Tensor):
     @property
     def data(self) -> Tensor:
         """The same tensor, detached."""
-        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return found
+        detached: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return detached
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -205,9 +205,9 @@ class ShapeOnly(Tensor):
     ) -> Any:
         """Run ``func`` on meta tensors; the result has the union of the arguments' origins."""
         kwargs = kwargs or {}
-        known = _known_result(func, args, kwargs)
-        if known is not None:
-            return known
+        cached = _known_result(func, args, kwargs)
+        if cached is not None:
+            return cached
         if goes_member_by_member(func, args):
             return run_members(func, args, kwargs, has_shapes)
         shape_only = list(shape_only_leaves((args, kwargs)))
@@ -259,12 +259,12 @@ def _known_result(
     if not is_ordinary(func) or are_observed():
         return None
     metas = tuple([leaf.meta if isinstance(leaf, ShapeOnly) else leaf for leaf in args])
-    known = find_result(func, metas, _on_meta(kwargs))
-    if known is None:
+    cached = find_result(func, metas, _on_meta(kwargs))
+    if cached is None:
         return None
     operands = list(shape_only_leaves((args, kwargs)))
     origins = origins_of(operands)
-    result = _wrap_new(known, kwargs.get("device") or operands[0].device, origins)
+    result = _wrap_new(cached, kwargs.get("device") or operands[0].device, origins)
     _refuse_reduction(func, operands, result)
     return result
 
@@ -286,10 +286,10 @@ def origins_of(leaves: Iterable[ShapeOnly]) -> frozenset[str]:
 
 def memory_of(tensor: Tensor) -> int:
     """Return a number that is equal for two tensors that share memory."""
-    found = tensor.meta if isinstance(tensor, ShapeOnly) else tensor
-    if found.layout is not torch.strided:
-        return id(found)
-    return storage_of(found)._cdata  # private: the address, also of storages without memory
+    holder = tensor.meta if isinstance(tensor, ShapeOnly) else tensor
+    if holder.layout is not torch.strided:
+        return id(holder)
+    return storage_of(holder)._cdata  # private: the address, also of storages without memory
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

@@ -57,8 +57,8 @@ def set_sharding(tensor: Tensor, sharding: Sharding) -> None:
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
     """Return how tensor ranks share a parameter or buffer; None if each has all of it."""
-    found: Sharding | None = getattr(tensor, _SHARDING, None)
-    return found
+    sharding: Sharding | None = getattr(tensor, _SHARDING, None)
+    return sharding
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -77,8 +77,8 @@ def refuse_draw_of_shard(
     if not origins & OF_SHARD:
         return
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if "dropout_p" in names and not given.get("dropout_p"):  # an attention without it
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "dropout_p" in names and not arguments.get("dropout_p"):  # an attention without it
         return
     raise ValueError(
         f"{func.overloadpacket.__name__}{in_brackets(calling_line())} draws random numbers for a "

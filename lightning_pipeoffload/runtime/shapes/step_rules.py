@@ -158,10 +158,10 @@ def _find(searched: Tensor) -> Tensor:
 
 
 def _index(source: Tensor, indices: Sequence[Tensor | None]) -> Any:
-    found: list[Tensor | None] = []
+    expanded: list[Tensor | None] = []
     for index in indices:
-        found += _find(index).unbind(1) if is_mask(index) else [index]  # type: ignore[arg-type]
-    return aten.index(source, found)
+        expanded += _find(index).unbind(1) if is_mask(index) else [index]  # type: ignore[arg-type]
+    return aten.index(source, expanded)
 
 
 def _select(source: Tensor, mask: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class _Before:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Within the context, restore the forward's random numbers, buffers and weights."""
-        found = [(child, name, _buffer(child, name)) for child, name, _, _ in self._buffers]
+        buffers = [(child, name, _buffer(child, name)) for child, name, _, _ in self._buffers]
         for child, name, value, _ in self._buffers:
             child._buffers[name] = value.clone()
         try:
@@ -85,7 +85,7 @@ class _Before:
                 self._randomness.restore()
                 yield
         finally:
-            for child, name, buffer in found:
+            for child, name, buffer in buffers:
                 child._buffers[name] = buffer
 
 

@@ -113,10 +113,10 @@ class SlicedPass(StagePass):
                 f'again on whole sequences; leave that out, and use recompute="full"'
             )
         chain, dims, record = self._context.chain, self._dims, self._step_record
-        given = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
+        case = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
         if record.slice_checks.is_in_turn(index, partial(find_classes, chain, record)):
             plain = super()._plain_call(index)
-            BlockCheck(chain.block_name(index), chain.blocks[index], plain, *given).check()
+            BlockCheck(chain.block_name(index), chain.blocks[index], plain, *case).check()
         leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
         for place, (leaf, of) in enumerate(leaves):
             if len(of) == 2 and not isinstance(leaf, ShapeOnly):

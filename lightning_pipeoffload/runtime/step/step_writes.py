@@ -359,7 +359,7 @@ class _Turn:
             (child, is_buffers, (child.__dict__["_buffers"] if is_buffers else vars(child)).copy())
             for child, is_buffers in writes._spaces_beside(stage)
         ]
-        self._made = writes._fingerprint_made_once() if writes._made_once else []
+        self._made_once = writes._fingerprint_made_once() if writes._made_once else []
         for place, name, value, _ in writes._values_of.get(stage, ()):
             _put(place, name, value)
         for child, name in writes._in_place:
@@ -387,7 +387,7 @@ class _Turn:
             writes._count_pass(self._stage)
 
     def _check_made_once(self) -> None:
-        for name, value, was in self._made:
+        for name, value, was in self._made_once:
             if not is_unchanged(was, fingerprint(value)):
                 raise ValueError(
                     f"the first step makes self.{name}, and later ones change it before the last "

@@ -16,8 +16,10 @@ def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any
     """Make a subclass of ``plain`` with its name, for ``instance.__class__``."""
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     metaclass: Any = type(plain)
-    made: type[Any] = _forwarding(metaclass)(plain.__name__, (plain, *marks), {**methods, **names})
-    return made
+    subclass: type[Any] = _forwarding(metaclass)(
+        plain.__name__, (plain, *marks), {**methods, **names}
+    )
+    return subclass
 
 
 @cache
@@ -57,7 +59,7 @@ class WrappedHook:
         self._hook = hook
         self._run = run
         self._plain = getattr(owner, hook)
-        self._own = {hook: owner.__dict__[hook]} if hook in owner.__dict__ else {}
+        self._replaced = {hook: owner.__dict__[hook]} if hook in owner.__dict__ else {}
         update_wrapper(self, self._plain, updated=())
         owner.__dict__[hook] = self
 
@@ -71,4 +73,4 @@ class WrappedHook:
     def remove(self) -> None:
         """Restore the plain hook of the owner."""
         del self._owner.__dict__[self._hook]
-        self._owner.__dict__.update(self._own)
+        self._owner.__dict__.update(self._replaced)

@@ -126,27 +126,27 @@ def _set_state(generator: Any, state: Any) -> None:
 @contextmanager
 def refusing_iterators(module: nn.Module) -> Iterator[None]:
     """Raise ``ValueError`` if a step in the context advances a module's iterator, or adds one."""
-    found = [
+    iterators = [
         place
         for place in _held(module)
         if is_iterator(place.value) and not isinstance(place.holder, tuple)
     ]
     errors: list[ValueError] = []
-    for place in found:
+    for place in iterators:
         place.holder[place.key] = _Refused(place, errors)
     try:
         yield
-        _refuse_new(module, {id(place.value) for place in found})
+        _refuse_new(module, {id(place.value) for place in iterators})
     finally:
-        for place in found:
+        for place in iterators:
             place.holder[place.key] = place.value
     if errors:  # that the step has caught, or its caller, which runs it on made-up values
         raise errors[0]
 
 
-def _refuse_new(module: nn.Module, known: set[int]) -> None:
+def _refuse_new(module: nn.Module, known_ids: set[int]) -> None:
     for place in _held(module):
-        if is_iterator(place.value) and id(place.value) not in known:
+        if is_iterator(place.value) and id(place.value) not in known_ids:
             raise _refusal(place)
 
 
@@ -193,22 +193,22 @@ class _Held(NamedTuple):
 
 
 def _held(module: nn.Module) -> list[_Held]:
-    known: set[int] = set()
-    found: list[_Held] = []
+    seen: set[int] = set()
+    held: list[_Held] = []
     for path, part in module.named_modules():
         space = vars(part)
         for name in space.keys() - _REGISTRIES:
             label = f"self.{path}.{name}" if path else f"self.{name}"
-            found += _leaves(_Held(label, space[name], space, name), known)
-    return found
+            held += _leaves(_Held(label, space[name], space, name), seen)
+    return held
 
 
-def _leaves(place: _Held, known: set[int]) -> Iterator[_Held]:
+def _leaves(place: _Held, seen: set[int]) -> Iterator[_Held]:
     value = place.value
     if not isinstance(value, (list, tuple, deque, dict)):
         yield place
-    elif id(value) not in known and len(value) <= _MOST_VALUES:
-        known.add(id(value))
+    elif id(value) not in seen and len(value) <= _MOST_VALUES:
+        seen.add(id(value))
         parts = dict.items(value) if isinstance(value, dict) else enumerate(value)
         for key, part in [*parts]:
-            yield from _leaves(_Held(f"{place.label}[{key!r}]", part, value, key), known)
+            yield from _leaves(_Held(f"{place.label}[{key!r}]", part, value, key), seen)

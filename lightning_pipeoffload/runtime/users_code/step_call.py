@@ -48,9 +48,9 @@ def fingerprint_batch(part: Any) -> Fingerprint:
     return fingerprint(part, _DEPTH)
 
 
-def copy_batch(part: Any, known: dict[int, Any] | None = None) -> Any:
+def copy_batch(part: Any, copies: dict[int, Any] | None = None) -> Any:
     """Copy a microbatch; see :func:`.snapshot.private_copy`."""
-    return private_copy(part, known, _DEPTH)
+    return private_copy(part, copies, _DEPTH)
 
 
 class CallOnCopies:

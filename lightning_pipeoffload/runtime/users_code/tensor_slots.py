@@ -26,8 +26,8 @@ class Slot:
     @property
     def tensor(self) -> Tensor:
         """The tensor in the slot."""
-        found: Tensor = self.module.__dict__[self.kind][self.attribute]
-        return found
+        tensor: Tensor = self.module.__dict__[self.kind][self.attribute]
+        return tensor
 
     def put(self, tensor: Tensor | None) -> None:
         """Replace the tensor without ``nn.Module.__setattr__``; None: the slot is empty."""

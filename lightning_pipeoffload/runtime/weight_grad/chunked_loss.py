@@ -127,9 +127,9 @@ def _find_reduction(
     options = _options_of(loss)
     reduction = options.get("reduction")
     if reduction not in ("mean", "sum"):
-        found = "has no reduction" if reduction is None else f"has reduction={reduction!r}"
+        problem = "has no reduction" if reduction is None else f"has reduction={reduction!r}"
         raise ValueError(
-            f"{_NAME}() adds up chunks of the loss, and {_name_of(loss)} {found}; use "
+            f"{_NAME}() adds up chunks of the loss, and {_name_of(loss)} {problem}; use "
             f"nn.functional.cross_entropy, or a function of logits and labels with an argument "
             f'reduction="sum", and divide the result by the number of tokens yourself'
         )
@@ -218,10 +218,10 @@ class _Chunks:
         }
         # The cache is the step's, which would keep the casts of stand-ins.
         casting = partial(self._casting, torch.is_autocast_cache_enabled() and not stand_ins)
-        own = WeightGradQueue(True, add_product=queue.add_product) if adds and queue else None
+        inner = WeightGradQueue(True, add_product=queue.add_product) if adds and queue else None
         run = partial(_run_with, self._head, stand_ins) if stand_ins else self._head
         of_rows = []
-        with self._drawing_again(), _watched(), own or nullcontext(), torch.enable_grad():
+        with self._drawing_again(), _watched(), inner or nullcontext(), torch.enable_grad():
             for part, y in self._split(rows, targets):
                 x = part.detach().requires_grad_(trains_rows)
                 with casting():
@@ -276,5 +276,5 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, targets = ctx.saved_tensors
-        found = ctx.chunks.add_gradients(rows, targets, grad, ctx.needs_input_grad[1])
-        return None, found[0], None, None, *found[1:]
+        gradients = ctx.chunks.add_gradients(rows, targets, grad, ctx.needs_input_grad[1])
+        return None, gradients[0], None, None, *gradients[1:]

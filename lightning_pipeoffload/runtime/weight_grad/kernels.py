@@ -186,9 +186,9 @@ def _original(name: str, key: str, call: Callable[..., Tensor]) -> Original:
     compiling = keys["PythonDispatcher"]  # which finds the key by itself, and would call this again
     included, excluded = torch._C._IncludeDispatchKeyGuard, torch._C._ExcludeDispatchKeyGuard
 
-    def run(found: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if found.has(compiling):
-            return kernel.call_boxed(found, *args, **kwargs)
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if keyset.has(compiling):
+            return kernel.call_boxed(keyset, *args, **kwargs)
         with included(common), excluded(replaced), torch._C.DisableTorchFunction():
             return call(*args, **kwargs)
 

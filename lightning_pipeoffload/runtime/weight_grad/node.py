@@ -177,7 +177,7 @@ class _Deferred(DirectFunction):
         ctx.set_materialize_grads(False)
         if saver is None:
             ctx.save_for_backward(x)
-        ctx.known = call, saver, saved
+        ctx.deferred = call, saver, saved
         with _below_autograd(), torch._C.DisableTorchFunction():
             return call.forward(x)
 
@@ -191,7 +191,7 @@ class _Deferred(DirectFunction):
 def _run_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:  # of a custom function that returns None
         return _NO_GRADIENTS
-    call, saver, saved = ctx.known
+    call, saver, saved = ctx.deferred
     call.check_unchanged()
     x, fetch = _read_input(saver or ctx, saved)
     if is_for_weights():

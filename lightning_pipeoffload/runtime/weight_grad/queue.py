@@ -183,14 +183,14 @@ def parameters_of(weight: Tensor) -> Iterable[Tensor]:
     """Return the parameters that a weight was computed from; a parameter itself."""
     if weight.grad_fn is None:
         return [weight]
-    found, nodes = [], [weight.grad_fn]
+    parameters, nodes = [], [weight.grad_fn]
     while nodes:
         node = nodes.pop()
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found.append(variable)
+            parameters.append(variable)
         nodes += [following for following, _ in node.next_functions if following is not None]
-    return found
+    return parameters
 
 
 def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:

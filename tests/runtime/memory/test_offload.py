@@ -239,7 +239,7 @@ def test_after_an_error_memory_is_given_back_once_its_copies_are_waited_for():
 def test_host_memory_exhausted():
     plan = offloaded(build("1f1b", 2, 2), FOR_B)
     with pytest.raises(HostMemoryError, match="stage 0, microbatch 0: host memory .* exhausted"):
-        run_steps(plan, functools.partial(memory_of_all, budget=HostBudget.given(4096)))
+        run_steps(plan, functools.partial(memory_of_all, budget=HostBudget.configured(4096)))
 
 
 @pytest.mark.parametrize("lane", ["d2h", "h2d"])

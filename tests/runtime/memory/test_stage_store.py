@@ -177,7 +177,7 @@ def test_a_range_may_cross_pieces():
 
 
 def test_pieces_are_reused_and_the_budget_is_kept():
-    memory = HostMemory(pinned=False, budget=HostBudget.given(sum(piece_sizes(10_000))))
+    memory = HostMemory(pinned=False, budget=HostBudget.configured(sum(piece_sizes(10_000))))
     for _ in range(3):
         memory.take(10_000).give_back()
     assert memory.num_allocations == len(piece_sizes(10_000))
