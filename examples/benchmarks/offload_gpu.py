@@ -152,7 +152,7 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
 
     budget = HostBudget.share_of_machine(1)
     if budget is not None and budget.num_bytes < size.least_host_bytes:
-        budget = HostBudget.given(size.least_host_bytes)
+        budget = HostBudget.configured(size.least_host_bytes)
     host = HostMemory(pin, budget)
     settings = OffloadSettings(size.device, make_lanes(size.device), host)
     return Rehearsal(pipeline, ActivationMemory(settings), cut_batch)
