@@ -4,7 +4,7 @@ A unit is a slice of a microbatch. Units run forward in order; backward they run
 microbatch's slices in reverse, for a slice's keys and values get gradients from all later ones. So
 the last stage begins a microbatch's backward when it has all of its slices, and every rank has as
 many more forwards in its warm-up as there are slices but one. On a V, and under a limit, a search
-puts F, B and W where they fit (see ``SlicesInFlight``).
+puts F, B and W where they fit (see ``AlternatingSlices``).
 
 Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model
 Training", 2024, section 3.
@@ -20,7 +20,7 @@ from ..actions import Action, Kind
 from ..costs import Costs
 from ..schedule import Schedule, loop_placement, v_placement
 from ..search.list_schedule import Search
-from ..search.order_rules import SlicesInFlight
+from ..search.order_rules import AlternatingSlices
 from ..search.problem import ROUNDING, Problem
 from ..simulation.memory import peak_memory
 from .classic import delayed_weights, one_stage_per_rank
@@ -136,7 +136,7 @@ def _shortest(problem: Problem) -> Schedule:
             one + share * max(0.0, min(limit, problem.num_microbatches * one) - one)
             for one, limit in zip(of_one, limits, strict=True)
         ]
-        rule = SlicesInFlight(problem, held, punctuality * forward)
+        rule = AlternatingSlices(problem, held, punctuality * forward)
         search.consider(rule, patience * forward)
     return _in_reverse(search.shortest(), problem.num_slices)
 

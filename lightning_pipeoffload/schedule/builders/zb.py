@@ -13,7 +13,7 @@ from ..actions import Kind
 from ..costs import Costs
 from ..schedule import Schedule, loop_placement
 from ..search.list_schedule import Search
-from ..search.order_rules import InFlight
+from ..search.order_rules import AlternatingOrder
 from ..search.problem import Problem
 
 __all__ = ["zb", "zb_in_activations"]
@@ -88,7 +88,7 @@ def _shortest(problem: Problem) -> Schedule:
     search = Search(problem, num_actions=MOST_ACTIONS)
     for depths in dict.fromkeys(_candidate_depths(problem)):
         for patience in (0.0, None):
-            search.consider(InFlight(problem, depths), patience)
+            search.consider(AlternatingOrder(problem, depths), patience)
     return search.shortest()
 
 

@@ -17,7 +17,7 @@ from ..actions import Action, Kind
 from ..costs import Costs
 from ..schedule import Schedule, v_placement
 from ..search.list_schedule import Search
-from ..search.order_rules import FixedOrder, InFlight
+from ..search.order_rules import AlternatingOrder, FixedOrder
 from ..search.problem import ROUNDING, Problem
 from ..simulation.simulate import simulate
 
@@ -173,7 +173,7 @@ def _search(problem: Problem, search: Search) -> None:
     most = [problem.most_activations(rank) for rank in range(problem.num_ranks)]
     for spared, patience, punctuality in product(SPARED, PATIENCE, PUNCTUALITY):
         depths = [max(2, number - spared) for number in most]
-        order = InFlight(problem, depths, punctuality * forward)
+        order = AlternatingOrder(problem, depths, punctuality * forward)
         search.consider(order, patience * forward)
     previous = None
     # Ends at the latest when the work that the search may do is used up.

@@ -10,7 +10,7 @@ from math import inf
 from .list_schedule import Filler, Wanted
 from .problem import ROUNDING, Order, Problem
 
-__all__ = ["FixedOrder", "InFlight", "SlicesInFlight"]
+__all__ = ["FixedOrder", "AlternatingOrder", "AlternatingSlices"]
 
 
 class FixedOrder:
@@ -64,7 +64,7 @@ class FixedOrder:
         return Wanted(operation, filler.next_ready(operation), self._problem.room(operation))
 
 
-class InFlight:
+class AlternatingOrder:
     """One F for each B, and no more F without B than a rank's depth.
 
     A rank with two stages takes their B in turn, and prefers F of the stage that has just had B, so
@@ -146,7 +146,7 @@ class InFlight:
         return first
 
 
-class SlicesInFlight(InFlight):
+class AlternatingSlices(AlternatingOrder):
     """The same for slices of microbatches, whose backward waits for the last slice's forward.
 
     A slice of a later microbatch leaves room for all of the first one whose forwards are not done,
@@ -154,7 +154,7 @@ class SlicesInFlight(InFlight):
 
     Args:
         limits: The most activations of every rank, as memory; at least those of one microbatch.
-        punctuality: As for :class:`InFlight`.
+        punctuality: As for :class:`AlternatingOrder`.
     """
 
     def __init__(self, problem: Problem, limits: Sequence[float], punctuality: float = 0.0) -> None:
