@@ -160,7 +160,7 @@ class BareLoop:
         run = trainer.strategy.split  # type: ignore[attr-defined]
         self._pipeline, self._executor, self._plan = run.pipeline, run.executor, run.plan
         self._module = trainer.lightning_module
-        own = self._pipeline.ownership.local_tensors().values()
+        own = self._pipeline.tensors.local_tensors().values()
         self._optimizer = torch.optim.SGD(own, lr=LEARNING_RATE)
         self._num_microbatches = setup.num_microbatches
         self._batch = torch.zeros(setup.num_microbatches, FEATURES)

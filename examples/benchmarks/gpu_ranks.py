@@ -140,7 +140,7 @@ def gradients_of_rank(
         with forked_randomness():
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
             executor.run(lower(step), placed(slices, weights))
-    owned = pipeline.ownership.local_tensors().items()
+    owned = pipeline.tensors.local_tensors().items()
     return {name: t.grad for name, t in owned if t.grad is not None}
 
 

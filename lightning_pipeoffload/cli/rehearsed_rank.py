@@ -134,8 +134,8 @@ class RehearsedModel(ModelProbe):
         with self._precision.train_step_context():
             self.needs = MemoryNeeds.of(pipeline, first, self.states(None))
         made: dict[int, Tensor] = {}
-        for slot in pipeline.ownership.slots:
-            if pipeline.ownership.is_local(slot.name) and isinstance(slot.tensor, ShapeOnly):
+        for slot in pipeline.tensors.slots:
+            if pipeline.tensors.is_local(slot.name) and isinstance(slot.tensor, ShapeOnly):
                 _fill(slot, made)
         pipeline.cut_anew(rank, cut)
         return pipeline

@@ -544,7 +544,7 @@ def compile_ahead(pipeline: Pipeline) -> None:
     started = time.monotonic()
     with group.world.waiting_as_long_as_it_takes():
         chain, record = pipeline.chain, pipeline.batch_records[0]
-        for stage in pipeline.local_stages:
+        for stage in pipeline.tensors.local_stages:
             for index in pipeline.cut.stages[stage].blocks:
                 first = record.block_calls[record.calls.blocks.index(index)]
                 with first.with_zeros() as (args, kwargs):

@@ -136,11 +136,11 @@ class BatchBackward(BackwardHooks):
             yield
             return
         used = {name for record in self._pipeline.batch_records for name in record.segments}
-        local = self._pipeline.ownership.local_tensors()
+        local = self._pipeline.tensors.local_tensors()
         before = {name: memory_of(local[name]) for name in sorted(used & local.keys())}
         with WrittenMemory() as writes:
             yield
-        now = self._pipeline.ownership.local_tensors()
+        now = self._pipeline.tensors.local_tensors()
         for name, memory in before.items():
             if memory in writes.written or memory_of(now[name]) != memory:
                 raise ValueError(

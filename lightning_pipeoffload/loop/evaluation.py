@@ -114,7 +114,7 @@ class Evaluation:
         cuts = [(cut.part, cut.seed, cut.record.calls.blocks) for cut in slices or ()]
         values, could_be_cut = [], True
         for part, seed, calls in cuts or [(inputs.batch, inputs.seed, ())]:
-            lending = self._split.pipeline.lending(self._group.copy_to_devices, seed)
+            lending = self._split.pipeline.tensors.lend(self._group.copy_to_devices, seed)
             with lending.running():
                 values.append(inputs.step(part, call))
             could_be_cut &= lending.calls == [*calls]

@@ -329,7 +329,7 @@ class Plans:
 
     def _adds_up_alike(self, schedule: Schedule) -> bool:
         by_weight: dict[int, frozenset[int]] = {}
-        for name, stages in self._pipeline.ownership.owners.items():
+        for name, stages in self._pipeline.tensors.owners.items():
             key = self._pipeline.tensors.identity[name]
             by_weight[key] = by_weight.get(key, frozenset()) | stages
         return sums_alike(self.training.schedule, schedule, by_weight.values())

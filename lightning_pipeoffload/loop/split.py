@@ -261,7 +261,7 @@ class Split:
             gradients = self.pipeline.stage_gradients
             replicas, owner_of = self.group.replicas, self.group.owner_of
             self.reduction = GradientReduction(replicas, parameters, gradients, owner_of)
-        self._buffers = SavedBuffers(self.group.replicas, self.pipeline.ownership)
+        self._buffers = SavedBuffers(self.group.replicas, self.pipeline.tensors)
         self.plans.begin()
         self.report.print_start(num_accumulated)
         compile_ahead(self.pipeline)

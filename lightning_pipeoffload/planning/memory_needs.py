@@ -362,7 +362,7 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
         tensor = slot.tensor
         gradient = gradient_bytes(tensor) if tensor.requires_grad else 0
         sizes = bytes_on_device(slot), gradient, states.get(id(tensor), 0)
-        for stage in pipeline.ownership.owners[slot.name]:
+        for stage in pipeline.tensors.owners[slot.name]:
             owned[stage][pipeline.tensors.identity[slot.name]] = sizes
     return owned
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
+from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.mesh import ProcessGroups, RankMesh
@@ -209,7 +209,7 @@ class PipelineGroup(RankMesh, HostGroup):
 
     # Parameters that several ranks have
 
-    def share(self, tensors: NamedTensors, records: StepRecords) -> None:
+    def share(self, tensors: SplitModule, records: StepRecords) -> None:
         """Copy shared parameters from their first owner, and common buffers from the root."""
         sharing = tensors.ranks_sharing()
         self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}

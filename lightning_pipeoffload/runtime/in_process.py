@@ -100,7 +100,7 @@ class InProcessPipeline:
         return {
             name: tensor.grad
             for pipeline in self.ranks
-            for name, tensor in pipeline.ownership.local_tensors().items()
+            for name, tensor in pipeline.tensors.local_tensors().items()
             if isinstance(tensor, nn.Parameter)
         }
 
@@ -109,7 +109,7 @@ class InProcessPipeline:
         return {
             name: tensor
             for pipeline in self.ranks
-            for name, tensor in pipeline.ownership.local_tensors().items()
+            for name, tensor in pipeline.tensors.local_tensors().items()
             if not isinstance(tensor, nn.Parameter)
         }
 

@@ -7,7 +7,7 @@ sanity check, the training step) can still add a parameter to a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipeoffload.runtime.batch_structure import BatchParts, BatchStructure
 from lightning_pipeoffload.runtime.compiled.block_compiler import (
@@ -39,7 +39,6 @@ from lightning_pipeoffload.runtime.cut.checks import (
     impossible_cuts,
 )
 from lightning_pipeoffload.runtime.cut.crossings import mark_slots
-from lightning_pipeoffload.runtime.cut.ownership import NamedTensors, Ownership, SharedWeight
 from lightning_pipeoffload.runtime.cut.partition import (
     Cut,
     CutSettings,
@@ -51,13 +50,12 @@ from lightning_pipeoffload.runtime.cut.partition import (
     stages_with,
 )
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
+from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.sequence.attention import install_attention
-from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
     install_draws,
@@ -128,7 +126,7 @@ class Pipeline:
         before_trace: Called before a step is traced.
 
     Attributes:
-        tensors: The names and owners of parameters and buffers.
+        tensors: The parameters and buffers, and which rank has which.
         records: The records of the steps.
         gradient_age: The age of the gradients of remote parameters.
         trained: For each parameter of the module, 1 if it trains, else 0.
@@ -163,8 +161,6 @@ class Pipeline:
         self.is_new = False
         self.batch_records: list[StepRecord] = []
         self._before_trace = before_trace
-        self._absent: AbsentValues | None = None
-        self._unsaved: dict[str, Tensor] = {}
         self.gradient_age = GradientAge()
         self.settings = settings
         is_given = settings.blocks is not None or parts is not None
@@ -175,8 +171,8 @@ class Pipeline:
         self.parts = parts
         self._cut_at(chain)
         if parts is not None:
-            self._set_owners(parts.owners, find_slots(module))
-            self._leave_remote()
+            self.tensors.assign(parts.owners, find_slots(module))
+            self._drop_remote()
         self.attach()
 
     def _cut_at(self, chain: BlockChain) -> None:
@@ -242,20 +238,18 @@ class Pipeline:
 
     def _forget_cut(self) -> None:
         ranks = self.settings.stage_ranks
-        slots = find_slots(self.module)
-        self.tensors = NamedTensors(self.module, slots, ranks)
-        self._writes = StepWrites(self.module, self.chain, self.local_stages, ranks)
+        self.tensors = SplitModule(self.module, self.chain, ranks, self.rank, self.device)
+        self._writes = StepWrites(self.module, self.chain, self.tensors, ranks)
         self.records.cut_anew(len(ranks))
         self.stages.clear()
         self._uses = SegmentUses(self.chain, self.tensors.trainable)
-        self._shared_weights: list[SharedWeight] = []
         if self.chain.blocks:  # an impossible split is refused here, before anything runs
             split = "even" if self.settings.split == "auto" else self.settings.split
             cut(self.chain, SegmentCosts((), (), (), ()), ranks, split)
         self.left_to_b: set[str] = set()
         self.at_once: set[str] = set()
         self.stage_gradients: dict[str, StageGradient] = {}
-        self._mark_parameters(slots)  # some may have replaced shapes
+        self._mark_parameters(self.tensors.slots)  # some may have replaced shapes
 
     def cut_anew(self, rank: int, settings: CutSettings) -> None:
         """Cut the module again at the next batch, with other settings but the same blocks.
@@ -271,8 +265,7 @@ class Pipeline:
         self._forget_cut()
 
     def _mark_parameters(self, slots: list[Slot]) -> None:
-        self._parameters = list(self.module.parameters())
-        for parameter in self._parameters:
+        for parameter in self.module.parameters():
             weight_grad_kernels.mark(parameter)
             mark_at_once(parameter, False)  # of another cut
         mark_slots(slots, self.chain)
@@ -286,22 +279,12 @@ class Pipeline:
     @property
     def is_split(self) -> bool:
         """Whether remote tensors of the module are shapes."""
-        return self.committed or self.parts is not None
+        return self.tensors.is_split
 
     @property
     def is_in_step(self) -> bool:
         """Whether the user's step is running or traced."""
         return self.chain.is_running
-
-    @property
-    def ownership(self) -> Ownership:
-        """The parameters and buffers that this rank owns, once the module is cut."""
-        return self.tensors.ownership
-
-    @property
-    def local_stages(self) -> list[int]:
-        """The stages of this rank."""
-        return [s for s, rank in enumerate(self.settings.stage_ranks) if rank == self.rank]
 
     def cut_batch(
         self, batch: Any, size: int, step: UsersStep, kind: str, seed: int
@@ -352,7 +335,7 @@ class Pipeline:
                 run = CallOnCopies(step, own, len(self.stages) * self._num_slices)
             slices.append(Microbatch(part, num_samples, run, record, self.device, own_seed))
         if torch.is_grad_enabled():
-            check_shared_weights(self._shared_weights)
+            check_shared_weights(self.tensors.shared_weights)
         new = [record for record in records if not record.has_run]
         self.is_new = bool(new)
         for record in new:
@@ -395,70 +378,36 @@ class Pipeline:
         """Whether steps on the last batch have side effects, so that they cannot run again."""
         return any(record.leaves_trace for record in self.batch_records)
 
-    def lending(
-        self,
-        send: Callable[[Tensor, int | None], Tensor],
-        seed: int | None,
-        part: nn.Module | None = None,
-    ) -> Lending:
-        """Prepare one run of a step as a whole, on every rank.
-
-        Args:
-            send: Sends a tensor of a pipeline rank (None: the root) to all ranks; returns it.
-            seed: The seed of the step's random numbers; None: the generators are not seeded.
-            part: The submodule that is called; None: the whole module.
-        """
-
-        def fetch(slot: Slot) -> Tensor:
-            if self.is_split and self.tensors.is_everywhere(slot.name):
-                return slot.tensor
-            quantize(slot.tensor, slot.tensor.device)
-            source = self.tensors.owner_of_slot(slot.name) if self.is_split else None
-            return send(slot.tensor, source)
-
-        return Lending(self.module, self.chain, fetch, seed, part)
-
     def commit(self) -> None:
         """Replace remote tensors with shapes; the cut is fixed from now on."""
         self.committed = True
-        self._unsaved = {
-            slot.name: slot.tensor for slot in find_slots(self.module) if self._is_lost(slot)
-        }
-        self._leave_remote()
+        self._drop_remote()
 
-    def _leave_remote(self) -> None:
-        self.ownership.drop_remote(self.gradient_age, self.settings.places)
-        self._parameters = list(self.module.parameters())
-
-    def _is_lost(self, slot: Slot) -> bool:
-        # Private: the non-persistent buffers, which loading a state dict does not restore.
-        is_unsaved = slot.attribute in slot.module._non_persistent_buffers_set
-        return is_unsaved and not self.ownership.is_local(slot.name)
+    def _drop_remote(self) -> None:
+        self.tensors.drop_remote(self.gradient_age, self.settings.places)
 
     def _notice_frozen(self) -> None:
         """Trace the steps again if a hook has frozen or unfrozen parameters of any stage."""
-        trained = bytes([parameter.requires_grad for parameter in self._parameters])
+        trained = bytes([parameter.requires_grad for parameter in self.tensors.parameters])
         if trained != self.trained:
             self.trained = trained
             self.records.forget()
             if self.stages:
-                self.ownership.follow_requires_grad()
+                self.tensors.follow_requires_grad()
 
     @property
     def weight_flops(self) -> int:
         """Floating-point operations of this rank's W for the first training microbatch."""
-        segments = {s for i in self.local_stages for s in self.cut.stages[i].segments}
+        segments = {s for i in self.tensors.local_stages for s in self.cut.stages[i].segments}
         return self.records.weight_flops(segments)
 
     def attach(self) -> None:
         """Intercept the blocks' calls and weight gradients."""
-        if self._absent is not None:
-            self._absent.leave()
-            self._absent = None
+        self.tensors.attach()
         self.compiler.compile()
         self.chain.intercept()
         if self.stages:
-            self.ownership.move()
+            self.tensors.move()
         install_split()
         weight_grad_kernels.install_kernels(self.device.type)
         if self.settings.num_sequence_slices > 1:
@@ -474,8 +423,7 @@ class Pipeline:
         """Restore the module, except for its remote tensors."""
         self.chain.release()
         self.compiler.leave()
-        if self.is_split and self._absent is None:
-            self._absent = AbsentValues(self.module, self._unsaved)
+        self.tensors.detach()
         _attached.discard(self)
         if not _attached:
             remove_split()
@@ -494,7 +442,7 @@ class Pipeline:
         self._leave_to_b(record)
         if self.settings.head_weight_grad == "B":
             self._leave_head_to_b(record)
-        if record.reads.are_repeated(len(self.local_stages)):
+        if record.reads.are_repeated(len(self.tensors.local_stages)):
             install_answers()
         if record.hook_line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hook_line))
@@ -512,12 +460,12 @@ class Pipeline:
         for name, segments in record.segments.items():
             if all(map(record.has_short_weight, segments)):
                 self.left_to_b.update(self.tensors.aliases(name))
-        for stage in (self.cut.stages[index] for index in self.local_stages):
+        for stage in (self.cut.stages[index] for index in self.tensors.local_stages):
             for name, uses in record.weight_uses.items():
                 kinds = {could_wait for segment, could_wait in uses if segment in stage.segments}
                 if len(kinds) > 1:
                     self.left_to_b.update(self.tensors.aliases(name))
-        for name, tensor in self.ownership.local_tensors().items():
+        for name, tensor in self.tensors.local_tensors().items():
             if name in self.left_to_b:
                 weight_grad_kernels.mark(tensor, may_wait=False)
 
@@ -527,7 +475,7 @@ class Pipeline:
         for name, segments in record.segments.items():
             if last in segments:
                 self.at_once.update(self.tensors.aliases(name))
-        for name, tensor in self.ownership.local_tensors().items():
+        for name, tensor in self.tensors.local_tensors().items():
             if name in self.at_once:
                 mark_at_once(tensor)
 
@@ -565,14 +513,13 @@ class Pipeline:
         if self.parts is not None:
             self.parts.bring(owners, self.tensors, slots)
             self._mark_parameters(slots)
-        self._set_owners(owners, slots)
-        self._shared_weights = self.tensors.on_several_stages()
-        self.ownership.move()
+        self.tensors.assign(owners, slots)
+        self.tensors.move()
         self.stage_gradients = stage_gradients(self.tensors.with_local_stages())
-        for index in self.local_stages:
+        for index in self.tensors.local_stages:
             gradients = [each for each in self.stage_gradients.values() if each.stage == index]
             context = StageContext(
-                self.cut.stages[index], len(self.cut.stages), self.chain, self.ownership,
+                self.cut.stages[index], len(self.cut.stages), self.chain, self.tensors,
                 self._writes, OwnGradients(gradients), self.records.generators,
                 self.records.kernels, self.settings.recompute, self._add_product,
                 self.settings.head_weight_grad == "B",
@@ -588,11 +535,6 @@ class Pipeline:
         if not self.rank:
             warn_once(_NO_FUSION.format(self.device.type))
         return add_product_to_grad
-
-    def _set_owners(self, owners: Mapping[str, frozenset[int]], slots: list[Slot]) -> None:
-        self.tensors.ownership = Ownership(
-            slots, self.chain, owners, self.local_stages, self.device
-        )
 
     def sum_stage_gradients(self) -> None:
         """Add up the gradients of each weight that several stages of this rank use."""

@@ -26,7 +26,7 @@ from torch.overrides import (
 )
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
+from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.host_group import HostGroup
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.mesh import RankMesh
@@ -354,15 +354,15 @@ class SavedBuffers:
     Buffers that are not persistent are mostly large constants: masks, angles.
     """
 
-    def __init__(self, replicas: Replicas, ownership: Ownership) -> None:
+    def __init__(self, replicas: Replicas, tensors: SplitModule) -> None:
         self._replicas = replicas
         # Private: the names of the non-persistent buffers.
         self._slots = [
             slot
-            for slot in ownership.slots
+            for slot in tensors.slots
             if slot.kind == "_buffers"
             and slot.attribute not in slot.module._non_persistent_buffers_set
-            and ownership.is_local(slot.name)
+            and tensors.is_local(slot.name)
         ]
 
     def copy_first(self) -> None:

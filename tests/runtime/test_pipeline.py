@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
+from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import merge_outputs
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -65,7 +65,7 @@ def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
     module = Regression(linear_blocks(2))
     pipeline = Pipeline(module, 1, CutSettings((0, 1)), CPU)
     pipeline.cut_batch(torch.ones(2, 4), 1, users_step(module.step), "validation", 0)
-    assert not pipeline.ownership.is_local("embed.weight")
+    assert not pipeline.tensors.is_local("embed.weight")
 
     def tied(x):
         for block in module.blocks:
@@ -73,7 +73,7 @@ def test_a_later_kind_of_step_may_need_a_parameter_elsewhere():
         return (x @ module.embed.weight).sum()
 
     pipeline.cut_batch(torch.ones(2, 4), 1, users_step(tied), "train", 0)
-    assert pipeline.ownership.is_local("embed.weight")
+    assert pipeline.tensors.is_local("embed.weight")
     pipeline.detach()
 
 
@@ -86,7 +86,7 @@ def test_another_cut_goes_by_the_records_that_there_are():
         pipeline.cut_batch(torch.ones(2, 4), 1, users_step(module.step), "train", 0)
         assert pipeline.is_new
         blocks = range(4)
-        assert {b for b in blocks if pipeline.ownership.is_local(f"blocks.{b}.weight")} == local
+        assert {b for b in blocks if pipeline.tensors.is_local(f"blocks.{b}.weight")} == local
     assert len(traces) == 1
     pipeline.detach()
 
@@ -164,7 +164,7 @@ def test_unequal_microbatches_give_the_gradient_of_the_whole_batch():
 
 def test_what_a_rank_does_not_have_seems_to_be_on_its_device(monkeypatch):
     monkeypatch.setattr(weight_grad_kernels, "install_kernels", lambda device_type: None)
-    monkeypatch.setattr(Ownership, "move", lambda ownership: None)
+    monkeypatch.setattr(SplitModule, "move", lambda tensors: None)
     module, elsewhere, seen = Regression(linear_blocks(2)), torch.device("meta"), []
 
     def step(part):

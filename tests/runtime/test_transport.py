@@ -217,7 +217,7 @@ def train(name):
         losses = executor.run(lower(schedule), microbatches)
     pipeline.commit()
     pipeline.detach()
-    own = pipeline.ownership.local_tensors()
+    own = pipeline.tensors.local_tensors()
     return {name: p.grad for name, p in own.items()}, losses
 
 

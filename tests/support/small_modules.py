@@ -242,7 +242,7 @@ def train_beside(module, schedule, num_ranks, batches, size=2, start=None, **opt
         gradients = {n: p.grad for n, p in plain.named_parameters(remove_duplicate=False)}
         assert_same(found, Outcome([loss.detach() for loss in expected], gradients), 1e-9)
         for rank in pipeline.ranks:
-            descend(rank.ownership.local_tensors().values())
+            descend(rank.tensors.local_tensors().values())
         descend(plain.parameters())
     for name, value in plain.state_dict().items():
         saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of(name)].module

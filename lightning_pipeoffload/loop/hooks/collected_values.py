@@ -209,7 +209,7 @@ class CollectedValues:
         """The segments of the step that each stage of this rank runs; all before it is cut."""
         if not self._pipeline.stages:
             return [frozenset(range(len(self._pipeline.chain) + 1))]
-        return [self._pipeline.cut.stages[s].segments for s in self._pipeline.local_stages]
+        return [self._pipeline.cut.stages[s].segments for s in self._pipeline.tensors.local_stages]
 
     @property
     def _end(self) -> int:

@@ -7,7 +7,7 @@ one that makes it alone waits for a while, and raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,8 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_pipeoffload.processes.run_store import Meeting
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
-from lightning_pipeoffload.runtime.cut.remote_values import Lending
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -36,7 +34,7 @@ class HookForwards:
         self._group = pipeline.group
         self._meeting = meeting
         self._names: dict[int, str] = {}
-        self._named: Ownership | None = None
+        self._named: Mapping[str, frozenset[int]] = {}
         self._handles: list[RemovableHandle] = []
         self._outermost: nn.Module | None = None
         self._depth = 0
@@ -76,7 +74,7 @@ class HookForwards:
             return
         self._come_together(name)
         self._had_gradients = torch.is_grad_enabled()
-        lending: Lending = self._pipeline.lending(self._group.copy_to_devices, None, module)
+        lending = self._pipeline.tensors.lend(self._group.copy_to_devices, None, module)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(lending.running())
@@ -95,12 +93,11 @@ class HookForwards:
         return tree_map(_without_backward, result) if self._had_gradients else None
 
     def _apart(self) -> dict[int, str]:
-        ownership = self._pipeline.ownership
-        if self._named is not ownership:  # the first batch may change it
-            self._named = ownership
-            is_everywhere = self._pipeline.tensors.is_everywhere
-            slots = ownership.slots
-            lacking = {id(slot.module) for slot in slots if not is_everywhere(slot.name)}
+        tensors = self._pipeline.tensors
+        if self._named is not tensors.owners:  # the first batch may change them
+            self._named = tensors.owners
+            remote = [slot for slot in tensors.slots if not tensors.is_everywhere(slot.name)]
+            lacking = {id(slot.module) for slot in remote}
             self._names = {
                 id(module): name or type(module).__name__
                 for name, module in self._pipeline.module.named_modules()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.cut.ownership import NamedTensors
 from lightning_pipeoffload.runtime.cut.remote_values import make_real
+from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.making.construction import Blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import begins_with_nan
 from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of, take_state
@@ -70,7 +70,7 @@ class PartedModule:
 
     @torch.no_grad()
     def bring(
-        self, owners: Mapping[str, frozenset[int]], tensors: NamedTensors, slots: Sequence[Slot]
+        self, owners: Mapping[str, frozenset[int]], tensors: SplitModule, slots: Sequence[Slot]
     ) -> None:
         """Send parameters to the ranks that need them; ``owners`` are their stages, by name."""
         by_name = {slot.name: slot for slot in slots}

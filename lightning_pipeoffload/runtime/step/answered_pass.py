@@ -34,7 +34,7 @@ class AnsweredPass(StagePass):
     @override
     def run(self) -> Any:
         context, microbatch = self._context, self._microbatch
-        is_first = context.stage.index == min(context.ownership.local_stages)
+        is_first = context.stage.index == min(context.tensors.local_stages)
         if is_first or microbatch.answers is None:
             microbatch.answers = {}
         self._answers = microbatch.answers

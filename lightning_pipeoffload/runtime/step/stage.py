@@ -64,7 +64,7 @@ class StageRunner:
 
     def owned_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers that the rank owns."""
-        return self._context.ownership.local_tensors().values()
+        return self._context.tensors.local_tensors().values()
 
     def memory_of(self, place: int) -> SavedMemory:
         """Return the measured memory of slice ``place`` of a microbatch; 0 if it is not sliced."""
@@ -116,7 +116,7 @@ class StageRunner:
         queue = WeightGradQueue(False, store, context.add_product, at_once)
         received = Received(record.specs_in) if keep else None
         flight = InFlight(microbatch, record, queue, received, store)
-        is_answered = microbatch.record.reads.are_repeated(len(context.ownership.local_stages))
+        is_answered = microbatch.record.reads.are_repeated(len(context.tensors.local_stages))
         if microbatch.record.sequence_slice is None:
             step = (AnsweredPass if is_answered else StagePass)(context, flight, receive)
         else:
@@ -217,7 +217,7 @@ class StageRunner:
                 microbatch = flight.microbatch
                 microbatch.differentiate(weighted(flight.loss, microbatch.weight))
         except RuntimeError as error:
-            refuse_late_writes(error, self._context.ownership)
+            refuse_late_writes(error, self._context.tensors)
             raise
 
     def weight(self, microbatch: Microbatch) -> None:
@@ -270,7 +270,7 @@ class StageRunner:
 
     @contextmanager
     def _check_hooks(self) -> Iterator[None]:
-        local = self._context.ownership.local_tensors().items()
+        local = self._context.tensors.local_tensors().items()
         hooked = [(n, p, p.detach().clone()) for n, p in local if _has_hooks(p)]
         yield
         for name, weight, before in hooked:

@@ -32,8 +32,8 @@ from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.checks import loss_in, needs_all_blocks
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import map_in_place, output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput, enter
@@ -83,7 +83,7 @@ class StageContext:
         stage: The stage.
         num_stages: The number of stages of the whole model.
         chain: The blocks of the user's module.
-        ownership: The rank's parameters and buffers.
+        tensors: The parameters and buffers, of which the F sees the stage's.
         writes: Attributes and buffers that the rank's steps write outside of the blocks.
         gradients: The stage's gradients of weights that other stages of the rank use too.
         generators: The random generators that the modules hold.
@@ -99,7 +99,7 @@ class StageContext:
     stage: Stage
     num_stages: int
     chain: BlockChain
-    ownership: Ownership
+    tensors: SplitModule
     writes: StepWrites
     gradients: OwnGradients
     generators: Generators
@@ -134,14 +134,14 @@ class StageContext:
 
     def around(self) -> AbstractContextManager[Any]:
         """Return the context of an F: attributes and generators as they are for this stage."""
-        attributes = self.writes.of_stage(self.stage, self.ownership)
+        attributes = self.writes.of_stage(self.stage)
         if not self.generators.exist:
             return attributes
         return together(attributes, self.generators.kept())
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""
-        return self.writes.tensors_of(self.stage.index, self.ownership)
+        return self.writes.tensors_of(self.stage.index)
 
 
 class StagePass:
@@ -191,9 +191,9 @@ class StagePass:
         if self._generators.exist:
             self._generators.seed(seed)
         if context.is_first:
-            context.ownership.show(context.stage.index)
+            context.tensors.show(context.stage.index)
         else:
-            context.ownership.hide()
+            context.tensors.hide()
         try:
             with context.chain.running(self):
                 if self._counter is None and not self._record.meets_kernels:
@@ -212,7 +212,7 @@ class StagePass:
             else:
                 raise
         finally:
-            context.ownership.restore()
+            context.tensors.restore()
         if context.writes.is_by_users:
             self.left = context.writes.left()
         if self._microbatch.index == 0 and self._seed_segment is not seed_all:  # once a batch
@@ -320,7 +320,7 @@ class StagePass:
     def _computed_output(
         self, output: BlockOutput, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> BlockOutput:
-        hidden = self._context.ownership.hiding(self._context.chain.block_name(index))
+        hidden = self._context.tensors.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
             result = self._context.chain.plain_call(index)(*args, **kwargs)
@@ -347,7 +347,7 @@ class StagePass:
                 entered = enter(tensors, self._received)
         if self._carried:
             self._carried.deliver(entered[self._record.num_handed_on :])
-        self._context.ownership.show(self._context.stage.index)
+        self._context.tensors.show(self._context.stage.index)
         for call, places in self._record.handed_on.items():
             self._entered[call] = entered[places]
 

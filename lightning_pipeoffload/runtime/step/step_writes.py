@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import eq, is_
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.ownership import Ownership
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import (
@@ -84,10 +84,11 @@ class StepWrites:
         self,
         module: nn.Module,
         chain: BlockChain,
-        stages: Iterable[int],
+        tensors: SplitModule,
         stage_ranks: Sequence[int],
     ) -> None:
-        self._chain = chain
+        self._chain, self._tensors = chain, tensors
+        stages = tensors.local_stages
         self._ranks = stage_ranks
         self._last_stages = {rank: stage for stage, rank in enumerate(stage_ranks)}
         inside = {id(child) for block in chain.blocks for child in block.modules()}
@@ -177,14 +178,14 @@ class StepWrites:
             return "before the blocks"
         return f"before {self._chain.block_name(point.segment)}"
 
-    def tensors_of(self, stage: int, ownership: Ownership) -> list[Tensor]:
+    def tensors_of(self, stage: int) -> list[Tensor]:
         """List the tensors that a stage writes in place, and that its backwards may read."""
         if not self.may_write_tensors:
             return []
         weights = [
             slot.tensor
-            for slot in ownership.slots
-            if slot.name in self._weights and stage in ownership.owners[slot.name]
+            for slot in self._tensors.slots
+            if slot.name in self._weights and stage in self._tensors.owners[slot.name]
         ]
         # The other stages of the rank have their own buffers and attributes in each F.
         saved = [(m, name) for m, name in self._saved if self._home_of(m) == stage]
@@ -192,7 +193,7 @@ class StepWrites:
         by_id = {id(tensor): tensor for tensor in (*weights, *tensors_in(values))}
         return [tensor for tensor in by_id.values() if not isinstance(tensor, ShapeOnly)]
 
-    def of_stage(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
+    def of_stage(self, stage: Stage) -> AbstractContextManager[Any]:
         """Put the values that ``stage`` has written into the module during one microbatch.
 
         The blocks of the rank's other stages whose weights the step writes itself are hidden, else
@@ -206,13 +207,14 @@ class StepWrites:
             _standing_for(missing.values(), self._homes_beside(stage.index))
             if missing
             else NOTHING,
-            self._hiding(stage, ownership) if self._weights else NOTHING,
+            self._hiding(stage) if self._weights else NOTHING,
         )
 
-    def _hiding(self, stage: Stage, ownership: Ownership) -> AbstractContextManager[Any]:
-        blocks = {self._chain.index_of(name) for name in self._weights if ownership.is_local(name)}
-        others = [block for block in blocks if block is not None and block not in stage.blocks]
-        return _hiding([self._chain.block_name(block) for block in others], ownership)
+    def _hiding(self, stage: Stage) -> AbstractContextManager[Any]:
+        local = [name for name in self._weights if self._tensors.is_local(name)]
+        blocks = {block for name in local if (block := self._chain.index_of(name)) is not None}
+        others = sorted(blocks - {*stage.blocks})
+        return self._tensors.hiding(*map(self._chain.block_name, others))
 
     def left(self) -> Left:
         """Record the attributes that the user's steps write, at the end of a forward."""
@@ -395,25 +397,17 @@ class _Turn:
                 )
 
 
-@contextmanager
-def _hiding(blocks: Iterable[str], ownership: Ownership) -> Iterator[None]:
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(ownership.hiding(block))
-        yield
-
-
 # autograd's error for a saved tensor that was written since: its shape, and its version now.
 _WRITTEN = re.compile(r"modified by an inplace operation: .*\[([\d, ]*)\]\].*is at version (\d+)")
 
 
-def refuse_late_writes(error: RuntimeError, ownership: Ownership) -> None:
+def refuse_late_writes(error: RuntimeError, tensors: SplitModule) -> None:
     """Raise ``RuntimeError`` with the buffer's name if one was written before a backward reads it.
 
     The first run of the step, which would have shown it, did not write it.
     """
     match = _WRITTEN.search(str(error))
-    for slot in ownership.slots if match else ():
+    for slot in tensors.slots if match else ():
         tensor = slot.tensor
         if slot.kind != "_buffers" or isinstance(tensor, ShapeOnly):
             continue

@@ -288,5 +288,5 @@ def test_unused_parameters_stay_where_they_were_registered():
 
     pipeline = InProcessPipeline(Unused(), build("1f1b", 2, 2), call_step)
     pipeline.run(torch.ones(2, 4), 1)
-    owners = pipeline.ranks[0].ownership.owners
+    owners = pipeline.ranks[0].tensors.owners
     assert (owners["embed.weight"], owners["behind.weight"]) == ({0}, {1})

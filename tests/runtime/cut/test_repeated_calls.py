@@ -199,7 +199,7 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     planned = pipeline.ranks[0].cut.segment_costs.sent[3]
     assert planned == 2 * 2 * 4 * batch.itemsize
     assert Counter(sent) == {(Kind.SEND_F, planned): 4, (Kind.SEND_B, planned): 4}
-    owned = [{*rank.ownership.local_tensors()} for rank in pipeline.ranks]
+    owned = [{*rank.tensors.local_tensors()} for rank in pipeline.ranks]
     assert "embed.weight" in owned[0] - owned[1]
     assert {"projector.0.weight", "projector.1.running_mean", "scale"} <= owned[1] - owned[0]
     assert pipeline.ranks[0].cut.costs.forward[0] == pytest.approx(3.5, rel=0.2)
@@ -253,7 +253,7 @@ def test_a_momentum_encoder_has_the_stages_of_its_original(is_first, num_views, 
     found = Outcome(pipeline.run(batch, 2), pipeline.named_gradients())
     assert_same(found, train_plain(module, batch, 2))
     for rank in pipeline.ranks:
-        names = [name.partition(".") for name in rank.ownership.local_tensors()]
+        names = [name.partition(".") for name in rank.tensors.local_tensors()]
         online, target = ({rest for top, _, rest in names if top == part} for part in PARTS)
         assert online == target != set()
 

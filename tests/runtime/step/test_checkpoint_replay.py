@@ -116,7 +116,9 @@ def test_what_a_block_counts_it_counts_once(schedule, num_ranks):
     batches = [torch.randn(8, 4).double()] * 2
     pipeline, _ = train_beside(module, schedule, num_ranks, batches, recompute="full")
     for rank in pipeline.ranks:
-        own = {index for stage in rank.local_stages for index in rank.cut.stages[stage].blocks}
+        own = {
+            index for stage in rank.tensors.local_stages for index in rank.cut.stages[stage].blocks
+        }
         assert [rank.module.blocks[index].calls for index in own] == [2 * 4] * len(own)
 
 

@@ -308,7 +308,7 @@ def test_a_step_that_writes_attributes_and_hooks_tensors_is_told_so_once(caplog)
 def test_what_only_the_blocks_own_backwards_use_is_exact(pipeline):
     found, _ = train_beside(of_blocks(CountingBlock), *pipeline, batches())
     for rank in found.ranks:
-        for stage in rank.local_stages:
+        for stage in rank.tensors.local_stages:
             for index in rank.cut.stages[stage].blocks:
                 assert rank.module.blocks[index].count == 3
 
