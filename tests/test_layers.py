@@ -45,6 +45,7 @@ LAYERS = (
     "runtime/replicas",
     "runtime/groups",
     "runtime/pipeline",
+    "runtime/batch_slicer",
     "runtime/rank_memory",
     "runtime/gradient_reduction",
     "runtime/executor",

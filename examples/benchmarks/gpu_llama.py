@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from examples.benchmarks.gpu_process import in_one_line, is_accelerated, needing
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
@@ -435,8 +436,8 @@ def _rehearse(
     def cut_batch(count: int) -> list[Microbatch]:
         text = torch.randint(_VOCABULARY, (count, size.sequence), device=device)
         step = module.model
-        return pipeline.cut_batch(
-            text, 1, lambda part, _: step(input_ids=part, labels=part).loss, "train", 0
+        return slice_batch(
+            pipeline, text, 1, lambda part, _: step(input_ids=part, labels=part).loss, "train", 0
         )
 
     rehearsal = Rehearsal(pipeline, ActivationMemory.on(device), cut_batch)

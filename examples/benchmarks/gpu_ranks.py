@@ -34,6 +34,7 @@ from examples.benchmarks.gpu_process import (
     rows_of,
     run_two,
 )
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
@@ -129,8 +130,8 @@ def gradients_of_rank(
     memory = offloading_memory(device)
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(device), memory)
     for measures, step in ((True, one_at_a_time(schedule)), (False, plan)):
-        slices = pipeline.cut_batch(
-            batch, 1, lambda part, _: call_step(pipeline.module, part), "train", 0
+        slices = slice_batch(
+            pipeline, batch, 1, lambda part, _: call_step(pipeline.module, part), "train", 0
         )
         if not pipeline.committed:
             pipeline.commit()

@@ -25,6 +25,7 @@ from examples.benchmarks.late_lane import LateLane
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.cli.rehearsal import AbsentNeighbours
 from lightning_pipeoffload.runtime.accelerator import CopyLanes
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
@@ -114,7 +115,7 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     stage_ranks = tuple(plan.rank_of(stage) for stage in range(plan.num_stages))
     pipeline = Pipeline(model, 0, CutSettings(stage_ranks, "blocks", "even"), CPU)
     batch = torch.randn(ROWS * setup.num_microbatches, FEATURES)
-    slices = pipeline.cut_batch(batch, ROWS, lambda part, _: model.step(part), "train", 0)
+    slices = slice_batch(pipeline, batch, ROWS, lambda part, _: model.step(part), "train", 0)
     microbatches = placed(slices)
     pipeline.commit()
     transport = AbsentNeighbours(plan, 0, costs, CPU)

@@ -41,6 +41,7 @@ from torch.nn import functional
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.accelerator import make_lanes
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
@@ -148,7 +149,7 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
 
     def cut_batch(count: int) -> list[Microbatch]:
         tokens = torch.randint(VOCABULARY, (count, size.sequence), device=size.device)
-        return pipeline.cut_batch(tokens, 1, lambda part, _: model.step(part), "train", 0)
+        return slice_batch(pipeline, tokens, 1, lambda part, _: model.step(part), "train", 0)
 
     budget = HostBudget.share_of_machine(1)
     if budget is not None and budget.num_bytes < size.least_host_bytes:

@@ -232,7 +232,7 @@ def emulate(given: argparse.Namespace) -> dict[str, float | str]:
     trainer.fit(model, DataLoader(samples, batch_size=count))
     sizes: list[int] = []
     if given.slices > 1:
-        record = strategy.split.pipeline.batch_records[0]
+        record = strategy.split.executor.microbatches[0].record
         parts = record.in_slices(given.slices)[0].sequence_slices
         sizes = [part.stop - part.start for part in parts]
     costs = emulated_costs(seconds, num_chunks, sizes)

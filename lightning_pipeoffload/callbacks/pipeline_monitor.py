@@ -216,7 +216,8 @@ class PipelineMonitor(Callback):
             self._step.plans.append(plan)
 
     def _count(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
-        flops = getattr(module, "flops_per_batch", None) or strategy.split.pipeline.batch_flops
+        traced = (m.record for m in strategy.split.executor.microbatches if m.has_result)
+        flops = getattr(module, "flops_per_batch", None) or sum(r.training_flops for r in traced)
         known = {"flops": flops} if flops else {}
         for name, number in (self._counts | known).items():
             self._step.add(name, number)

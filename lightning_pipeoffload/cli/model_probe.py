@@ -25,6 +25,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
 )
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
@@ -219,7 +220,7 @@ class ModelProbe:
 
     def _first_slice(self, pipeline: Pipeline, size: int) -> Microbatch:
         inputs = StepCalls(self._module, SEED).inputs("training_step", (self._batch, 0), {})
-        slices = pipeline.cut_batch(inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
+        slices = slice_batch(pipeline, inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
         return slices[0]
 
     def _make_layers(

@@ -27,6 +27,7 @@ from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.accelerator import make_lanes
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.cut.remote_values import make_real
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
@@ -145,8 +146,8 @@ class RehearsedModel(ModelProbe):
         batch: Any = move_data_to_device(self._batch, self._device)
         inputs = StepCalls(self._module, SEED).inputs("training_step", (batch, 0), {})
         with self._precision.train_step_context():
-            slices = self._pipeline.cut_batch(
-                inputs.batch, self._size, inputs.step, inputs.kind, inputs.seed
+            slices = slice_batch(
+                self._pipeline, inputs.batch, self._size, inputs.step, inputs.kind, inputs.seed
             )
         return (slices * count)[:count]
 

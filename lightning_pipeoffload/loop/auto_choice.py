@@ -28,6 +28,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks, find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
 from lightning_pipeoffload.runtime.cut.partition import Stage
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BesideBlocks,
     BlockMeasurement,
@@ -213,7 +214,7 @@ class AutoChoice:
         more = self._settings.more_microbatches(num_microbatches, batch_size)
         if more and not sees_its_size(self._pipeline):
             counts.append(more)
-        compile_ahead(self._pipeline)
+        compile_ahead(self._pipeline, first.record)
         recompute, *others = self._recomputations()
         blocks = self._measure(cut_batch, [*product([recompute], counts)], first)
         if blocks is None:
@@ -531,7 +532,7 @@ class ChoiceCache:
         self._cache.store(self._question, best.schedule, remarks)
 
 
-def compile_ahead(pipeline: Pipeline) -> None:
+def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
     """Compile each rank's blocks before they run, where any is compiled; all ranks call it.
 
     It may take one of them longer than ranks wait for each other elsewhere.
@@ -543,7 +544,7 @@ def compile_ahead(pipeline: Pipeline) -> None:
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()
     with group.world.waiting_as_long_as_it_takes():
-        chain, record = pipeline.chain, pipeline.batch_records[0]
+        chain = pipeline.chain
         for stage in pipeline.tensors.local_stages:
             for index in pipeline.cut.stages[stage].blocks:
                 first = record.block_calls[record.calls.blocks.index(index)]

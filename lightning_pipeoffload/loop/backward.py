@@ -131,11 +131,12 @@ class BatchBackward(BackwardHooks):
         Which microbatches have used the old values by then depends on the plan. Where one alone
         has run, as with one stage, all is as on one device.
         """
-        flights = (len(stage.in_flight) for stage in self._pipeline.stages.values())
-        if not self._runs_hooks or max(flights, default=0) < 2:
+        flights = [[*stage.in_flight.values()] for stage in self._pipeline.stages.values()]
+        if not self._runs_hooks or max(map(len, flights), default=0) < 2:
             yield
             return
-        used = {name for record in self._pipeline.batch_records for name in record.segments}
+        records = {id(f.record): f.record.step for of_stage in flights for f in of_stage}
+        used = {name for record in records.values() for name in record.segments}
         local = self._pipeline.tensors.local_tensors()
         before = {name: memory_of(local[name]) for name in sorted(used & local.keys())}
         with WrittenMemory() as writes:

@@ -16,6 +16,7 @@ from lightning_pipeoffload.loop.data import (
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.report import Progress
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.batch_slicer import trace_parts
 from lightning_pipeoffload.runtime.batch_structure import (
     BatchParts,
     BatchStructure,
@@ -157,11 +158,11 @@ class BatchCutter:
         parts = self._pipeline.parts
         if parts is not None:
             parts.check_filled()
-        arguments = cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
+        arguments = self._pipeline, cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
         is_first = inputs.kind not in self._traced
         self._traced.add(inputs.kind)
         with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
-            slices = self._pipeline.trace_parts(*arguments)
+            slices = trace_parts(*arguments)
         blocks = self._pipeline.called_blocks
         if blocks is not None:
             self.first_batch["blocks"] = blocks

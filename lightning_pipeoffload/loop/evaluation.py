@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from lightning_pipeoffload.loop.exchange import Exchange
@@ -27,13 +28,20 @@ class Evaluation:
     Args:
         split: The module.
         exchange: Compares the batches with the other ranks'.
+        note: Called with the microbatches of each batch, none where it runs whole unseen.
         send_written: Sends to all ranks the attributes that training steps wrote on some, for a
             step that runs whole on each.
     """
 
-    def __init__(self, split: Split, exchange: Exchange, send_written: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        split: Split,
+        exchange: Exchange,
+        note: Callable[[Sequence[Microbatch]], None],
+        send_written: Callable[[], None],
+    ) -> None:
         self._split, self._group = split, split.group
-        self._exchange, self._send_written = exchange, send_written
+        self._exchange, self._note, self._send_written = exchange, note, send_written
         self._runs_whole = split.runs_whole
         self._cuts_predictions: dict[int, bool] = {}  # of each loader
 
@@ -42,6 +50,7 @@ class Evaluation:
         key = inputs.kind, shape_signature(inputs.batch)
         is_open = not self._runs_whole.get(key)
         slices = self._cut(inputs, key) if is_open else None
+        self._note(slices or ())
         if slices is not None and not self._runs_whole[key]:
             return self._run_slices(inputs, slices)
         self._send_written()
@@ -53,7 +62,7 @@ class Evaluation:
 
     def _run_slices(self, inputs: StepInputs, slices: list[Microbatch]) -> StepOutput:
         split, training = self._split, self._split.plans.training
-        training.expect(split.pipeline.is_new, split.pipeline.cut.costs)
+        training.expect(any(map(attrgetter("is_new"), slices)), split.pipeline.cut.costs)
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
         sizes, shares = split.shares(inputs, slices)
         results: list[Any] = []

@@ -16,8 +16,9 @@ A training batch, in the order of the calls; ``batch_end.py`` goes on where this
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -198,7 +199,9 @@ class Fit:
             self._at_end.enter_context(silenced(".*sync_dist=True.*"))
         self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
         stop = self._join_ranks()
-        self._evaluation = Evaluation(self.split, self._exchange, self._send_in_step)
+        self._evaluation = Evaluation(
+            self.split, self._exchange, self._note_slices, self._send_in_step
+        )
         # What each replica draws for itself: noise on its own data.
         seed = mix_seed(self._seed, group.replica) if group.replica else self._seed
         self._steps = steps = StepCalls(self._module, seed, stop, group.replicas.in_trace)
@@ -317,6 +320,7 @@ class Fit:
             if not split.pipeline.committed:
                 self._begin_training(slices[0], accumulation)
             self._packed_rows.check(inputs)
+            self._note_slices(slices)
             done = self._run(inputs, slices, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last:
@@ -333,7 +337,7 @@ class Fit:
         )
         self.making.follow_copies()
         self.making.release_copies()
-        split.begin_training(accumulation.num_batches)
+        split.begin_training(first, accumulation.num_batches)
 
     def _run(
         self, inputs: StepInputs, slices: list[Microbatch], accumulation: Accumulation
@@ -343,13 +347,14 @@ class Fit:
         if self._early_step is None and training.steps_early:
             self._early_step = split.parameters.early_step()
         self.end.start_batch(len(slices))
-        muted, settle = self.boundary.start_ahead()
+        leaves_trace = any(map(attrgetter("record.leaves_trace"), slices))
+        muted, settle = self.boundary.start_ahead(leaves_trace)
         with muted, sharing_casts(self._strategy.root_device), self.end.counted():
             self._first_batches.start_step()
             if split.plans.before_plan(accumulation.is_first):
                 split.report.print_plan()
             # Of the plan that runs: edges may have to hold more messages than the last one's.
-            training.expect(split.pipeline.is_new, split.pipeline.cut.costs)
+            training.expect(any(map(attrgetter("is_new"), slices)), split.pipeline.cut.costs)
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.shares(inputs, slices)
             of_replica = split.share_of_replica()
@@ -418,6 +423,10 @@ class Fit:
         """Send the attributes that steps wrote to all ranks, before the hooks of an epoch's end."""
         if self._collected is not None:
             self._collected.send()
+
+    def _note_slices(self, slices: Sequence[Microbatch]) -> None:
+        if self._collected is not None:
+            self._collected.note(slices)
 
     def _send_in_step(self) -> None:
         if self._collected is not None and not self._has_sent:

@@ -90,8 +90,7 @@ class PackedRowCheck:
         assert rows is not None
         if any(map(_has_routers, self._module.modules())):
             rows += [*map(with_other_labels, rows)]
-        kept = self._split.pipeline.keeping_batch(), leaving_no_trace(self._module, ())
-        with kept[0], kept[1], torch.no_grad(), DenseMasks() as masks:
+        with leaving_no_trace(self._module, ()), torch.no_grad(), DenseMasks() as masks:
             self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
         self._note_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
 

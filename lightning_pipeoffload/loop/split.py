@@ -252,7 +252,7 @@ class Split:
 
     # From the first training batch to the end
 
-    def begin_training(self, num_accumulated: int) -> None:
+    def begin_training(self, first: Microbatch, num_accumulated: int) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
         self.group.replicas.copy_first(self.pipeline.tensors.distinct(), "weights")
         self.group.share(self.pipeline.tensors, self.pipeline.records)
@@ -264,7 +264,7 @@ class Split:
         self._buffers = SavedBuffers(self.group.replicas, self.pipeline.tensors)
         self.plans.begin()
         self.report.print_start(num_accumulated)
-        compile_ahead(self.pipeline)
+        compile_ahead(self.pipeline, first.record)
 
     def finish_reduction(self) -> None:
         """Wait for the gradients' means over the replicas, where there are several."""

@@ -70,7 +70,7 @@ class StepBoundary:
         self._trainer: Any = trainer
         self._module = trainer.lightning_module
         group = pipeline.group
-        self._pipeline, self._group, self._masters = pipeline, group, masters
+        self._group, self._masters = group, masters
         self.validation = PostValidation(trainer, group, pipeline.gradient_age)
         self._gradient_hooks: GradientHooks | None = None
         self._of_replicas = group.replicas.pending
@@ -105,8 +105,11 @@ class StepBoundary:
             has_hooks = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 
-    def start_ahead(self) -> tuple[ExitStack, Settle | None]:
+    def start_ahead(self, leaves_trace: bool) -> tuple[ExitStack, Settle | None]:
         """Begin a batch before the weights are final, if what runs can be taken back.
+
+        Args:
+            leaves_trace: Whether its steps have side effects, so that they cannot run again.
 
         Returns:
             A context for the batch, and the function by which its executor waits for final weights.
@@ -114,7 +117,7 @@ class StepBoundary:
         validation, muted = self.validation, ExitStack()
         if not validation.is_open:
             return muted, None
-        if self._pipeline.leaves_trace or self._has_forward_hooks:
+        if leaves_trace or self._has_forward_hooks:
             validation.settle()
         elif not has_forward_hooks(self._module):
             return muted, validation.settle

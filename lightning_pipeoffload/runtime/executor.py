@@ -105,9 +105,9 @@ class Executor:
         return self.mailbox.transport
 
     @property
-    def last_microbatch(self) -> Microbatch:
-        """A microbatch of the last step."""
-        return next(iter(self._microbatches.values()))
+    def microbatches(self) -> Sequence[Microbatch]:
+        """Those of the last step."""
+        return [*self._microbatches.values()]
 
     def place(self, rank: int, transport: Transport) -> None:
         """Run another rank's actions from the next plan on."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
@@ -82,7 +83,7 @@ class InProcessPipeline:
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
             batch_of_rank = batch if pipeline is self.ranks[0] else copy_batch(batch)
             step = partial(_call, self._step, pipeline.module)
-            slices = pipeline.cut_batch(batch_of_rank, size, step, "train", seed)
+            slices = slice_batch(pipeline, batch_of_rank, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
             microbatches = in_slices(placed(slices, weights), self.plan.num_sequence_slices)
             executor.stages = pipeline.stages

@@ -1,4 +1,4 @@
-"""One rank's stages of the user's module, and the cutting of batches into microbatches.
+"""One rank's stages of the user's module.
 
 The chain of blocks is cut at the first batch, based on the record of its step. Until
 :meth:`Pipeline.commit` the module stays whole on the host, so that a second kind of step (after a
@@ -7,17 +7,15 @@ sanity check, the training step) can still add a parameter to a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.batch_structure import BatchParts, BatchStructure
 from lightning_pipeoffload.runtime.compiled.block_compiler import (
     BlockCompiler,
     install_split,
@@ -33,7 +31,6 @@ from lightning_pipeoffload.runtime.cut.block_chain import (
 from lightning_pipeoffload.runtime.cut.checks import (
     CallsError,
     check_recompute_full,
-    check_shared_weights,
     check_slices,
     check_step,
     impossible_cuts,
@@ -54,7 +51,6 @@ from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.sequence.attention import install_attention
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
@@ -66,7 +62,6 @@ from lightning_pipeoffload.runtime.step.answered_pass import (
     remove_answers,
 )
 from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.runtime.step.stage_gradients import (
     OwnGradients,
@@ -83,12 +78,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import (
     install_weight_draws,
     remove_weight_draws,
 )
-from lightning_pipeoffload.runtime.users_code.step_call import (
-    CallOnCopies,
-    StepCall,
-    UsersStep,
-    without_shared,
-)
+from lightning_pipeoffload.runtime.users_code.step_call import UsersStep
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import (
@@ -134,9 +124,6 @@ class Pipeline:
         stage_gradients: For weights that several stages of this rank use, the gradients of all
             these stages but the first, by name.
         cut: Where the chain is cut, once a step has been traced.
-        batch_records: The records of the microbatches of the last batch that was cut.
-        is_new: Whether the last batch that was cut has a microbatch of new shapes: some dimension
-            is larger than in all that ran.
 
     Raises:
         ValueError: The module has no chain of blocks, or not enough of them.
@@ -158,8 +145,6 @@ class Pipeline:
         self.device = device
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
-        self.is_new = False
-        self.batch_records: list[StepRecord] = []
         self._before_trace = before_trace
         self.gradient_age = GradientAge()
         self.settings = settings
@@ -286,64 +271,29 @@ class Pipeline:
         """Whether the user's step is running or traced."""
         return self.chain.is_running
 
-    def cut_batch(
-        self, batch: Any, size: int, step: UsersStep, kind: str, seed: int
-    ) -> list[Microbatch]:
-        """Cut a batch into microbatches of ``size`` samples; see :meth:`trace_parts`."""
-        return self.trace_parts(BatchStructure().split(batch, size), batch, step, kind, seed)
-
-    def trace_parts(
-        self, cut: BatchParts, batch: Any, step: UsersStep, kind: str, seed: int
-    ) -> list[Microbatch]:
-        """Make microbatches of a batch's parts, and trace the step for those with new shapes.
+    def record_of(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
+        """Return the record of a step for a microbatch; cut the module for it if it is new.
 
         Args:
-            cut: The parts.
-            batch: The batch: any pytree.
-            step: The user's step.
             kind: The kind of the step, such as "train".
-            seed: The seed of the batch.
+            part: The microbatch.
+            step: The user's step.
+            seed: The seed of the microbatch.
 
         Raises:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
-        self._notice_frozen()
-        self.is_new = False
-        records: list[StepRecord] = []
-        self.batch_records = records
-        slices: list[Microbatch] = []
-        for index, (part, num_samples) in enumerate(zip(cut.parts, cut.sizes, strict=True)):
-            own_seed = mix_seed(seed, index)
-            # Parts of one size have the same shapes; what depends on values differs.
-            is_like_first = (
-                index > 0
-                and cut.are_alike
-                and num_samples == cut.sizes[0]
-                and records[0].holds_for_shapes
-            )
-            record = records[0] if is_like_first else self._find_record(kind, part, step, own_seed)
-            if not record.is_known:
-                self._take_in(record)
-                record.is_known = True
-            if self._num_slices > 1 and record.sequence is None:
-                check_slices(record, self.chain, self.module, bool(self.settings.compile))
-                record.sequence = self.records.find_sequence(record, part, step, own_seed)
-            records.append(record)
-            run: Callable[[StepCall], Any] = partial(step, part)
-            if record.changes_batch:
-                own = without_shared(part, batch) if index < len(cut.parts) - 1 else part
-                run = CallOnCopies(step, own, len(self.stages) * self._num_slices)
-            slices.append(Microbatch(part, num_samples, run, record, self.device, own_seed))
-        if torch.is_grad_enabled():
-            check_shared_weights(self.tensors.shared_weights)
-        new = [record for record in records if not record.has_run]
-        self.is_new = bool(new)
-        for record in new:
-            record.has_run = True
-        return slices
+        record = self._find_record(kind, part, step, seed)
+        if not record.is_known:
+            self._take_in(record)
+            record.is_known = True
+        if self.num_slices > 1 and record.sequence is None:
+            check_slices(record, self.chain, self.module, bool(self.settings.compile))
+            record.sequence = self.records.find_sequence(record, part, step, seed)
+        return record
 
     @property
-    def _num_slices(self) -> int:
+    def num_slices(self) -> int:
         """The number of slices in which the blocks run; an evaluation runs whole."""
         return self.settings.num_sequence_slices if torch.is_grad_enabled() else 1
 
@@ -356,28 +306,6 @@ class Pipeline:
             proposal = self.records.propose(part, step, seed)
             raise ValueError(f"{error}{proposal}") from None
 
-    @contextmanager
-    def keeping_batch(self) -> Iterator[None]:
-        """Restore ``batch_records`` and ``is_new`` afterwards.
-
-        Batches that a check cuts within the context do not replace those of the last batch.
-        """
-        before = self.is_new, self.batch_records
-        try:
-            yield
-        finally:
-            self.is_new, self.batch_records = before
-
-    @property
-    def batch_flops(self) -> int:
-        """Floating-point operations of training on the last batch that was cut, on all stages."""
-        return sum(record.training_flops for record in self.batch_records)
-
-    @property
-    def leaves_trace(self) -> bool:
-        """Whether steps on the last batch have side effects, so that they cannot run again."""
-        return any(record.leaves_trace for record in self.batch_records)
-
     def commit(self) -> None:
         """Replace remote tensors with shapes; the cut is fixed from now on."""
         self.committed = True
@@ -386,7 +314,7 @@ class Pipeline:
     def _drop_remote(self) -> None:
         self.tensors.drop_remote(self.gradient_age, self.settings.places)
 
-    def _notice_frozen(self) -> None:
+    def notice_frozen(self) -> None:
         """Trace the steps again if a hook has frozen or unfrozen parameters of any stage."""
         trained = bytes([parameter.requires_grad for parameter in self.tensors.parameters])
         if trained != self.trained:

@@ -5,6 +5,7 @@ from torch import nn
 
 from lightning_pipeoffload.planning.measurements import times_of
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.memory.stage_store import Held
 from lightning_pipeoffload.runtime.rank_memory import Ledger
@@ -37,7 +38,7 @@ def needs(schedule, states=None):
     pipeline = InProcessPipeline(Tied(), plan, lambda model, x: model(x), split="even")
     rank = pipeline.ranks[0]
     batch = torch.randint(32, (256, 4))
-    parts = rank.cut_batch(batch, 64, lambda part, _: rank.module(part), "train", 0)
+    parts = slice_batch(rank, batch, 64, lambda part, _: rank.module(part), "train", 0)
     known = {} if states is None else states(rank.module)
     return describe_needs(MemoryNeeds.of(rank, parts[0], known).of_ranks(pipeline.plan))
 

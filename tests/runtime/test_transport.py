@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeoffload.processes.run_store import free_port
 from lightning_pipeoffload.runtime import transport as transport_module
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.measure import link_speed
@@ -212,7 +213,7 @@ def train(name):
     memory, losses = ActivationMemory.on(CPU), []
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(CPU), memory)
     for _ in range(2):
-        slices = pipeline.cut_batch(x, 1, users_step(module.step), "train", 0)
+        slices = slice_batch(pipeline, x, 1, users_step(module.step), "train", 0)
         microbatches = placed(slices, [1 / 12] * len(slices))
         losses = executor.run(lower(schedule), microbatches)
     pipeline.commit()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.attributes import Elsewhere, StepPoint, Variable
 from lightning_pipeoffload.runtime.users_code.snapshot import GONE, refill
 
@@ -67,6 +68,7 @@ class CollectedValues:
         self._hidden_metrics: dict[int, str] = {}
         self._places: dict[int, dict[str, StepPoint]] = {}  # by id of a record, while it lives
         self._kind = ""
+        self._records: list[StepRecord] = []  # of the step's microbatches
         self._warned: set[str] = set()
         self._logged: list[str] = []
         self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
@@ -90,7 +92,7 @@ class CollectedValues:
 
         ``kind`` is the name of the step; "" for remaining actions of earlier steps.
         """
-        self._kind = kind
+        self._kind, self._records = kind, []
         self._begin_step()
         try:
             yield
@@ -104,6 +106,10 @@ class CollectedValues:
             for labels in self._group.gather(mine):
                 self._late.update(dict.fromkeys(labels, kind))
             self._end_step()
+
+    def note(self, slices: Iterable[Microbatch]) -> None:
+        """Note the microbatches of the step, by whose records it writes."""
+        self._records = [*{id(cut.record): cut.record for cut in slices}.values()]
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -182,11 +188,7 @@ class CollectedValues:
     def _written_in_batch(self) -> dict[str, StepPoint]:
         behind = StepPoint(len(self._pipeline.chain), is_in_block=False)
         points = {label: behind for label, kind in self._late.items() if kind == self._kind}
-        last = None
-        for record in self._pipeline.batch_records if self._kind else ():
-            if record is last:  # most batches have one for all microbatches
-                continue
-            last = record
+        for record in self._records if self._kind else ():
             if id(record) not in self._places:
                 self._places[id(record)] = dict(self._written_in(record))
                 dropping = weakref.finalize(record, self._places.pop, id(record), None)

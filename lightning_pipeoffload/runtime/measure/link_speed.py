@@ -119,11 +119,11 @@ def measure_latencies(
     for stage in filter(schedule.crosses_ranks, range(schedule.num_stages - 1)):
         sender, receiver = schedule.rank_of(stage), schedule.rank_of(stage + 1)
         if executor.rank == sender:
-            specs = executor.stages[stage].record_of(executor.last_microbatch).specs_out
+            specs = executor.stages[stage].record_of(executor.microbatches[0]).specs_out
             tensors = [torch.zeros(s.shape, dtype=s.dtype, device=device) for s in specs]
             seconds[stage] = measure_latency(executor.transport, stage, receiver, tensors)
         elif executor.rank == receiver:
-            specs = executor.stages[stage + 1].record_of(executor.last_microbatch).specs_in
+            specs = executor.stages[stage + 1].record_of(executor.microbatches[0]).specs_in
             answer_latency(executor.transport, stage + 1, sender, specs)
     return seconds
 

@@ -14,7 +14,7 @@ the middle, with the numbers of the events below::
     saved tensors               5 ===== OFFLOAD FREE RELOAD ======11
     queue of W                                                    11 ========15
 
- 1. The batch is cut: ``Pipeline.trace_parts`` makes each Microbatch, with the record of its shapes.
+ 1. The batch is cut: ``trace_parts`` makes each Microbatch, with the record of its shapes.
  2. At RECV_F, or as soon as the message may come, the Mailbox posts a receive.
  3. F: ``ActivationMemory.open`` returns a store if the plan copies the tensors that this F saves,
     or to measure them. ``StageRunner.forward`` makes the InFlight, and a StagePass that calls

@@ -31,6 +31,7 @@ class Microbatch:
             tensor where the host does not know it.
         differentiate: Starts the backward from the weighted loss.
         answers: The values that the rank's stages have read from the device for it.
+        is_new: Whether some dimension is larger than in all that were cut before its batch.
     """
 
     part: Any
@@ -43,6 +44,7 @@ class Microbatch:
     weight: float | Tensor = 1.0
     differentiate: Callable[[Tensor], None] = Tensor.backward
     answers: dict[ReadPlace, list[Any]] | None = None
+    is_new: bool = False
 
     @property
     def has_result(self) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
@@ -142,7 +143,7 @@ def test_lengths_between_traced_ones_are_derived_and_exact(name, pipeline):
 def traced(module, parts, **options):
     """Return the records of parts, as each comes."""
     (rank,) = InProcessPipeline(module, build("1f1b", 1, 2), call_step, **options).ranks
-    rank.cut_batch(parts[0], len(parts[0]["x"]), partial(run, rank.module), "train", 0)
+    slice_batch(rank, parts[0], len(parts[0]["x"]), partial(run, rank.module), "train", 0)
     return [rank.records.find("train", part, partial(run, rank.module)) for part in parts]
 
 
@@ -203,8 +204,9 @@ def test_shapes_that_exceed_none_that_ran_are_not_new():
     news = []
     for length in (6, 9, 4, 9, 8, 12, 11):
         pipeline.run(batch_of(length), 2)
-        assert len({rank.is_new for rank in pipeline.ranks}) == 1
-        news.append(pipeline.ranks[0].is_new)
+        first, other = (rank.microbatches[0] for rank in pipeline.executors)
+        assert first.is_new == other.is_new
+        news.append(first.is_new)
     assert news == [True, True, False, False, False, True, False]
 
 
@@ -216,9 +218,9 @@ def test_a_family_needs_each_record_of_its_base_to_be_checked():
     pipeline.run(batch_of(3, 7), 2)
     pipeline.run(batch_of(9, 7), 2)
     pipeline.run(batch_of(5, 7), 2)  # lies between, but nothing has shown what the 7 does
-    assert not pipeline.ranks[0].batch_records[0].is_derived
+    assert not pipeline.executors[0].microbatches[0].record.is_derived
     pipeline.run(batch_of(8, 5), 2)
-    assert pipeline.ranks[0].batch_records[0].is_derived
+    assert pipeline.executors[0].microbatches[0].record.is_derived
 
 
 def test_a_record_of_the_same_lengths_checks_nothing():
@@ -227,5 +229,5 @@ def test_a_record_of_the_same_lengths_checks_nothing():
     family = RecordFamily()
     for length in (3, 5, 9, 9, 5, 3):
         pipeline.run(torch.randn(4, length, WIDTH), 2)
-        family.add((length,), pipeline.ranks[0].batch_records[0])
+        family.add((length,), pipeline.executors[0].microbatches[0].record)
     assert family.derive((4,)) is None

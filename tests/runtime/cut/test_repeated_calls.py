@@ -193,7 +193,7 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
     transport.send = note
     pipeline.run(batch, 2)
     first, last = (rank.stages[index] for index, rank in enumerate(pipeline.ranks))
-    (record,) = {id(r): r for r in pipeline.ranks[0].batch_records}.values()
+    (record,) = {id(m.record): m.record for m in pipeline.executors[0].microbatches}.values()
     assert record.calls.blocks == (*range(6), *range(6))
     assert [spec.shape for spec in record.payload_over(3)] == [(2, 4), (2, 4)]
     planned = pipeline.ranks[0].cut.segment_costs.sent[3]

@@ -85,7 +85,7 @@ def test_sequences_of_other_lengths_are_cut_as_those_that_were_traced():
     torch.manual_seed(0)
     module = DemoGPT(context=32).double()
     pipeline = assert_lengths_are_exact(module, (8, 12, 16, 20, 24, 32, 22, 28))
-    assert any(record.is_derived for record in pipeline.ranks[0].batch_records)
+    assert any(part.record.is_derived for part in pipeline.executors[0].microbatches)
 
 
 def assert_lengths_are_exact(module, lengths):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
@@ -157,8 +158,8 @@ def test_one_run_on_zeros_for_each_shape(caplog):
     counts = []
     for length in (4, 4, 8):
         before = Silu.num_runs
-        rank.cut_batch(
-            torch.randn(length, WIDTH), length // 4, users_step(rank.module.step), "train", 0
+        slice_batch(
+            rank, torch.randn(length, WIDTH), length // 4, users_step(rank.module.step), "train", 0
         )
         counts.append(Silu.num_runs - before)
     assert counts == [1, 0, 1]
@@ -197,8 +198,8 @@ def test_what_such_a_function_saves_is_counted(recompute):
         plan = build("zb_h1", 2, 4)
         pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
         rank = pipeline.ranks[0]
-        part, *_ = rank.cut_batch(
-            torch.randn(4, WIDTH), 1, users_step(rank.module.step), "train", 0
+        part, *_ = slice_batch(
+            rank, torch.randn(4, WIDTH), 1, users_step(rank.module.step), "train", 0
         )
         kept.append([vars(found) for found in measure_shapes(rank, part)])
     assert kept[0] == kept[1]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, pad
 
 from lightning_pipeoffload import chunked_loss
+from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
@@ -226,7 +227,7 @@ def measure(num_chunks, classes=4096):
     """Return the bytes of both stages of a microbatch, and the record."""
     module, batch = Model(num_chunks, classes=classes), tokens(16, classes)
     rank = Pipeline(module, 0, CutSettings((0, 1)), CPU)
-    (part,) = rank.cut_batch(batch, 16, users_step(module.training_step), "train", 0)
+    (part,) = slice_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
     found = measure_shapes(rank, part)
     assert module.head.weight.grad is None
     rank.detach()
