@@ -28,6 +28,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import (
     find_chain,
     first_chain,
 )
+from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
 from lightning_pipeoffload.runtime.cut.checks import (
     CallsError,
     check_recompute_full,
@@ -35,7 +36,6 @@ from lightning_pipeoffload.runtime.cut.checks import (
     check_step,
     impossible_cuts,
 )
-from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.partition import (
     Cut,
     CutSettings,

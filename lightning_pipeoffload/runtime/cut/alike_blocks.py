@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.block_classes import SegmentState, SegmentWork, find_firsts
-from lightning_pipeoffload.runtime.cut.crossings import Crossing
+from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_output, output_tensors

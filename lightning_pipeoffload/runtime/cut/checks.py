@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.crossings import Crossing
+from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.crossings import Crossing
+from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder

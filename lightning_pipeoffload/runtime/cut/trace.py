@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
+from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
 from lightning_pipeoffload.runtime.cut.checks import (
     CallChecks,
     OrderError,
@@ -40,7 +41,6 @@ from lightning_pipeoffload.runtime.cut.checks import (
     is_in_function,
     loss_in,
 )
-from lightning_pipeoffload.runtime.cut.crossings import mark_slots
 from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
     HookedSpan,

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, Crossing, Port
 from lightning_pipeoffload.runtime.cut.checks import CallsError
-from lightning_pipeoffload.runtime.cut.crossings import CallCounter, Crossing, Port
 from lightning_pipeoffload.runtime.cut.device_reads import READERS
 from lightning_pipeoffload.runtime.cut.record import (
     Alias,
@@ -56,7 +56,7 @@ _ELSEWHERE = -1  # the goal of a backward that leads to weights or the batch
 
 @dataclass(eq=False)
 class _Source:
-    """The call that made a tensor; the fields are those of :class:`.crossings.Crossing`."""
+    """The call that made a tensor; the fields are those of :class:`.carried_values.Crossing`."""
 
     position: int
     num_calls: int  # of blocks before

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.carried_values import CarriedValues
 from lightning_pipeoffload.runtime.cut.checks import loss_in, needs_all_blocks
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.split_module import SplitModule
@@ -50,7 +51,6 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
-from lightning_pipeoffload.runtime.step.carried_values import CarriedValues
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
