@@ -62,11 +62,12 @@ def trace_parts(
         if record.changes_batch:
             own = without_shared(part, batch) if index < len(cut.parts) - 1 else part
             run = CallOnCopies(step, own, len(pipeline.stages) * pipeline.num_slices)
-        slices.append(Microbatch(part, num_samples, run, record, pipeline.device, own_seed))
+        is_new = not record.has_run
+        slices.append(
+            Microbatch(part, num_samples, run, record, pipeline.device, own_seed, is_new=is_new)
+        )
     if torch.is_grad_enabled():
         check_shared_weights(pipeline.tensors.shared_weights)
-    for each in slices:
-        each.is_new = not each.record.has_run
     for each in slices:
         each.record.has_run = True
     return slices

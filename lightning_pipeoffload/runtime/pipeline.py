@@ -120,7 +120,8 @@ class Pipeline:
         records: The records of the steps.
         gradient_age: The age of the gradients of remote parameters.
         trained: For each parameter of the module, 1 if it trains, else 0.
-        mixed: Names of weights that a stage uses both where W can wait and where it cannot.
+        left_to_b: Names of the weights whose gradient B computes.
+        at_once: Names of the weights whose products B adds to gradients, in place of W.
         stage_gradients: For weights that several stages of this rank use, the gradients of all
             these stages but the first, by name.
         cut: Where the chain is cut, once a step has been traced.

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.users_code.sources import Generators
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, swapped
 from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
 
 
@@ -58,7 +59,7 @@ class _Before:
         self._of_modules = generators.replay() if generators is not None else nullcontext
         self._weights = TensorValues(written)
         self._buffers = [
-            (child, name, buffer.clone(), buffer._version)
+            (Slot(name, child, name, "_buffers"), buffer.clone(), buffer._version)
             for child in block.modules()
             for name, buffer in child._buffers.items()
             if buffer is not None
@@ -69,30 +70,18 @@ class _Before:
 
     def drop_unwritten(self) -> None:
         self._buffers = [
-            (child, name, value, version)
-            for child, name, value, version in self._buffers
-            if _counts_no_versions(child) or _buffer(child, name)._version != version
+            (slot, value, version)
+            for slot, value, version in self._buffers
+            if _counts_no_versions(slot.module) or slot.tensor._version != version
         ]
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Within the context, restore the forward's random numbers, buffers and weights."""
-        buffers = [(child, name, _buffer(child, name)) for child, name, _, _ in self._buffers]
-        for child, name, value, _ in self._buffers:
-            child._buffers[name] = value.clone()
-        try:
-            with forked_randomness(), self._of_modules(), self._weights.again():
-                self._randomness.restore()
-                yield
-        finally:
-            for child, name, buffer in buffers:
-                child._buffers[name] = buffer
-
-
-def _buffer(module: nn.Module, name: str) -> Tensor:
-    buffer = module._buffers[name]
-    assert buffer is not None
-    return buffer
+        buffers = swapped([(slot, value.clone()) for slot, value, _ in self._buffers])
+        with buffers, forked_randomness(), self._of_modules(), self._weights.again():
+            self._randomness.restore()
+            yield
 
 
 def _counts_no_versions(module: nn.Module) -> bool:
