@@ -131,8 +131,9 @@ class BatchBackward(BackwardHooks):
         Which microbatches have used the old values by then depends on the plan. Where one alone
         has run, as with one stage, all is as on one device.
         """
-        flights = [[*stage.in_flight.values()] for stage in self._pipeline.stages.values()]
-        if not self._runs_hooks or max(map(len, flights), default=0) < 2:
+        stages = self._pipeline.stages.values() if self._runs_hooks else ()
+        flights = [[*stage.in_flight.values()] for stage in stages]
+        if max(map(len, flights), default=0) < 2:
             yield
             return
         records = {id(f.record): f.record.step for of_stage in flights for f in of_stage}

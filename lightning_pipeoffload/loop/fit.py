@@ -347,8 +347,7 @@ class Fit:
         if self._early_step is None and training.steps_early:
             self._early_step = split.parameters.early_step()
         self.end.start_batch(len(slices))
-        leaves_trace = any(map(attrgetter("record.leaves_trace"), slices))
-        muted, settle = self.boundary.start_ahead(leaves_trace)
+        muted, settle = self.boundary.start_ahead(slices)
         with muted, sharing_casts(self._strategy.root_device), self.end.counted():
             self._first_batches.start_step()
             if split.plans.before_plan(accumulation.is_first):

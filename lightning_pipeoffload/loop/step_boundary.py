@@ -8,7 +8,7 @@ watched: a call of torch that is given such a weight waits for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
 from lightning_pipeoffload.runtime.executor import Settle
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.replicas import SettlingMode
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 
 log = logging.getLogger(__name__)
 
@@ -105,11 +106,11 @@ class StepBoundary:
             has_hooks = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 
-    def start_ahead(self, leaves_trace: bool) -> tuple[ExitStack, Settle | None]:
+    def start_ahead(self, slices: Sequence[Microbatch]) -> tuple[ExitStack, Settle | None]:
         """Begin a batch before the weights are final, if what runs can be taken back.
 
         Args:
-            leaves_trace: Whether its steps have side effects, so that they cannot run again.
+            slices: Its microbatches; where steps have side effects, they cannot run again.
 
         Returns:
             A context for the batch, and the function by which its executor waits for final weights.
@@ -117,6 +118,7 @@ class StepBoundary:
         validation, muted = self.validation, ExitStack()
         if not validation.is_open:
             return muted, None
+        leaves_trace = any(cut.record.leaves_trace for cut in slices)
         if leaves_trace or self._has_forward_hooks:
             validation.settle()
         elif not has_forward_hooks(self._module):
