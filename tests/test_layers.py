@@ -49,7 +49,6 @@ LAYERS = (
     "runtime/rank_memory",
     "runtime/gradient_reduction",
     "runtime/executor",
-    "runtime/in_process",
     "runtime/measure",
     "planning",
     "optimizers",

@@ -29,7 +29,6 @@ from lightning_pipeoffload.runtime.accelerator import (
     StreamLane,
     make_lanes,
 )
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
@@ -42,6 +41,7 @@ from lightning_pipeoffload.schedule import (
     build,
     offload_activations,
 )
+from tests.support.in_process import InProcessPipeline
 
 _CYCLES = 20_000_000
 _VOCABULARY = 256

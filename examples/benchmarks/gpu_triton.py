@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from examples.benchmarks.gpu_parts import call_step, difference
 from examples.benchmarks.gpu_process import in_one_line, needing
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 
 triton: Any = None
 with suppress(ImportError):

@@ -16,7 +16,7 @@ through pinned memory.
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -140,24 +140,6 @@ class Transport:
     def has_kernels(self) -> bool:
         """Whether messages are kernels on the device, so that a wait for it waits for them too."""
         return False
-
-
-class InProcessTransport(Transport):
-    """Between ranks that are in one process: for tests, for one GPU, for rehearsing a rank."""
-
-    def __init__(self) -> None:
-        self._arrived: defaultdict[Action, deque[list[Tensor]]] = defaultdict(deque)
-
-    def has_arrived(self, receive: Action) -> bool:
-        return bool(self._arrived[receive])
-
-    def wait(self, receive: Action) -> list[Tensor]:
-        if not self._arrived[receive]:
-            raise RuntimeError(f"{receive} is not there yet; run the rank that sends it first")
-        return self._arrived[receive].popleft()
-
-    def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
-        self._arrived[recv_of(send)].append(tensors)
 
 
 class BufferRing:

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import ScheduleError, build
 from tests.support.composed import composed
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import slow
 
 SMALL = [

@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_pipeoffload.planning.balance import describe_cut
 from lightning_pipeoffload.planning.report import predict
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import Regression, call_step, linear_blocks
 
 

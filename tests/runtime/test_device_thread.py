@@ -11,10 +11,10 @@ from torch.utils.backend_registration import (
 )
 
 from lightning_pipeoffload import defer_weight_grad
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.schedule import build
 from tests.runtime.step.test_autocast import CountCasts
+from tests.support.in_process import InProcessPipeline
 from tests.support.rank_pool import RankPool
 from tests.support.small_modules import Regression, assert_same, call_step, run_pipeline, run_plain
 

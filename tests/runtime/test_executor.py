@@ -10,10 +10,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     Action,
     Kind,
@@ -22,6 +20,7 @@ from lightning_pipeoffload.schedule import (
     build,
     validate,
 )
+from tests.support.in_process import InProcessPipeline, InProcessTransport
 from tests.support.offloaded import memory_of_all
 from tests.support.small_modules import (
     DemoGPT,

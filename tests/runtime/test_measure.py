@@ -17,7 +17,6 @@ from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage
 from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BlockMeasurement,
@@ -32,7 +31,6 @@ from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import Held, OffloadSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.transport import InProcessTransport
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Action,
@@ -45,6 +43,7 @@ from lightning_pipeoffload.schedule import (
 from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory
 from tests.runtime.step.test_autocast import CountCasts
 from tests.support.families import FAMILIES, Task, call_step
+from tests.support.in_process import InProcessPipeline, InProcessTransport
 from tests.support.pairs import slow
 from tests.support.small_modules import Regression, linear_blocks
 

@@ -10,12 +10,12 @@ from torch import nn
 from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.cut.split_module import SplitModule
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.microbatch import merge_outputs
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (
     MODELS,
     Outcome,

@@ -27,7 +27,6 @@ from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.runtime.transport import (
-    InProcessTransport,
     PeerLostError,
     ProcessGroupTransport,
     _first_tag,
@@ -36,6 +35,7 @@ from lightning_pipeoffload.runtime.transport import (
 )
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.support.forks import FORKS, fork
+from tests.support.in_process import InProcessTransport
 from tests.support.rank_pool import RankPool
 from tests.support.small_modules import Outcome, Regression, assert_same, run_plain, users_step
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import (
     Action,
     Kind,
@@ -25,6 +24,7 @@ from lightning_pipeoffload.schedule.messages import (
     send_of,
     sends_before,
 )
+from tests.support.in_process import InProcessPipeline
 from tests.support.plans import SHAPES
 from tests.support.small_modules import Regression
 

@@ -5,10 +5,10 @@ import copy
 import torch
 
 from lightning_pipeoffload.runtime.batch_structure import batch_size, split_batch
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.schedule import build, forward_only
 from tests.support.families import call_step
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import Outcome, assert_same
 
 SCHEDULES = ["1f1b", "zb_h1", "interleaved_1f1b"]

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.runtime.batch_structure import batch_size, split_batch
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.schedule import build
 from tests.support.families import TEXT, from_transformers
 from tests.support.families import gpt2 as make_gpt2
+from tests.support.in_process import InProcessPipeline
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
 DEPTH = 8  # blocks: enough for two stages on each of four ranks

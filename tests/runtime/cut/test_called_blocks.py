@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (
     Outcome,
     assert_same,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build, forward_only
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs
 from tests.support.small_modules import (
     Outcome,

@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs
 from tests.support.small_modules import Regression, Step, call_step, loss_of, train_beside
 

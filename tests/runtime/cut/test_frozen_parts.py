@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import some
 from tests.support.small_modules import (
     Outcome,

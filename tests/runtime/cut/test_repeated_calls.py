@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import Kind, build
 from tests.support.comparison import train_plain
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import some
 from tests.support.small_modules import Outcome, assert_same, call_step, through
 

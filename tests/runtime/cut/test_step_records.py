@@ -6,8 +6,8 @@ import weakref
 import torch
 
 from lightning_pipeoffload.runtime.cut import step_records
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import Regression, call_step, linear_blocks
 
 

@@ -10,7 +10,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule import build
 from tests.runtime.cut.test_step_refusals import (
@@ -18,6 +17,7 @@ from tests.runtime.cut.test_step_refusals import (
     penalty_before,
     write_into_a_view,
 )
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (
     Regression,
     Step,

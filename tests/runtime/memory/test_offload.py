@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.runtime import timing
 from lightning_pipeoffload.runtime.accelerator import CopyError, CopyLanes, Lane
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
@@ -19,6 +18,7 @@ from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.actions import Part
 from lightning_pipeoffload.schedule.passes.offload import offload_activations
 from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory, peak_memory
+from tests.support.in_process import InProcessPipeline
 from tests.support.offloaded import (
     APART,
     EVERYTHING,

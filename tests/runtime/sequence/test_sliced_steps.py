@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
 from lightning_pipeoffload.runtime.step.stage import StageRunner
 from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, build, offload_activations
@@ -23,6 +22,7 @@ from tests.support.families import (
     call_step,
     next_token_padded,
 )
+from tests.support.in_process import InProcessPipeline
 from tests.support.offloaded import memory_of_all
 from tests.support.pairs import slow
 from tests.support.small_modules import (

@@ -13,11 +13,11 @@ from torch.nn import functional
 from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.address_kernels import Cubed, Gate, Silu, memory, seeded, silu
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import slow
 from tests.support.small_modules import (
     Step,

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.step.answered_pass import install_answers, remove_answers
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.families import TEXT, from_transformers
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import slow
 from tests.support.small_modules import Step, call_step, linear_blocks, loss_of, through
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (
     Classifier,
     Regression,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.users_code.snapshot import fingerprint, is_unchanged
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs
 from tests.support.small_modules import Regression, call_step, linear_blocks, train_beside
 

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.in_process import InProcessPipeline
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import (
@@ -22,6 +21,7 @@ from lightning_pipeoffload.runtime.weight_grad.queue import (
     adds_in_float32,
 )
 from lightning_pipeoffload.schedule import build
+from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import Regression, call_step, linear_blocks
 
 CPU = torch.device("cpu")

@@ -1,18 +1,18 @@
-"""All ranks of a pipeline in one process, taking turns.
+"""All ranks of a pipeline in one process, taking turns, each with a copy of the module.
 
-Used by tests, and by benchmarks on a single GPU, on which NCCL refuses two ranks. Each rank has a
-copy of the module.
+Benchmarks on a single GPU use it too, on which NCCL refuses two ranks.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.batch_structure import batch_size
@@ -23,10 +23,29 @@ from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
 from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.runtime.transport import InProcessTransport
+from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
 from lightning_pipeoffload.schedule import Action, Schedule, lower
 from lightning_pipeoffload.schedule.actions import RECVS
+from lightning_pipeoffload.schedule.messages import recv_of
+
+
+class InProcessTransport(Transport):
+    """Between ranks that are in one process."""
+
+    def __init__(self) -> None:
+        self._arrived: defaultdict[Action, deque[list[Tensor]]] = defaultdict(deque)
+
+    def has_arrived(self, receive: Action) -> bool:
+        return bool(self._arrived[receive])
+
+    def wait(self, receive: Action) -> list[Tensor]:
+        if not self._arrived[receive]:
+            raise RuntimeError(f"{receive} is not there yet; run the rank that sends it first")
+        return self._arrived[receive].popleft()
+
+    def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
+        self._arrived[recv_of(send)].append(tensors)
 
 
 class InProcessPipeline:
