@@ -127,6 +127,7 @@ class SplitModule:
         self._shown: list[tuple[_Hidden, Slot]] = []
         self._views = {stage: self._view_of(stage, glue) for stage in self.local_stages}
         self.shared_weights = self._on_several_stages()
+        self.restore()  # what is put into a slot from now on is in this view
 
     # In a step
 
@@ -215,14 +216,10 @@ class SplitModule:
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
             value = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
             slot.put(value)
-            _put(self._home, slot, value)
             if isinstance(value, RemoteTensor):
                 forget_state(slot)
                 value.age = age
-                for view in (self._hidden, *self._views.values()):
-                    _put(view, slot, value)
-        self._blocks.clear()
-        self.parameters = list(self._module.parameters())
+        self.assign(self.owners, self.slots)
 
     def _is_lost(self, slot: Slot) -> bool:
         # Private: the non-persistent buffers, which loading a state dict does not restore.
@@ -383,9 +380,3 @@ def _real_in_both(present: dict[str, Any], contents: dict[str, Any]) -> dict[str
         for name, tensor in present.items()
         if not isinstance(tensor, ShapeOnly) and not isinstance(contents.get(name), ShapeOnly)
     }
-
-
-def _put(view: _View, slot: Slot, tensor: Tensor) -> None:
-    for place, kind, contents in view:
-        if place is slot.module.__dict__ and kind == slot.kind:
-            contents[slot.attribute] = tensor
