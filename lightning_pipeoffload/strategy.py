@@ -209,11 +209,6 @@ class PipeOffloadStrategy(CheckpointHooks):
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
         check_flag("save_distributed_checkpoint", save_distributed_checkpoint)
-        if save_distributed_checkpoint and tensor_parallel_size > 1:
-            raise ValueError(
-                f"save_distributed_checkpoint=True is not supported with "
-                f"tensor_parallel_size={tensor_parallel_size}; leave it out, for one file"
-            )
         check_start_method(start_method)
         check_backend(process_group_backend)
         check_timeout(timeout)

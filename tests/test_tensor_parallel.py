@@ -91,9 +91,17 @@ PLANS = {
 class Net(L.LightningModule):
     """Four blocks over an embedding, with a head; in float64."""
 
-    def __init__(self, plan="tensor", inner=Inner, behind=0.0, optimizer=torch.optim.AdamW):
+    def __init__(
+        self,
+        plan="tensor",
+        inner=Inner,
+        behind=0.0,
+        optimizer=torch.optim.AdamW,
+        dtype=torch.float64,
+    ):
         super().__init__()
         self.plan, self.inner, self.behind, self.optimizer = plan, inner, behind, optimizer
+        self.precision = dtype
         self.losses = []
 
     def configure_model(self):
@@ -103,7 +111,7 @@ class Net(L.LightningModule):
         self.blocks = nn.ModuleList(Block(self.inner, self.behind) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
-        self.double()
+        self.to(self.precision)
         if self.device_mesh is None:
             return
         mesh = self.device_mesh["tensor_parallel"]
@@ -225,6 +233,11 @@ CASES = {
         (1, 2, 2),
         {"pipeline": {"schedule": "1f1b", "sharding": "optimizer"}},
     ),
+    "divided optimizer on the host": (
+        (1, 2, 2),
+        {"pipeline": {"sharding": "optimizer", "optimizer_offload": True}},
+    ),
+    "optimizer on the host": ((2, 2), {"pipeline": {"optimizer_offload": True}}),
     "loss_parallel": ((2, 2), {"kind": LossOfShards, "module": {"plan": "torchtitan"}}),
     "auto": ((2, 2), {"pipeline": {"schedule": "auto"}}),
     "auto of replicas": ((1, 2, 2), {"pipeline": {"schedule": "auto"}}),
@@ -330,10 +343,56 @@ def resume(sizes, resumed, folder):
     return whole, fit(resumed, folder, ckpt_path=f"{folder}/middle.ckpt")
 
 
+def in_folder(folder, pipeline=None):
+    pipeline = {**(pipeline or {}), "save_distributed_checkpoint": True}
+    return {"pipeline": pipeline, "callbacks": [save_at(folder)]}
+
+
+@slow
+def test_a_folder_of_tensor_ranks_is_read_by_any_number_and_one_device(ranks, tmp_path):
+    losses, *rest = fit((), tmp_path)
+    ranks(4).run(run, (2, 2), tmp_path, in_folder(tmp_path))
+    resumed = {"ckpt_path": f"{tmp_path}/middle.ckpt"}
+    check_alike(fit((1, 1), tmp_path, **resumed), (losses[3:], *rest))
+    for found in ranks(4).run(run, (1, 4), tmp_path, resumed):
+        check_alike(found, (losses[3:], *rest))
+
+
 @slow
 def test_a_checkpoint_of_tensor_ranks_resumes_with_other_numbers(ranks, tmp_path):
     for whole, resumed in ranks(4).run(resume, (1, 4), (2, 2), tmp_path):
         check_alike(resumed, (whole[0][3:], *whole[1:]))
+
+
+MASTERS = {"master_weights": "float32", "schedule": "1f1b"}
+HALF = {"module": {"dtype": torch.bfloat16}, "precision": "bf16-true"}
+
+
+def step_masters(folder):
+    """Fit with masters; then with those on the device, on the host and shared out, and resumed."""
+    losses, *_, path = fit((1, 2, 2), folder, pipeline=MASTERS, **HALF)
+    middle = f"{folder}/middle.ckpt"
+    found, shares = [(losses, *read(path))], {"sharding": "optimizer"}
+    for options in ({}, shares, {"optimizer_offload": True}, {"optimizer_offload": True, **shares}):
+        pipeline = {**MASTERS, **options}
+        before, *_ = fit((1, 2, 2), folder, **in_folder(folder, pipeline), **HALF)
+        after, *_, path = fit((1, 2, 2), folder, pipeline=pipeline, ckpt_path=middle, **HALF)
+        found.append((before[:3] + after, *read(path)))
+    return found
+
+
+@slow
+def test_masters_are_the_same_bits_wherever_they_are_stepped_and_saved(ranks, tmp_path):
+    options = {"pipeline": MASTERS, **HALF}
+    losses, *_, path = ranks(2).run(run, (1, 1, 2), tmp_path, options)[0]
+    whole = read(path)[0]
+    for first, *others in ranks(4).run(step_masters, tmp_path):
+        assert first[0] == pytest.approx(losses, abs=1e-2)  # in bfloat16
+        for name, weight in first[1].items():
+            assert weight.dtype == torch.float32
+            assert (weight - whole[name]).abs().median() < 2e-3
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 @slow

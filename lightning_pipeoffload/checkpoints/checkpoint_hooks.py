@@ -100,7 +100,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         self._refuse_alone("save_checkpoint")
         if self._split_state is not None:
             self.settle_weights()  # an error may have come before they were read
-            return self._split_state.of_module()
+            return self._split_state.of_module(self._save_distributed_checkpoint)
         if self.processes.group is not None and self.group.num_tensor_ranks > 1:
             raise RuntimeError(BEFORE_FIRST_BATCH)
         # Without a seed the ranks' modules differ until they are split.

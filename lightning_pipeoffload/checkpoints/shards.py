@@ -1,6 +1,7 @@
 """Checkpoints of layers that tensor ranks share have the whole of each tensor.
 
-A checkpoint therefore loads into any number of tensor ranks, and into the plain module.
+A checkpoint therefore loads into any number of tensor ranks, and into the plain module. To a folder
+each tensor rank writes its shards, as DTensors, which torch's planner joins.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.checkpoints.saved_values import shapes_of
 from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, number_optimizer_state
@@ -36,19 +39,46 @@ def join_shards(state: dict[str, Any], module: nn.Module, group: PipelineGroup) 
             state[name] = _joined(name, state[name], shardings[name], group)
 
 
-def joined_state(
-    name: str, parameter: Tensor, state: Mapping[str, Any], group: PipelineGroup
+def shards_in(state: Mapping[str, Any], module: nn.Module) -> dict[str, DTensor]:
+    """Return the shards in this rank's part of a state dict, as DTensors."""
+    shardings = _shardings_in(module)
+    return {name: _placed(state[name], shardings[name]) for name in state if name in shardings}
+
+
+def state_of_whole(
+    name: str,
+    parameter: Tensor,
+    state: Mapping[str, Any],
+    group: PipelineGroup,
+    in_shards: bool,
 ) -> Mapping[str, Any]:
-    """Return an optimizer's state of a parameter as that of the whole of it; see above."""
+    """Return an optimizer's state of a parameter as that of the whole of it.
+
+    With ``in_shards`` it has DTensors; else as by :func:`join_shards`.
+    """
     sharding = sharding_of(parameter)
     if sharding is None or not sharding.is_divided:
         return state
-    return {
-        key: _joined(f"{name}.{key}", value, sharding, group)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
+    of_whole = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            of_whole[key] = (
+                _placed(value, sharding)
+                if in_shards
+                else _joined(f"{name}.{key}", value, sharding, group)
+            )
+    return of_whole
+
+
+def _placed(part: Tensor, sharding: Sharding) -> DTensor:
+    mesh = sharding.mesh
+    if part.device.type != mesh.device_type:  # on the host, where it stays
+        # Private: a mesh without groups, for nothing is sent.
+        mesh = DeviceMesh("cpu", mesh.mesh, _init_backend=False)
+    return DTensor.from_local(
+        part, mesh, [sharding.placement],
+        run_check=False, shape=sharding.shape, stride=sharding.stride,
+    )  # fmt: skip
 
 
 def _joined(name: str, part: Tensor, sharding: Sharding, group: PipelineGroup) -> Tensor:

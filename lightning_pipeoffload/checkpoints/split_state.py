@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.file import state_dict_of
 from lightning_pipeoffload.checkpoints.saved_values import described_shapes
-from lightning_pipeoffload.checkpoints.shards import join_shards, joined_state
+from lightning_pipeoffload.checkpoints.shards import join_shards, shards_in, state_of_whole
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.optimizers.optimizer_state import (
@@ -64,23 +64,24 @@ class SplitState:
         """Whether this rank has only its part of the module."""
         return self._pipeline.is_split
 
-    def of_module(self) -> dict[str, Any]:
+    def of_module(self, in_shards: bool) -> dict[str, Any]:
         """Return the state dict under the plain module's keys, in its order.
 
-        Tensors that another rank writes are shape-only.
+        Tensors that another rank writes are shape-only. With ``in_shards`` each tensor rank writes
+        its part of a layer that they share; else one of them the whole.
         """
-        part = self._part()
+        part = self._part(in_shards)
         ranks: HostGroup = self._group
-        if self._masters is not None:
-            self._masters.replace_in(part, self._pipeline.module)
-            if self._group.num_replicas > 1:  # which may step some of the masters each
-                ranks = self._group.world
+        if self._masters is not None and self._group.num_replicas > 1:
+            ranks = self._group.world  # which may step some of the masters each
         entries = self._of_all(part, ranks)
+        if in_shards:
+            entries |= shards_in(part, self._pipeline.module)
         order = {name: index for index, name in enumerate(self._pipeline.tensors.names)}
         names = sorted(entries, key=lambda name: order.get(name, len(order)))
         return state_dict_of({name: entries[name] for name in names}, like=part)
 
-    def _part(self) -> dict[str, Any]:
+    def _part(self, in_shards: bool) -> dict[str, Any]:
         """Return the entries that this rank can write: those of its stages and of no stage."""
         state = versioned = self._pipeline.module.state_dict()
         owners = {name: self._pipeline.tensors.owner_of(name) for name in state}
@@ -93,7 +94,9 @@ class SplitState:
             for name, value in state.items()
             if owners[name] in (None, self._group.rank) and not isinstance(value, ShapeOnly)
         }
-        if self._group.num_tensor_ranks > 1:
+        if self._masters is not None:
+            self._masters.replace_in(part, self._pipeline.module)
+        if self._group.num_tensor_ranks > 1 and not in_shards:
             join_shards(part, self._pipeline.module, self._group)
         return state_dict_of(part, like=versioned)
 
@@ -114,7 +117,7 @@ class SplitState:
             by_name: Whether to return this rank's part only, by the names of the parameters.
         """
         names = self._parameters.names_in(optimizer)
-        mine = self._named_state(optimizer)
+        mine = self._named_state(optimizer, in_shards=by_name)
         if by_name:
             return self._part_of_optimizer(optimizer, names, mine)
         is_shared_out = self._parameters.shares_of(optimizer) is not None
@@ -133,11 +136,11 @@ class SplitState:
             part["param_groups"] = groups_with(optimizer.param_groups, names)
         return part
 
-    def _named_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _named_state(self, optimizer: Optimizer, in_shards: bool) -> dict[str, Any]:
         parameters = self._pipeline.tensors.canonical_parameters()
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         return {
-            name_of[id(p)]: joined_state(name_of[id(p)], p, state, self._group)
+            name_of[id(p)]: state_of_whole(name_of[id(p)], p, state, self._group, in_shards)
             for p, state in optimizer.state.items()
         }
 

@@ -57,8 +57,6 @@ _CHOICES = {
 # With several tensor ranks: what an argument has to be, and why it cannot be what was given.
 _OF_TENSOR_RANKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer_sync": (("barrier",), "a step of shards is not taken back"),
-    "optimizer_offload": ((False,), "shards are not stepped on the host"),
-    "master_weights": ((None,), "there are no masters of shards"),
     "num_sequence_slices": ((1,), "blocks of shards do not run on slices"),
 }
 

@@ -106,9 +106,7 @@ def test_replicas_and_ranks_of_eight_devices_that_share_layers_by_two(ranks, rep
 
 NOT_OF_TENSOR_RANKS = {
     "optimizer_sync": "post_validation",
-    "optimizer_offload": True,
-    "master_weights": "float32",
-    "save_distributed_checkpoint": True,
+    "num_sequence_slices": 2,
 }
 
 

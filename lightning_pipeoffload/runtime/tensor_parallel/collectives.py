@@ -85,7 +85,7 @@ def noting_shards() -> Iterator[None]:
 
 def gather_whole(part: Tensor, sharding: Sharding) -> Tensor:
     """Return the whole of this rank's part of a divided tensor; all tensor ranks call it."""
-    part = part.detach().contiguous()
+    part = part.detach().to(sharding.mesh.device_type).contiguous()  # a master is on the host
     parts = [part.new_empty(part.shape) for _ in range(sharding.mesh.size())]
     with blaming_peers("lost a rank that shares its layers while bringing them together"):
         dist.all_gather(parts, part, group=sharding.mesh.get_group())
