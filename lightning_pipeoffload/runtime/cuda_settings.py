@@ -1,6 +1,6 @@
-"""What CUDA and torch's allocator read when they start, as pipelines need it.
+"""Settings that CUDA and torch's allocator read when they start, for pipelines.
 
-What the user has set stays.
+Settings of the user are not changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def prepare_cuda(device: torch.device) -> None:
-    """Choose settings for a device that this process has not used yet; nothing for other kinds."""
+    """Choose settings for a CUDA device that this process has not used yet."""
     if device.type != "cuda" or accelerator_in_use() is not None:
         return
     # A pipeline with replicas and offload has some 12 streams, and torch's default is 8 queues.

@@ -196,13 +196,13 @@ class _Bucket:
 
 
 class _OwnedBucket(_Bucket):
-    """Gradients whose sum reaches the replica that steps the parameter; others get a remote one.
+    """Gradients summed on the replica that steps the parameter; other replicas get remote ones.
 
     Args:
         owners: The names, with the replica that steps each.
         tensors: The parameters by name.
         holders: The gradients by name.
-        sums: Returns what sums this step's gradients.
+        sums: Returns the object that sums this step's gradients.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class SumsToOwners:
 
 
 class _Piece:
-    """Part of what is summed, contiguous in memory, in the order of the owners."""
+    """Part of the summed gradients, contiguous in memory, in the order of the owners."""
 
     is_summed = False
 

@@ -1,7 +1,7 @@
 """The chain of blocks that is cut into stages, and the interception of their calls.
 
 A block keeps its place, its name and its parameters: the one instance gets a subclass whose
-``__call__`` asks the running :class:`Pass` what to do.
+``__call__`` calls the running :class:`Pass`.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class StrippedModule:
     def noting_saved(self) -> AbstractContextManager[None]:
         """Record the tensors that autograd saves within the context.
 
-        The hooks hold only addresses. A graph holds its hooks and what they return, and Python's
+        The hooks hold only addresses. A graph holds its hooks and their results, and Python's
         collector cannot find a cycle through a graph.
         """
         saved = self._saved
