@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
@@ -21,8 +22,6 @@ from torch._dynamo.eval_frame import OptimizedModule  # private: the type of tor
 # Private: the first two restart the compiler or skip a frame; only the last is a failure.
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
 
-from lightning_pipeoffload import runtime
-from lightning_pipeoffload.runtime import tensor_parallel
 from lightning_pipeoffload.runtime.compiled.split_graph import split_graph
 from lightning_pipeoffload.runtime.compiled.split_region import (
     Region,
@@ -66,8 +65,9 @@ def remove_split() -> None:
 @cache
 def _leave_uncompiled() -> None:
     """Have no code of this package compiled but that of layers which tensor ranks share."""
-    for part in iter_modules(runtime.__path__, f"{runtime.__name__}."):
-        if part.name != tensor_parallel.__name__:
+    runtime = __name__.rpartition(".compiled.")[0]
+    for part in iter_modules([str(Path(__file__).parents[1])], f"{runtime}."):
+        if part.name != f"{runtime}.tensor_parallel":
             trace_rules.add(part.name)
 
 

@@ -63,6 +63,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
+from lightning_pipeoffload.runtime.shapes.shard_origins import noting_shards
 from lightning_pipeoffload.runtime.shapes.sharding import (
     refuse_loss_of_shard,
     refuse_weight_on_shard,
@@ -76,7 +77,6 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     ValueNeededError,
     is_sized_by_values,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import noting_shards
 from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, StepPoint, WriteWatch
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code.sources import refusing_iterators
