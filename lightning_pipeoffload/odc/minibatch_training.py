@@ -272,19 +272,19 @@ class MinibatchLogs(LogCapture):
 
     def log(self, ranks: Sequence[list[LoggedName]], device: torch.device) -> None:
         """Log each name once, with the values of all ranks combined, on ``device``."""
-        found: dict[tuple[str, int], list[LoggedName]] = {}
+        entries_by_name: dict[tuple[str, int], list[LoggedName]] = {}
         for logged in (entry for rank in ranks for entry in rank):
-            found.setdefault((logged.name, logged.repeat), []).append(logged)
-        for (name, _), entries in found.items():
+            entries_by_name.setdefault((logged.name, logged.repeat), []).append(logged)
+        for (name, _), entries in entries_by_name.items():
             self._log_of_ranks(name, entries, device)
 
     def _log_of_ranks(self, name: str, entries: list[LoggedName], device: torch.device) -> None:
         first = entries[0]
         values = [value for entry in entries for value in entry.values]
         weights = [weight for entry in entries for weight in entry.weights]
-        given = self._signature.bind(self._module, name, values[0], *first.args, **first.kwargs)
-        reduce_fx = {**given.arguments, **first.kwargs}.get("reduce_fx", "mean")
-        value = self._own(combine_logged(values, weights, reduce_fx))
+        bound = self._signature.bind(self._module, name, values[0], *first.args, **first.kwargs)
+        reduce_fx = {**bound.arguments, **first.kwargs}.get("reduce_fx", "mean")
+        value = self._local_metric(combine_logged(values, weights, reduce_fx))
         value = value.to(device) if isinstance(value, Tensor) else value
         kwargs = dict(first.kwargs)
         if self._takes_batch_size:
@@ -302,7 +302,7 @@ class MinibatchLogs(LogCapture):
             return _MetricPlace(self._paths[id(value)])
         return value.cpu() if isinstance(value, Tensor) else value
 
-    def _own(self, value: Any) -> Any:
+    def _local_metric(self, value: Any) -> Any:
         if isinstance(value, _MetricPlace):
             return self._module.get_submodule(value.name)
         return value

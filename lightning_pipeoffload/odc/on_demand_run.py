@@ -90,15 +90,15 @@ class OnDemandRun:
         """
         self._refuse_written()
         self._settle()
-        found = self._world.gather((note, self._hooks.reached, self._buffers.changed()))
-        self._buffers.settle([changed for _, _, changed in found])
+        of_ranks = self._world.gather((note, self._hooks.reached, self._buffers.changed()))
+        self._buffers.settle([changed for _, _, changed in of_ranks])
         if self._is_alone:  # FSDP2 communicates nothing, and the sums are in .grad
             return [note]
         self._drop_gradients()
         if is_last:
             self._transport.finish()
-            self._give_gradients(set().union(*(reached for _, reached, _ in found)))
-        return [note for note, _, _ in found]
+            self._give_gradients(set().union(*(reached for _, reached, _ in of_ranks)))
+        return [note for note, _, _ in of_ranks]
 
     def reshard(self) -> None:
         """Reshard weights that a forward without a backward has left unsharded."""
@@ -172,9 +172,9 @@ def _sharded_like(parameter: nn.Parameter, total: Tensor) -> Tensor:
     """Return a view of the sum as this rank's shard of the parameter's gradient."""
     assert isinstance(parameter.data, DTensor)
     local = local_part(parameter.detach())
-    own = total[: local.numel()].view(local.shape).to(parameter.dtype)
+    shard = total[: local.numel()].view(local.shape).to(parameter.dtype)
     return DTensor.from_local(
-        own,
+        shard,
         parameter.data.device_mesh,
         parameter.data.placements,
         run_check=False,
@@ -219,15 +219,17 @@ class StepBuffers:
         first = {name: value for rank in reversed(ranks) for name, value in rank.items()}
         for name, value in first.items():
             part, key = self._slots[name]
-            own = part._buffers[key]
-            if own is not None and own.shape == value.shape:
-                own.detach().copy_(value)
+            buffer = part._buffers[key]
+            if buffer is not None and buffer.shape == value.shape:
+                buffer.detach().copy_(value)
             else:
                 part._buffers[key] = value.to(self._device)
 
     def _now(self) -> dict[str, tuple[Tensor, int]]:
-        found = {name: part._buffers.get(key) for name, (part, key) in self._slots.items()}
-        return {name: (own, own._version) for name, own in found.items() if own is not None}
+        buffers = {name: part._buffers.get(key) for name, (part, key) in self._slots.items()}
+        return {
+            name: (value, value._version) for name, value in buffers.items() if value is not None
+        }
 
 
 def _is_same(before: tuple[Tensor, int] | None, buffer: Tensor, version: int) -> bool:

@@ -84,13 +84,13 @@ def _blocks_of(module: nn.Module, blocks: str | Sequence[str] | None) -> list[nn
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, set()).add(name)
     chain = find_chain(module, blocks)
-    found = []
+    separate = []
     for index, block in enumerate(chain.blocks):
         prefix = f"{chain.block_name(index)}."
         names = [owners[parameter] for parameter in block.parameters()]
         if names and all(name.startswith(prefix) for shared in names for name in shared):
-            found.append(block)
-    return found
+            separate.append(block)
+    return separate
 
 
 def _has_containers(module: nn.Module) -> bool:
@@ -233,7 +233,7 @@ def _trained(members: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _path(root: nn.Module, module: nn.Module, prefix: str) -> str:
-    inner = next(name for name, found in root.named_modules() if found is module)
+    inner = next(name for name, child in root.named_modules() if child is module)
     return "".join(f"{part}." for part in (prefix, inner) if part)
 
 
@@ -333,8 +333,8 @@ def whole_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         optimizer: An optimizer of sharded parameters.
         keep: Whether to return the state on this rank; otherwise the result is empty.
     """
-    found = tree_map(partial(_gathered, keep=keep), optimizer.state_dict())
-    return found if keep else {}
+    state = tree_map(partial(_gathered, keep=keep), optimizer.state_dict())
+    return state if keep else {}
 
 
 def load_whole_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

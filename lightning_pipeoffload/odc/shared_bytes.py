@@ -44,13 +44,13 @@ def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) ->
 def _share_device_bytes(
     size: int, device: torch.device, rank: int, group: HostGroup
 ) -> list[Tensor]:
-    own = torch.zeros(size, dtype=torch.uint8, device=device)
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
     torch.accelerator.synchronize(device)
     others = [peer for peer in group.gather(rank) if peer != rank]
     # A separate offer for each peer: torch counts references, and an offer can be opened once.
-    offers = group.gather({peer: reduce_tensor(own) for peer in others})
+    offers = group.gather({peer: reduce_tensor(memory) for peer in others})
     return [
-        own if peer == rank else _opened(offer[rank], device, peer)
+        memory if peer == rank else _opened(offer[rank], device, peer)
         for peer, offer in enumerate(offers)
     ]
 
@@ -62,16 +62,16 @@ def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
     tensors of this device. It waits for no event: the other rank has synchronized.
     """
     rebuild, args = reduction
-    given = signature(rebuild).bind(*args)
-    if "storage_device" not in given.arguments:
+    bound = signature(rebuild).bind(*args)
+    if "storage_device" not in bound.arguments:
         raise RuntimeError(
             f"torch shares no memory of {device.type} between processes, which strategy='odc' "
             f"needs; it does on cpu and cuda"
         )
     # Private, both: the names of torch's arguments.
-    given.arguments.update(storage_device=device.index, event_sync_required=False)
+    bound.arguments.update(storage_device=device.index, event_sync_required=False)
     try:
-        return rebuild(*given.args)
+        return rebuild(*bound.args)
     except RuntimeError as error:
         raise RuntimeError(
             f"{device} cannot read the memory of rank {peer} of this machine, which "
@@ -83,13 +83,13 @@ def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
 
 def _share_host_bytes(size: int, group: HostGroup) -> list[Tensor]:
     with _file_in_memory() as (descriptor, path):
-        found = group.gather((path, _reserve(descriptor, size)))
-        for rank, (_, failure) in enumerate(found):
+        files = group.gather((path, _reserve(descriptor, size)))
+        for rank, (_, failure) in enumerate(files):
             if failure:
                 raise RuntimeError(f"rank {rank} of this machine has no shared memory: {failure}")
         mapped = [
             torch.from_file(theirs, shared=True, size=size, dtype=torch.uint8)
-            for theirs, _ in found
+            for theirs, _ in files
         ]
         group.barrier()
     return mapped

@@ -112,10 +112,10 @@ class OnDemandTransport(ABC):
         """Release other ranks' memory, threads and files."""
         self._published = []
 
-    def _check(self, index: int, given: int, expected: int) -> None:
-        if given != expected:
+    def _check(self, index: int, num_elements: int, expected: int) -> None:
+        if num_elements != expected:
             raise RuntimeError(
-                f"FSDP2 communicates {given} elements of {self._groups[index].name}, and "
+                f"FSDP2 communicates {num_elements} elements of {self._groups[index].name}, and "
                 f"{expected} were expected: extensions of what is gathered, and "
                 f"reshard_after_forward=NUMBER, do not go with on-demand communication"
             )
@@ -124,9 +124,9 @@ class OnDemandTransport(ABC):
         """Return spans of gradients: start in the sum, start in the given gradients, and length."""
         group = self._groups[index]
         starts = dict(zip(group.trained, group.starts(group.trained), strict=True))
-        given = group.starts(parameters)
+        offsets = group.starts(parameters)
         spans: list[tuple[int, int, int]] = []
-        for parameter, start in zip(parameters, given, strict=True):
+        for parameter, start in zip(parameters, offsets, strict=True):
             size, target = group.sizes[parameter], starts[parameter]
             if spans and spans[-1][0] + spans[-1][2] == target:
                 spans[-1] = (*spans[-1][:2], spans[-1][2] + size)

@@ -53,20 +53,20 @@ def parse_bytes(value: int | str, name: str = "memory_limit", is_rate: bool = Fa
     return amount
 
 
-def bytes_writer(given: int | str | None) -> Callable[[float], str]:
-    """Return a function that writes bytes in the unit of ``given``, and in MiB or GiB beside it.
+def bytes_writer(limit: int | str | None) -> Callable[[float], str]:
+    """Return a function that writes bytes in the unit of ``limit``, and in MiB or GiB beside it.
 
     So a message on ``memory_limit="10GB"`` has "10.00 GB = 9,536.75 MiB". None: in MiB or GiB only.
     """
-    unit = "".join(filter(str.isalpha, str(given))) if given is not None else "MiB"
+    unit = "".join(filter(str.isalpha, str(limit))) if limit is not None else "MiB"
 
     def write(num_bytes: float) -> str:
         amount, text = num_bytes / _UNITS[unit], bytes_text(num_bytes)
-        if given is None or text.split()[-1] == unit:
+        if limit is None or text.split()[-1] == unit:
             return text
         is_whole = unit in ("", "B")
-        own = f"{ceil(amount)} bytes" if is_whole else f"{ceil(amount * 100) / 100:,.2f} {unit}"
-        return f"{own} = {text}"
+        in_unit = f"{ceil(amount)} bytes" if is_whole else f"{ceil(amount * 100) / 100:,.2f} {unit}"
+        return f"{in_unit} = {text}"
 
     return write
 

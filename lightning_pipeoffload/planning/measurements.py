@@ -94,7 +94,7 @@ class Measurements:
         pairs = list(zip(ranks, offsets, strict=True))
         on_one_clock = [times.earlier_by(offset.seconds) for (times, _), offset in pairs]
         measured = join_ranks(on_one_clock, self._num_slices)
-        return measured, max(own + offset.error for (_, own), offset in pairs)
+        return measured, max(error_of_rank + offset.error for (_, error_of_rank), offset in pairs)
 
     def gather_limits(
         self, keeps_device_limit: bool, bytes_beside: int | None = None

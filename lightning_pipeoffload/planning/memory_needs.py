@@ -182,12 +182,12 @@ class MemoryNeeds:
             of_segment = self.costs.per_stage(name, num_segments)
             beyond = [max(0.0, a - b) for a, b in zip(of_segment, weight, strict=True)]
             beyond[-1] = 0.0
-            found = [sum(beyond[s] for s in stage.segments) * trains for stage in stages]
-            shares[f"quadratic_{name}"] = _shares(found, joined, name)
+            of_stages = [sum(beyond[s] for s in stage.segments) * trains for stage in stages]
+            shares[f"quadratic_{name}"] = _shares(of_stages, joined, name)
         for name in (*COMPUTE_TIMES, "activation", "weight_residue", "weight_input"):
             behind = self.costs.per_stage(name, num_segments)[-1]
-            found = [behind * (num_segments - 1 in stage.segments) for stage in stages]
-            shares[f"end_{name}"] = _shares(found, joined, name)
+            of_stages = [behind * (num_segments - 1 in stage.segments) for stage in stages]
+            shares[f"end_{name}"] = _shares(of_stages, joined, name)
         return Slices(**shares)
 
     def in_slices(self, costs: Costs) -> MemoryNeeds:
@@ -215,13 +215,13 @@ class MemoryNeeds:
         messages = self._messages_of(plan)
         hosts = peak_host_memory(plan, self.costs)
         peaks = zip(activations, messages, hosts, strict=True)
-        found = []
+        needs_of_ranks = []
         for rank, (peak, sent, offloaded) in enumerate(peaks):
             stages = plan.stages_of(rank)
             beside = int(self._workspace_of(stages)), int(sent), int(offloaded)
             needs = *self._kept_by(stages), int(peak), *beside, self._on_host(stages)
-            found.append(RankNeeds(*needs))
-        return found
+            needs_of_ranks.append(RankNeeds(*needs))
+        return needs_of_ranks
 
     def _messages_of(self, plan: Schedule) -> Sequence[float]:
         evaluation = lower(forward_only(plan))
@@ -256,22 +256,22 @@ class MemoryNeeds:
         It reads gradients, reads and writes what it steps and keeps, and writes weights: 28 bytes
         for a parameter under Adam in float32, or with masters.
         """
-        found = []
+        bytes_of_stages = []
         has_masters = self._has_masters
         for stage in self.owned:
             trained = [sizes for sizes in stage.values() if sizes[1]]
             moved = (g + 2 * states + (w if has_masters else 2 * w) for w, g, states in trained)
-            found.append(sum(moved) / self.num_sharing)
-        return found
+            bytes_of_stages.append(sum(moved) / self.num_sharing)
+        return bytes_of_stages
 
     def copied(self, plan: Schedule) -> list[tuple[int, int]]:
         """Return the bytes of each rank's snapshot that may be on its device, and all others."""
-        found = []
+        bytes_of_ranks = []
         for rank in range(plan.num_ranks):
             _, trained, states = self._owned_by(plan.stages_of(rank))
             stepped = 0 if self._has_masters else trained
-            found.append((stepped, states) if self.is_on_host else (stepped + states, 0))
-        return found
+            bytes_of_ranks.append((stepped, states) if self.is_on_host else (stepped + states, 0))
+        return bytes_of_ranks
 
     @property
     def is_on_host(self) -> bool:

@@ -99,8 +99,8 @@ def request_by_name(
 ) -> PlanRequest:
     """Return the request for the schedule that the settings name."""
     options = [settings.option(num_microbatches)]
-    given = settings, num_ranks, options, lambda option: costs, limits
-    return request_for(*given, lambda option: has_barrier, steps_early)
+    arguments = settings, num_ranks, options, lambda option: costs, limits
+    return request_for(*arguments, lambda option: has_barrier, steps_early)
 
 
 def plan_of(request: PlanRequest) -> Plan:
@@ -148,9 +148,9 @@ def _share(group: PipelineGroup, jobs: Sequence[Job], lean: Callable[[Any], Any]
     if not jobs:
         return []
     num_processes, process = group.world.num_processes, group.global_rank
-    own = {n: run() for n, (place, run) in enumerate(jobs) if place % num_processes == process}
-    sent = group.world.gather({number: lean(result) for number, result in own.items()})
-    results = {number: result for each in (*sent, own) for number, result in each.items()}
+    local = {n: run() for n, (place, run) in enumerate(jobs) if place % num_processes == process}
+    sent = group.world.gather({number: lean(result) for number, result in local.items()})
+    results = {number: result for each in (*sent, local) for number, result in each.items()}
     return [results[number] for number in range(len(jobs))]
 
 

@@ -346,12 +346,12 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
         planned: The idle share of a step's period by the same.
     """
     measured = report["measured"]
-    taken = measured["peak_activation_bytes"]
-    rank = max(range(len(taken)), key=lambda rank: taken[rank])
+    peak_bytes = measured["peak_activation_bytes"]
+    rank = max(range(len(peak_bytes)), key=lambda rank: peak_bytes[rank])
     _print(
         f"Measured: {_headline(report)}: {report['samples_per_second']:.1f} samples/s, a step "
         f"every {seconds_text(max(measured['step_seconds']))}. {_why(report, planned)} Activations "
-        f"took at most {bytes_text(taken[rank])}, on rank {rank}; "
+        f"took at most {bytes_text(peak_bytes[rank])}, on rank {rank}; "
         f"planned were {bytes_text(peaks[rank])}."
     )
     table = Table(title=f"Measured: {_headline(report)}", title_justify="left")
@@ -364,7 +364,7 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
             str(rank),
             seconds_text(seconds),
             share_text(measured["bubble"][rank]),
-            bytes_text(taken[rank]),
+            bytes_text(peak_bytes[rank]),
             bytes_text(peaks[rank]),
             share_text(measured["deferred_flops"][rank] / flops) if flops else "-",
         )

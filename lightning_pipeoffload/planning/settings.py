@@ -285,8 +285,8 @@ class PipelineSettings:
         """Return the most host memory of a rank, one of so many on its machine; None: any."""
         if self.host_memory_limit is None:
             return HostBudget.share_of_machine(num_local_ranks)
-        given = parse_bytes(self.host_memory_limit, "host_memory_limit")
-        return HostBudget.configured(given, bytes_writer(self.host_memory_limit)(given))
+        num_bytes = parse_bytes(self.host_memory_limit, "host_memory_limit")
+        return HostBudget.configured(num_bytes, bytes_writer(self.host_memory_limit)(num_bytes))
 
     # ``on_accelerator``: whether the devices have a memory of their own.
 
@@ -307,8 +307,8 @@ class PipelineSettings:
         name, recipe = self._recipe
         is_asked = _is_name(self.schedule) and isinstance(self.num_chunks, int)
         num_chunks = int(self.num_chunks) if is_asked else recipe.num_chunks
-        given = name, num_chunks, num_microbatches, self.recompute, self.heads_to_try[0]
-        return Option(*given, self.num_sequence_slices if _is_name(self.schedule) else 1)
+        choice = name, num_chunks, num_microbatches, self.recompute, self.heads_to_try[0]
+        return Option(*choice, self.num_sequence_slices if _is_name(self.schedule) else 1)
 
     @property
     def own_recipe(self) -> dict[str, Recipe]:
@@ -324,8 +324,8 @@ class PipelineSettings:
         """
         option = self.option(num_microbatches)
         sizes = num_ranks, num_microbatches, option.num_chunks
-        num_slices, given = option.num_sequence_slices, (self._recipe[1], option.schedule, sizes)
-        schedule = build_by(*given, num_sequence_slices=num_slices)
+        num_slices, recipe = option.num_sequence_slices, self._recipe[1]
+        schedule = build_by(recipe, option.schedule, sizes, num_sequence_slices=num_slices)
         if schedule.num_sequence_slices != self.num_sequence_slices:
             raise ScheduleError(
                 f"schedule {schedule.name} has {schedule.num_sequence_slices} slices of each "
@@ -424,9 +424,9 @@ class PipelineSettings:
         if _is_name(self.schedule):
             name = self.default_schedule if self.is_chosen else str(self.schedule)
             return name, FAMILIES[name]
-        given = self._fixed_schedule()
-        if given is not None:
-            return given.name, _recipe_of(given)
+        schedule = self._fixed_schedule()
+        if schedule is not None:
+            return schedule.name, _recipe_of(schedule)
         assert callable(self.schedule)
         name = getattr(self.schedule, "__name__", "")
         return name if name.isidentifier() else "given", _recipe_calling(self.schedule)
@@ -500,44 +500,46 @@ def _explain_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
     return f"devices ({world_size}) are not {product}; use {' or '.join(instead)}"
 
 
-def _recipe_of(given: Schedule) -> Recipe:
+def _recipe_of(schedule: Schedule) -> Recipe:
     def build(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-        return _checked(given, num_ranks, num_microbatches)
+        return _checked(schedule, num_ranks, num_microbatches)
 
-    return Recipe(build, given.num_chunks, None, lambda num_ranks, num_chunks: given.placement)
+    return Recipe(
+        build, schedule.num_chunks, None, lambda num_ranks, num_chunks: schedule.placement
+    )
 
 
 def _recipe_calling(function: Callable[[int, int], Schedule]) -> Recipe:
     def build(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-        given = function(num_ranks, num_microbatches)
-        if not isinstance(given, Schedule):
+        schedule = function(num_ranks, num_microbatches)
+        if not isinstance(schedule, Schedule):
             raise ScheduleError(
-                f"schedule={function!r} returned {given!r} for {num_ranks} ranks and "
+                f"schedule={function!r} returned {schedule!r} for {num_ranks} ranks and "
                 f"{num_microbatches} microbatches; it must return a Schedule"
             )
-        return _checked(given, num_ranks, num_microbatches)
+        return _checked(schedule, num_ranks, num_microbatches)
 
     return Recipe(build, 1, None)
 
 
-def _checked(given: Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+def _checked(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
     """Return a user's schedule if it is of these sizes, valid, and one to train by."""
-    if (given.num_ranks, given.num_microbatches) != (num_ranks, num_microbatches):
+    if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
-            f"schedule {given.name} is for {given.num_ranks} ranks and {given.num_microbatches} "
-            f"microbatches; this run has {num_ranks} and {num_microbatches}: set devices and "
-            f"num_microbatches to fit, or make it anew"
+            f"schedule {schedule.name} is for {schedule.num_ranks} ranks and "
+            f"{schedule.num_microbatches} microbatches; this run has {num_ranks} and "
+            f"{num_microbatches}: set devices and num_microbatches to fit, or make it anew"
         )
-    accept(given)
-    if given.is_forward_only:
+    accept(schedule)
+    if schedule.is_forward_only:
         raise ScheduleError(
-            f"schedule {given.name} has no backward, and trains nothing; give each stage BW, or B "
-            f"and W, for each microbatch (evaluations leave them out)"
+            f"schedule {schedule.name} has no backward, and trains nothing; give each stage BW, or "
+            f"B and W, for each microbatch (evaluations leave them out)"
         )
-    for action in chain.from_iterable(given):
+    for action in chain.from_iterable(schedule):
         if action.kind in TRANSFERS | FINAL:
             raise ScheduleError(
-                f"schedule {given.name} has {action}, which is put in when it is lowered; "
+                f"schedule {schedule.name} has {action}, which is put in when it is lowered; "
                 f"give it as it was before lower()"
             )
-    return given
+    return schedule

@@ -61,8 +61,8 @@ class Failure:
 
     def cause_with_stage(self, describe_rank: Callable[[int], str]) -> str:
         """Return the cause, with the rank's replica and stage if the rank did not name it."""
-        found = _GONE.match(self.cause) if self.is_gone else None
-        stage = describe_rank(int(found[1])) if found is not None else ""
+        match = _GONE.match(self.cause) if self.is_gone else None
+        stage = describe_rank(int(match[1])) if match is not None else ""
         return _GONE.sub(rf"\g<0> ({stage})", self.cause, count=1) if stage else self.cause
 
 

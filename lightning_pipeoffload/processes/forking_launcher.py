@@ -354,8 +354,8 @@ def _close_listening_sockets() -> None:
         with suppress(OSError):  # such as the descriptor of the listing
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as found:
-                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            with socket.socket(fileno=os.dup(int(name))) as duplicate:
+                listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if listens:
                 os.close(int(name))
 

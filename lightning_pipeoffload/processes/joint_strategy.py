@@ -86,10 +86,10 @@ class JointStrategy(ParallelStrategy):
             return self._texts[obj]
         self._refuse_alone("broadcast")
         world = self.processes.world
-        found = obj if world is None else world.broadcast(obj, src)
+        received = obj if world is None else world.broadcast(obj, src)
         if is_text:
-            self._texts = {**self._texts, obj: found}
-        return found
+            self._texts = {**self._texts, obj: received}
+        return received
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

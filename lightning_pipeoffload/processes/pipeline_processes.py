@@ -234,10 +234,10 @@ class PipelineProcesses(JointStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce this rank's tensor over replicas."""
-        found = self.processes.group
-        if found is None or found.num_replicas == 1 or not isinstance(tensor, Tensor):
+        pipeline = self.processes.group
+        if pipeline is None or pipeline.num_replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
-        if found.replicas.is_alone_with(tensor):
+        if pipeline.replicas.is_alone_with(tensor):
             return tensor
         # A copy: the sum is in place, and a step may have logged the tensor.
-        return _sync_ddp_if_available(tensor.clone(), found.replicas.group, reduce_op)
+        return _sync_ddp_if_available(tensor.clone(), pipeline.replicas.group, reduce_op)

@@ -78,10 +78,10 @@ def refuse_differences(described: Mapping[str, str], group: Any, advice: str = _
 
 
 def _gather(obj: Any, group: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
+    objects: list[Any] = [None] * dist.get_world_size(group)
     with blaming_peers("lost a rank while comparing modules and options"):
-        dist.all_gather_object(found, obj, group=group)
-    return found
+        dist.all_gather_object(objects, obj, group=group)
+    return objects
 
 
 def _shown(value: str | None) -> str:
@@ -103,8 +103,8 @@ def describe_settings(settings: PipelineSettings, schedule: Schedule) -> Describ
 def describe_trainer(trainer: Trainer) -> Described:
     """Describe the trainer's options that decide on steps, and its precision."""
     # Lightning has no attribute for an interval that is given in seconds.
-    found = {name: getattr(trainer, name, None) for name in _OF_TRAINER}
-    described = {f"the Trainer's {name}": repr(value) for name, value in found.items()}
+    options = {name: getattr(trainer, name, None) for name in _OF_TRAINER}
+    described = {f"the Trainer's {name}": repr(value) for name, value in options.items()}
     described["the Trainer's precision"] = str(trainer.precision)
     return described
 

@@ -109,11 +109,11 @@ class ReturnedState:
     def _changes(self, owner: Any, before: _Digests) -> _Attributes:
         after = self._digests(owner)
         values = dict(_attributes_of(owner))
-        found = [name for name, each in after.items() if each[1] != before.get(name, (0, None))[1]]
+        names = [name for name, each in after.items() if each[1] != before.get(name, (0, None))[1]]
         if isinstance(owner, nn.Module):
             replaced = (name for name in after if after[name][0] != before.get(name, (0, None))[0])
             self.left_out += [name for name in replaced if after[name][1] is None]
-        changed = {name: values[name] for name in found if after[name][1] is not None}
+        changed = {name: values[name] for name in names if after[name][1] is not None}
         return _Attributes(changed, [name for name in before if name not in after])
 
 
@@ -126,9 +126,9 @@ def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
 
 def _replace(attributes: dict[str, Any], name: str, value: Any) -> None:
     """Replace an attribute; a container keeps its identity, since a cell may have it too."""
-    found = attributes.get(name)
-    if type(found) is type(value) and isinstance(found, _CONTAINERS):
-        refill(found, value)
+    container = attributes.get(name)
+    if type(container) is type(value) and isinstance(container, _CONTAINERS):
+        refill(container, value)
     else:
         attributes[name] = value
 
@@ -187,12 +187,12 @@ def shapes_in(module: nn.Module) -> dict[str, torch.Size]:
 
 def dump_tensors(module: nn.Module, names: set[str], file: IO[bytes]) -> None:
     """Write a rank's tensors of the given names."""
-    found = {
+    tensors = {
         slot.name: slot.tensor.detach().cpu()
         for slot in _returned_slots(module)
         if slot.name in names
     }
-    torch.save(found, file)
+    torch.save(tensors, file)
 
 
 def load_tensors(module: nn.Module, file: IO[bytes]) -> None:

@@ -19,7 +19,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
         ValueError: The tensor is no parameter, buffer or gradient, or ranks pass different ones.
     """
     group = pipeline.group
-    name = next((name for name, found in _tensors_of(pipeline) if found is tensor), "")
+    name = next((name for name, candidate in _tensors_of(pipeline) if candidate is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
     ranks = group.sharing_gradients
     asked = ranks.gather((name, has_value, group.global_rank))
