@@ -35,10 +35,10 @@ class _OtherNames(MetaPathFinder, Loader):
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         name = self._name_in_use(fullname)
-        found = importlib.util.find_spec(name) if name else None
-        if found is None:
+        spec = importlib.util.find_spec(name) if name else None
+        if spec is None:
             return None
-        is_package = found.submodule_search_locations is not None
+        is_package = spec.submodule_search_locations is not None
         return ModuleSpec(fullname, self, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -57,8 +57,8 @@ def plan(config: DictConfig) -> None:
             f"device_memory ({config.device_memory}) is for a model, whose bytes are known: "
             f"model=NAME; without one set memory_limit, in the unit of costs.activation"
         )
-    given = GivenPlans(config)
-    picture = _Picture(config, given.units)
+    plans = GivenPlans(config)
+    picture = _Picture(config, plans.units)
     is_json = config.format == "json"
     if config.sweep is not None:
         if picture.file is not None:
@@ -66,13 +66,13 @@ def plan(config: DictConfig) -> None:
                 f"picture ({picture.file.path}) has no part in a sweep, which prints a table; "
                 f"leave it out"
             )
-        given.sweep(is_json)
+        plans.sweep(is_json)
     elif config.compare:
-        picture.draw(given.compare(is_json))
+        picture.draw(plans.compare(is_json))
     else:
-        step, figures = given.plan(is_json)
+        step, figures = plans.plan(is_json)
         picture.draw([step])
-        print_plan(step, figures, given.units, is_json)
+        print_plan(step, figures, plans.units, is_json)
 
 
 def _plan_model(config: DictConfig) -> None:

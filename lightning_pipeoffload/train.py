@@ -66,11 +66,11 @@ def build_trainer(config: DictConfig) -> Trainer:
 
     flags = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
     without = tuple(kind for flag, kind in flags.items() if not config.trainer.get(flag, True))
-    loggers = [found for found in build(config, "logger").values() if found is not None]
-    callbacks = [found for found in build(config, "callbacks").values() if found is not None]
+    loggers = [entry for entry in build(config, "logger").values() if entry is not None]
+    callbacks = [entry for entry in build(config, "callbacks").values() if entry is not None]
     callbacks = [callback for callback in callbacks if not isinstance(callback, without)]
-    given = {"logger": loggers, "callbacks": callbacks, "strategy": build(config, "strategy")}
-    return build(config, "trainer", **given)
+    parts = {"logger": loggers, "callbacks": callbacks, "strategy": build(config, "strategy")}
+    return build(config, "trainer", **parts)
 
 
 @contextmanager

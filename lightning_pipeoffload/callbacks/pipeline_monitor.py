@@ -129,8 +129,8 @@ class PipelineMonitor(Callback):
     ) -> None:
         if self._step.is_logged:
             group = _strategy_of(trainer).group
-            own = (p for p in pl_module.parameters() if not isinstance(p, ShapeOnly))
-            gradients = [p.grad for p in own if p.grad is not None and group.counts(p)]
+            parameters = (p for p in pl_module.parameters() if not isinstance(p, ShapeOnly))
+            gradients = [p.grad for p in parameters if p.grad is not None and group.counts(p)]
             self._step.figures["grad_norm"] = get_total_norm(map(_values_of, gradients))
 
     @override
@@ -218,8 +218,8 @@ class PipelineMonitor(Callback):
     def _count(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
         traced = (m.record for m in strategy.split.executor.microbatches if m.has_result)
         flops = getattr(module, "flops_per_batch", None) or sum(r.training_flops for r in traced)
-        known = {"flops": flops} if flops else {}
-        for name, number in (self._counts | known).items():
+        counts = {"flops": flops} if flops else {}
+        for name, number in (self._counts | counts).items():
             self._step.add(name, number)
 
     def _end_step(self, trainer: Trainer, strategy: PipeOffloadStrategy) -> None:
@@ -237,10 +237,10 @@ class PipelineMonitor(Callback):
     def _draw(self, strategy: PipeOffloadStrategy, step: OptimizerStep) -> None:
         self._has_drawn = True
         plan, measurements = strategy.split.executor.plan, strategy.split.measurements
-        found = measurements.gather_step(step.plans[-1])
+        gathered = measurements.gather_step(step.plans[-1])
         costs = measurements.gather_costs(plan, may_copy=plan.has_copies)
-        if found is not None and strategy.group.reports:
-            measured, error = found
+        if gathered is not None and strategy.group.reports:
+            measured, error = gathered
             written = self._files.write(step.number, measured, error, plan, costs)
             if written:
                 print_timeline(step.number, written, error)
@@ -298,8 +298,8 @@ class _TimelineFiles:
     """
 
     def __init__(self, paths: str | PathLike[str] | Sequence[str | PathLike[str]]) -> None:
-        given = [paths] if isinstance(paths, (str, PathLike)) else paths
-        self.paths = [Path(path) for path in given]
+        names = [paths] if isinstance(paths, (str, PathLike)) else paths
+        self.paths = [Path(path) for path in names]
         for path in self.paths:
             if path.suffix not in _ENDINGS:
                 raise ValueError(

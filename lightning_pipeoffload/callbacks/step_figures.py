@@ -61,13 +61,13 @@ class OptimizerStep:
     def read(self, timer: ActionTimer) -> dict[str, Any]:
         """Return all of its figures; those of the period only where that is known."""
         seconds = timer.clock.seconds
-        found = {"step_seconds": sum(seconds(plan.start, plan.end) for plan in self.plans)}
+        figures = {"step_seconds": sum(seconds(plan.start, plan.end) for plan in self.plans)}
         if self._following is not None and self.has_period:
             period = seconds(self.plans[0].start, self._following.start)
             period -= sum(seconds(start, end) for start, end in self.breaks)
             busy = sum(map(timer.busy_seconds, self.plans))
-            found |= {"period_seconds": period, "bubble": 1 - busy / period}
-        return self.figures | found
+            figures |= {"period_seconds": period, "bubble": 1 - busy / period}
+        return self.figures | figures
 
 
 def count_batch(batch: Any, tokens: Callable[[Any], Any] | None) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def count_batch(batch: Any, tokens: Callable[[Any], Any] | None) -> dict[str, An
         tokens: Returns the tokens of a batch: a number, or a tensor of one element; None: those
             that ``attention_mask`` lets through, or else the size of ``input_ids``.
     """
-    found = _tokens_in(batch) if tokens is None else tokens(batch)
-    return {"samples": batch_size(batch)} | ({} if found is None else {"tokens": found})
+    num_tokens = _tokens_in(batch) if tokens is None else tokens(batch)
+    return {"samples": batch_size(batch)} | ({} if num_tokens is None else {"tokens": num_tokens})
 
 
 def _tokens_in(batch: Any) -> Any:
@@ -105,16 +105,16 @@ def figures_to_log(
         pipeline: The global rank of each rank of replica 0.
         with_gradients: The global ranks that have the gradients of one model.
     """
-    own = [ranks[rank] for rank in pipeline]
-    logged = {"step_seconds": max(figures["step_seconds"] for figures in own)}
+    of_pipeline = [ranks[rank] for rank in pipeline]
+    logged = {"step_seconds": max(figures["step_seconds"] for figures in of_pipeline)}
     norms = [ranks[rank]["grad_norm"] for rank in with_gradients if "grad_norm" in ranks[rank]]
     if len(norms) == len(with_gradients):
         logged["grad_norm"] = math.hypot(*norms)
-    if all("period_seconds" in figures for figures in own):
-        period = max(figures["period_seconds"] for figures in own)
-        bubble = mean(figures["bubble"] for figures in own)
+    if all("period_seconds" in figures for figures in of_pipeline):
+        period = max(figures["period_seconds"] for figures in of_pipeline)
+        bubble = mean(figures["bubble"] for figures in of_pipeline)
         logged |= {"period_seconds": period, "bubble": bubble} | _rates(ranks, period)
-    for rank, figures in enumerate(own):
+    for rank, figures in enumerate(of_pipeline):
         logged |= {f"rank_{rank}/{n}": v for n, v in figures.items() if n not in _COUNTS}
     return {f"pipeline/{name}": value for name, value in logged.items()}
 

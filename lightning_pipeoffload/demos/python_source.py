@@ -99,14 +99,14 @@ def find_source_files() -> list[Path]:
     Raises:
         FileNotFoundError: If this Python was installed without its sources.
     """
-    found = []
+    paths = []
     for folder, folders, files in os.walk(standard_library()):
         folders[:] = {*folders} - SKIPPED_FOLDERS
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    if not found:
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    if not paths:
         root = standard_library()
         raise FileNotFoundError(f"no Python sources under {root}: this Python has none installed")
-    return sorted(found, key=Path.as_posix)
+    return sorted(paths, key=Path.as_posix)
 
 
 def standard_library() -> Path:

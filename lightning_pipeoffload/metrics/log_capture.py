@@ -85,8 +85,8 @@ class LogCapture:
         last = entries[-1]
         bound = self._signature.bind(self._module, name, last.value, *last.args, **last.kwargs)
         options = {**bound.arguments, **last.kwargs}
-        given = [entry.kwargs.get("batch_size") for entry in entries]
-        pairs = [*zip(given, (entry.microbatch for entry in entries), strict=True)]
+        batch_sizes = [entry.kwargs.get("batch_size") for entry in entries]
+        pairs = [*zip(batch_sizes, (entry.microbatch for entry in entries), strict=True)]
         value = combine_logged(
             [entry.value for entry in entries],
             [size or shares[index] * sum(sizes) for size, index in pairs],

@@ -87,8 +87,8 @@ class WholeBatchValues:
             for leaf, tensor in enumerate(tree_leaves(value)):
                 if type(tensor) is Tensor and tensor.is_contiguous():
                     kept = tensor.detach()
-                    found = CallValue(copies[call], leaf, 0, kept, kept.clone())
-                    self._returned[_memory(tensor)] = found
+                    call_value = CallValue(copies[call], leaf, 0, kept, kept.clone())
+                    self._returned[_memory(tensor)] = call_value
         return value
 
     def origin(self, value: Any) -> CallValue | None:
@@ -99,12 +99,12 @@ class WholeBatchValues:
         """
         if type(value) is not Tensor or value.numel() != 1:
             return None
-        found = self._returned.get(_memory(value))
-        if found is None or found.returned.dtype != value.dtype:
+        call_value = self._returned.get(_memory(value))
+        if call_value is None or call_value.returned.dtype != value.dtype:
             return None
-        element = int(value.storage_offset() - found.returned.storage_offset())
-        is_in_it = 0 <= element < found.returned.numel()
-        return found._replace(element=element) if is_in_it else None
+        element = int(value.storage_offset() - call_value.returned.storage_offset())
+        is_in_it = 0 <= element < call_value.returned.numel()
+        return call_value._replace(element=element) if is_in_it else None
 
     def give_to(self, metric: Metric) -> None:
         """Put the batch's value where Lightning reads that of the last call."""
@@ -129,7 +129,7 @@ def _fresh(metric: Metric) -> Metric:
     # Not its hooks: those of a profiler hold what cannot be copied.
     hooks = [d for m in metric.modules() for d in (m._forward_hooks, m._forward_pre_hooks)]
     with _CopiesWithoutGraphs():
-        copy = deepcopy(metric, {id(found): OrderedDict() for found in hooks})
+        copy = deepcopy(metric, {id(hook_dict): OrderedDict() for hook_dict in hooks})
     for child in copy.modules():
         child.__dict__.pop("forward", None)
         if isinstance(child, Metric):

@@ -166,11 +166,11 @@ class RankFigures:
             keys = [self._key(step, rank) for rank in self._ranks]
             if not self._is_closed and not self._store.check(keys):
                 return
-            found = [json.loads(each)[_KIND] for each in self._store.multi_get(keys)]
+            figures = [json.loads(each)[_KIND] for each in self._store.multi_get(keys)]
             for key in keys:
                 self._store.delete_key(key)
             self._expected.popleft()
-            yield step, dict(zip(self._ranks, found, strict=True))
+            yield step, dict(zip(self._ranks, figures, strict=True))
 
     def close(self) -> None:
         """Return when this rank's numbers are published."""
@@ -213,7 +213,7 @@ def _start_copy(remote: list[Tensor]) -> Callable[[], list[float]]:
 
 
 def _by_kind(kinds: Numbers, names: list[tuple[str, str]], numbers: Sequence[Any]) -> Numbers:
-    found: Numbers = {kind: {} for kind in kinds}
+    by_kind: Numbers = {kind: {} for kind in kinds}
     for (kind, name), number in zip(names, numbers, strict=True):
-        found[kind][name] = number
-    return found
+        by_kind[kind][name] = number
+    return by_kind

@@ -49,10 +49,12 @@ class _Published:
     def at(self, tick: int) -> dict[str, _Metrics]:
         """Return the metrics of a tick, by kind; waits for them."""
         if self._tick != tick:
-            found = json.loads(self._store.get(_key(self._replica, tick)))
+            published = json.loads(self._store.get(_key(self._replica, tick)))
             self._tick = tick
-            dtypes = found.pop("dtypes")
-            self._last = {kind: _as_tensors(values, dtypes[kind]) for kind, values in found.items()}
+            dtypes = published.pop("dtypes")
+            self._last = {
+                kind: _as_tensors(values, dtypes[kind]) for kind, values in published.items()
+            }
         return self._last
 
     def forget(self, tick: int) -> None:
@@ -95,17 +97,17 @@ class SharedMetricsConnector(_LoggerConnector):
             store: A store that all ranks can read.
             fail: Ends the run by an error of another thread.
         """
-        made = cls(plain.trainer)
-        made.__dict__.update(plain.__dict__)
-        made._stop_reading()
-        made._tick, made._pipeline, made.is_root = 0, mesh.pipeline, mesh.is_root
+        connector = cls(plain.trainer)
+        connector.__dict__.update(plain.__dict__)
+        connector._stop_reading()
+        connector._tick, connector._pipeline, connector.is_root = 0, mesh.pipeline, mesh.is_root
         if store is not None and mesh.is_root:
-            made._publisher = Publisher(store, fail)
+            connector._publisher = Publisher(store, fail)
         if store is not None and not mesh.is_root:
-            made._roots = made._decisive = _Published(store, mesh.pipeline)
+            connector._roots = connector._decisive = _Published(store, mesh.pipeline)
         if store is not None and mesh.pipeline > 0:
-            made._decisive = _Published(store, 0)
-        return made
+            connector._decisive = _Published(store, 0)
+        return connector
 
     def _stop_reading(self) -> None:
         self._publisher = self._roots = self._decisive = None

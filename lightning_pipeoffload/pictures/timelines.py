@@ -120,7 +120,7 @@ class TimelinePanel:
         held = sorted({(event.rank, event.action.stage) for event in self.timeline.events})
         ranks = range(self.timeline.num_ranks)
         stages = [[s for owner, s in held if owner == rank] for rank in ranks]
-        return {s: (chunk, len(own)) for own in stages for chunk, s in enumerate(own)}
+        return {s: (chunk, len(of_rank)) for of_rank in stages for chunk, s in enumerate(of_rank)}
 
 
 def draw_timelines(
@@ -155,13 +155,13 @@ def draw_timelines(
     highest = max((m for p in panels for curve in p.curves for _, m in curve), default=0.0) or 1.0
     top = height
     for panel, title, head, used in zip(panels, titles, heads, tops, strict=True):
-        box = (
+        bounds = (
             _LEFT / (_LEFT + width + _RIGHT),
             (top - head - panel.height) / height,
             width / (_LEFT + width + _RIGHT),
             panel.height / height,
         )
-        axes = figure.add_axes(box)
+        axes = figure.add_axes(bounds)
         axes.set_title("\n".join(title), loc="left", fontsize=1.2 * SMALL)
         _Panel(axes, panel, window, width / window.length, highest).draw(unit)
         top -= used

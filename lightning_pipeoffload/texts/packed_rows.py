@@ -94,8 +94,8 @@ class PackedRowsSampler(GroupSampler):
         max_size = max(map(len, rows))
         for start in range(0, len(rows), self._rows_at_once):
             batch = sorted(rows[start : start + self._rows_at_once], key=self._cost_of)
-            own = batch[self.rank :: self.num_ranks]
-            ordered = own[::2] + own[1::2][::-1]
+            rows_of_rank = batch[self.rank :: self.num_ranks]
+            ordered = rows_of_rank[::2] + rows_of_rank[1::2][::-1]
             yield IndexGroups([[texts[place] for place in row] for row in ordered], max_size)
 
     @property

@@ -139,16 +139,16 @@ def read_lengths(lengths: Iterable[Any]) -> list[int]:
     Raises:
         ValueError: One is no whole number.
     """
-    found = []
+    numbers = []
     for place, length in enumerate(lengths):
         try:
-            found.append(index(length))
+            numbers.append(index(length))
         except TypeError:
             raise ValueError(
                 f"lengths[{place}] is a {type(length).__name__}; lengths are numbers of tokens, "
                 f"one for each text: [len(tokens) for tokens in texts]"
             ) from None
-    return found
+    return numbers
 
 
 def check_lengths(lengths: Sequence[int], max_tokens: int, what: str) -> None:
@@ -170,9 +170,9 @@ def _packed(
     num = max(least, -(-total // limit))
     while True:
         parts = partition([costs[i] for i in share], num) if num else []
-        found = [[share[place] for place in part] for part in parts]
-        if all(sum(lengths[i] for i in part) <= limit for part in found):
-            return sorted(found, key=lambda part: -sum(costs[i] for i in part))
+        microbatches = [[share[place] for place in part] for part in parts]
+        if all(sum(lengths[i] for i in part) <= limit for part in microbatches):
+            return sorted(microbatches, key=lambda part: -sum(costs[i] for i in part))
         num += 1
 
 
@@ -192,10 +192,10 @@ def partition(costs: Sequence[float], num_parts: int, equal_counts: bool = False
     Returns:
         The indices of the texts in each part.
     """
-    found = [_improved(_difference(costs, num_parts, equal_counts=True), costs)]
+    candidates = [_improved(_difference(costs, num_parts, equal_counts=True), costs)]
     if not equal_counts:
-        found.append(_improved(_difference(costs, num_parts, equal_counts=False), costs))
-    return min(found, key=lambda parts: max(_weights(parts, costs), default=0.0))
+        candidates.append(_improved(_difference(costs, num_parts, equal_counts=False), costs))
+    return min(candidates, key=lambda parts: max(_weights(parts, costs), default=0.0))
 
 
 def _difference(costs: Sequence[float], num_parts: int, equal_counts: bool) -> Parts:
