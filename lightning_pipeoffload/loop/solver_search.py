@@ -76,7 +76,7 @@ class SolverSearch:
             try:
                 start = best_of_families(problem)
             except MemoryLimitError as refused:
-                error = refused.told(bytes_writer(self._training.current.settings.memory_limit))
+                error = refused.message(bytes_writer(self._training.current.settings.memory_limit))
         start, error = self._group.world.broadcast((start, error), 0)
         if start is None:
             raise ScheduleError(error)

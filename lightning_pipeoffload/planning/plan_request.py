@@ -113,7 +113,7 @@ def plan_of(request: PlanRequest) -> Plan:
     try:
         return make_plan(request)
     except MemoryLimitError as error:
-        raise ScheduleError(error.told(request.write_memory)) from None
+        raise ScheduleError(error.message(request.write_memory)) from None
     except HostShortageError as error:
         raise ScheduleError(
             f"{error}; allow more with host_memory_limit if the machine has it, offload less or, "

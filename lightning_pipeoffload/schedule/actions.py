@@ -60,9 +60,9 @@ class MemoryLimitError(ScheduleError):
         super().__init__(sentence, limit, needed)
 
     def __str__(self) -> str:
-        return self.told("{:.10g}".format)
+        return self.message("{:.10g}".format)
 
-    def told(self, write: Callable[[float], str]) -> str:
+    def message(self, write: Callable[[float], str]) -> str:
         """Return the message.
 
         Args:

@@ -60,7 +60,7 @@ def check_name(name: str, *others: str) -> None:
         ScheduleError: The name does not exist.
     """
     if name not in SCHEDULES:
-        known = ", ".join((*SCHEDULES, *others))
+        names = ", ".join((*SCHEDULES, *others))
         similar = get_close_matches(name.lower(), SCHEDULES, n=1)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ScheduleError(f"schedule {name!r} does not exist; use one of {known}{hint}")
+        raise ScheduleError(f"schedule {name!r} does not exist; use one of {names}{hint}")

@@ -149,8 +149,8 @@ def options(
     """
     counts, heads = list(num_microbatches), list(head_weight_grad)
     return [
-        Option(name, chunks, count, way, head, num_sequence_slices)
-        for way in recompute
+        Option(name, chunks, count, recomputation, head, num_sequence_slices)
+        for recomputation in recompute
         for head in heads
         for count in counts
         for name, recipe in FAMILIES.items()

@@ -50,7 +50,7 @@ class Recipe:
         max_chunks: The maximum of stages per rank; None for no limit.
         placement: Returns the rank of every stage, for a number of ranks and of stages per rank.
         takes_seconds: Whether the builder searches for longer than all others together.
-        given: Options that the name implies.
+        fixed_options: Options that the name implies.
         order: The name of the same order without copies, for a schedule that copies of its own
             accord; "": it does not.
     """
@@ -60,7 +60,7 @@ class Recipe:
     max_chunks: int | None = 1
     placement: Callable[[int, int], tuple[int, ...]] = loop_placement
     takes_seconds: bool = False
-    given: Mapping[str, Any] = field(default_factory=dict)
+    fixed_options: Mapping[str, Any] = field(default_factory=dict)
     order: str = ""
 
     @property
@@ -68,7 +68,7 @@ class Recipe:
         """Names of the options that may be given."""
         parameters = inspect.signature(self.builder).parameters.values()
         names = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        return tuple(name for name in names if name not in self.given)
+        return tuple(name for name in names if name not in self.fixed_options)
 
     @property
     def heeds_limit(self) -> bool:
@@ -119,10 +119,12 @@ def build_by(
             )
     check_limit(memory_limit)
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
-    taken = {option: offered[option] for option in recipe.options if option in offered}
-    known = num_ranks, num_microbatches, num_chunks
-    _say_long(*known)
-    schedule = replace(_built(recipe.builder, *known, **recipe.given, **taken), name=name)
+    accepted = {option: offered[option] for option in recipe.options if option in offered}
+    checked_sizes = num_ranks, num_microbatches, num_chunks
+    _say_long(*checked_sizes)
+    schedule = replace(
+        _built(recipe.builder, *checked_sizes, **recipe.fixed_options, **accepted), name=name
+    )
     _check_memory(schedule, costs or Costs.unit(), memory_limit)
     return schedule
 
@@ -139,16 +141,16 @@ def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
         )
 
 
-def _built(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
+def _built(builder: Callable[..., Schedule], *sizes: int, **options: Any) -> Schedule:
     # An unhashable value is a mistake, which the builder explains better than the cache.
-    is_askable = all(isinstance(value, Hashable) for value in taken.values())
+    is_askable = all(isinstance(value, Hashable) for value in options.values())
     make = _build_once if is_askable else _build_once.__wrapped__
-    return make(builder, *sizes, **taken)
+    return make(builder, *sizes, **options)
 
 
 @lru_cache(maxsize=32)  # A run asks for the same one several times, and some take seconds.
-def _build_once(builder: Callable[..., Schedule], *sizes: int, **taken: Any) -> Schedule:
-    schedule = builder(*sizes, **taken)
+def _build_once(builder: Callable[..., Schedule], *sizes: int, **options: Any) -> Schedule:
+    schedule = builder(*sizes, **options)
     validate(schedule)
     return schedule
 
@@ -239,22 +241,22 @@ FAMILIES = {
     "gpipe": Recipe(gpipe),
     "1f1b": Recipe(one_f_one_b),
     "interleaved_1f1b": Recipe(interleaved_1f1b, 2, None),
-    "zb_h1": Recipe(late_weight_gradients, given={"depth": 1}),
-    "zb_h2": Recipe(late_weight_gradients, given={"depth": 2}),
-    "zb_1p": Recipe(zb_in_activations, given={"multiple": 1}),
-    "zb_2p": Recipe(zb_in_activations, given={"multiple": 2}),
+    "zb_h1": Recipe(late_weight_gradients, fixed_options={"depth": 1}),
+    "zb_h2": Recipe(late_weight_gradients, fixed_options={"depth": 2}),
+    "zb_1p": Recipe(zb_in_activations, fixed_options={"multiple": 1}),
+    "zb_2p": Recipe(zb_in_activations, fixed_options={"multiple": 2}),
     "zb": Recipe(zb),
     "zb_v": Recipe(zb_v, 2, 2, v_placement),
     "1f1b_v": Recipe(one_f_one_b_v, 2, 2, v_placement),
     "v_min": Recipe(v_min, 2, 2, v_placement, takes_seconds=True),
     "v_half": Recipe(v_half, 2, 2, v_placement, takes_seconds=True),
     "v": Recipe(v, 2, 2, v_placement, takes_seconds=True),
-    "gis": Recipe(repeated, 2, None, given={"group": "all"}),
-    "gis_h": Recipe(repeated, 2, None, given={"group": "half"}),
+    "gis": Recipe(repeated, 2, None, fixed_options={"group": "all"}),
+    "gis_h": Recipe(repeated, 2, None, fixed_options={"group": "half"}),
     "grouped": Recipe(grouped, 2, None),
-    "uniform": Recipe(repeated, 2, None, given={"group": "one"}),
-    "po_h": Recipe(offloaded, 2, None, given={"amount": "half"}, order="uniform"),
-    "po_f": Recipe(offloaded, 2, None, given={"amount": "full"}, order="uniform"),
+    "uniform": Recipe(repeated, 2, None, fixed_options={"group": "one"}),
+    "po_h": Recipe(offloaded, 2, None, fixed_options={"amount": "half"}, order="uniform"),
+    "po_f": Recipe(offloaded, 2, None, fixed_options={"amount": "full"}, order="uniform"),
     "seq_1f1b": Recipe(seq_1f1b),
     "seq_zb": Recipe(seq_zb),
     "seq_v": Recipe(seq_v, 2, 2, v_placement),

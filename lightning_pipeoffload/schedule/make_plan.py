@@ -75,7 +75,8 @@ class PlanRequest:
         memory_limit: The most memory of a rank, in the unit of the costs; None: any.
         offload: "auto": as little as the memory limit requires; "none"; or a share of the
             activations, as in :func:`offload_activations`.
-        taken: Returns the memory of an option's weights, which is subtracted from the limit.
+        memory_beside: Returns the memory of an option's weights, which is subtracted from the
+            limit.
         has_barrier: Returns whether all ranks must end a step of an option before any rank begins
             the next one.
         steps_early: Returns whether an option's optimizer steps on the host as gradients become
@@ -99,7 +100,7 @@ class PlanRequest:
     costs_of: Callable[[Option], Costs]
     memory_limit: float | None = None
     offload: str | float = "auto"
-    taken: Callable[[Option], float] = lambda option: 0.0
+    memory_beside: Callable[[Option], float] = lambda option: 0.0
     has_barrier: Callable[[Option], bool] = lambda option: False
     steps_early: Callable[[Option], bool] = lambda option: False
     host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
@@ -116,7 +117,7 @@ class PlanRequest:
         """Return the most memory for an option's activations on a rank."""
         if self.memory_limit is None:
             return None
-        return max(0.0, self.memory_limit - self.taken(option))
+        return max(0.0, self.memory_limit - self.memory_beside(option))
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,8 @@ def make_plan(request: PlanRequest) -> Plan:
     if best is None or best.schedule is None:
         raise trials.no_plan()
     place = {option: index for index, option in enumerate(request.options)}
-    found = sorted(trials.found, key=lambda candidate: place[candidate.option])
-    judged = [candidate.judged(best) for candidate in found]
+    candidates = sorted(trials.candidates, key=lambda candidate: place[candidate.option])
+    judged = [candidate.judged(best) for candidate in candidates]
     return Plan(best, best.schedule, trials.costs(best.option), judged)
 
 
@@ -189,21 +190,21 @@ class _Trials:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
-        self._known: dict[Any, Costs] = {}
+        self._costs: dict[Any, Costs] = {}
         self._places = {option: place for place, option in enumerate(request.options)}
         self._bounds: dict[Option, float] = {}
         self._free_orders: dict[Option, Schedule] = {}
         self._error = ScheduleError("no plan can be made: there are no blocks for any")
-        self.found: list[Candidate] = []
+        self.candidates: list[Candidate] = []
         self._new: list[Candidate] = []  # of the job that runs
 
     def costs(self, option: Option) -> Costs:
         computed = option.recompute, option.head_weight_grad
         counts = option.num_microbatches, option.num_sequence_slices
         key = self._placement(option), *counts, *computed
-        if key not in self._known:
-            self._known[key] = self._request.costs_of(option)
-        return self._known[key]
+        if key not in self._costs:
+            self._costs[key] = self._request.costs_of(option)
+        return self._costs[key]
 
     def _placement(self, option: Option) -> tuple[int, ...]:
         recipe = self._request.recipes[option.schedule]
@@ -213,14 +214,14 @@ class _Trials:
         request, name = self._request, option.schedule
         sizes = request.num_ranks, option.num_microbatches, option.num_chunks
         costs, recipe = self.costs(option), request.recipes[name]
-        given = {"num_sequence_slices": option.num_sequence_slices, **request.builder_options}
-        return build_by(recipe, name, sizes, costs, limit, **given)
+        options = {"num_sequence_slices": option.num_sequence_slices, **request.builder_options}
+        return build_by(recipe, name, sizes, costs, limit, **options)
 
     def _run(self, jobs: Sequence[tuple[Option, Callable[[Option], None]]]) -> None:
         """Do what may add candidates, and add those of all processes."""
 
         def run(option: Option, job: Callable[[Option], None]) -> list[Candidate]:
-            num_done = len({candidate.option for candidate in self.found})
+            num_done = len({candidate.option for candidate in self.candidates})
             num_options = len(self._request.options)
             self._request.show(f"planning {min(num_done + 1, num_options)} of {num_options}")
             self._new = []
@@ -228,8 +229,8 @@ class _Trials:
             return self._new
 
         shared = [(self._places[option], partial(run, option, job)) for option, job in jobs]
-        for found in self._request.share(shared, lambda new: [each.lean for each in new]):
-            self.found += found
+        for added in self._request.share(shared, lambda new: [each.lean for each in new]):
+            self.candidates += added
 
     def _ask(self, question: Callable[[Option], Any], options: Sequence[Option]) -> list[Any]:
         """Return an answer for each option, which one process finds."""
@@ -288,14 +289,14 @@ class _Trials:
             schedule = self._build(option, None)
         except ScheduleError:
             return None  # its order has been refused for that already
-        is_planned = any(c.option == option and c.schedule == schedule for c in self.found)
+        is_planned = any(c.option == option and c.schedule == schedule for c in self.candidates)
         if is_planned or schedule.has_copies:
             return None
         self._free_orders[option] = schedule
         return self._figures(option, schedule)[0]
 
     def _try_to_copy(self, option: Option, seconds: float) -> None:
-        best, schedule = best_of(self.found), self._free_orders[option]
+        best, schedule = best_of(self.candidates), self._free_orders[option]
         try:
             if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
                 raise ScheduleError("even without its copies no faster than the best")
@@ -317,7 +318,7 @@ class _Trials:
 
     def try_to_postpone(self) -> None:
         """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
-        planned = [c.option for c in self.found if c.fits and c.offload == "none"]
+        planned = [c.option for c in self.candidates if c.fits and c.offload == "none"]
         early = [option for option in planned if self._request.steps_early(option)]
         seconds = dict(zip(early, self._ask(self._period_without_step, early), strict=True))
         promising = sorted(early, key=lambda option: seconds[option])[:_NUM_POSTPONED]
@@ -338,19 +339,21 @@ class _Trials:
 
     def _planned(self, option: Option) -> Schedule:
         """Return the plan without copies that this process has found for an option."""
-        found = (c.schedule for c in self.found if c.option == option and c.offload == "none")
-        return next(schedule for schedule in found if schedule is not None)
+        schedules = (
+            c.schedule for c in self.candidates if c.option == option and c.offload == "none"
+        )
+        return next(schedule for schedule in schedules if schedule is not None)
 
     def best(self) -> Candidate | None:
         """Return the best plan, with its schedule on every process; None if none fits."""
-        best = best_of(self.found)
+        best = best_of(self.candidates)
         if best is None:
             return None
-        place = self.found.index(best)
-        made = self._ask(lambda option: (best.schedule, best.report), [best.option])
-        schedule, report = made[0]
-        self.found[place] = replace(best, schedule=schedule, report=report)
-        return self.found[place]
+        place = self.candidates.index(best)
+        answers = self._ask(lambda option: (best.schedule, best.report), [best.option])
+        schedule, report = answers[0]
+        self.candidates[place] = replace(best, schedule=schedule, report=report)
+        return self.candidates[place]
 
     def best_effort(self) -> Candidate | None:
         """Return the plan that offloads the most; None if plans have to fit."""
@@ -405,14 +408,16 @@ class _Trials:
     def _least_memory(self) -> float:
         """The smallest limit that a refused option keeps."""
         least = inf
-        for found in self.found:
-            if not found.fits and found.peak_memory is not None:
-                least = min(least, found.peak_memory + self._request.taken(found.option))
+        for candidate in self.candidates:
+            if not candidate.fits and candidate.peak_memory is not None:
+                least = min(
+                    least, candidate.peak_memory + self._request.memory_beside(candidate.option)
+                )
         return least
 
     def may_gain(self, option: Option) -> bool:
         """Return whether a search may gain enough; if not, record the reason."""
-        request, best, why = self._request, best_of(self.found), ""
+        request, best, why = self._request, best_of(self.candidates), ""
         promised = inf if best is None else best.score / (self._bounds[option] or inf) - 1
         if request.memory_limit is None:
             why = "it is for tight limits, and there is none"
@@ -422,7 +427,7 @@ class _Trials:
             gain = share_text(max(0.0, promised))
             why = f"the best plan is within {gain} of the least possible time"
         if why:
-            self.found.append(Candidate(option, "none", f"not searched for: {why}"))
+            self.candidates.append(Candidate(option, "none", f"not searched for: {why}"))
         return not why
 
     def omits(self, option: Option) -> bool:
@@ -432,7 +437,7 @@ class _Trials:
     def _is_above(self, bound: float) -> bool:
         if self._request.omits_above is None:
             return False
-        best = best_of(self.found)
+        best = best_of(self.candidates)
         above = self._request.omits_above if best is None else best.score
         return bound > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
 
@@ -470,16 +475,16 @@ class _Trials:
     def no_plan(self) -> ScheduleError:
         """Return an error with the reason why there is no plan."""
         limit = self._request.memory_limit
-        if not self.found or len(self._request.options) == 1:
+        if not self.candidates or len(self._request.options) == 1:
             if limit is None or not isinstance(self._error, MemoryLimitError):
                 return self._error
             sentence, _, needed = self._error.args
             return MemoryLimitError(
-                sentence, limit, needed + self._request.taken(self._request.options[0])
+                sentence, limit, needed + self._request.memory_beside(self._request.options[0])
             )
         if limit is None or self._least_memory == inf:
-            return ScheduleError(f"no plan can be made: {self.found[0].reason}")
-        count = len(self.found)
+            return ScheduleError(f"no plan can be made: {self.candidates[0].reason}")
+        count = len(self.candidates)
         sentence = f"{{limit}} is less than any of {count} plans needs; use at least {{needed}}"
         return MemoryLimitError(sentence, limit, self._least_memory)
 

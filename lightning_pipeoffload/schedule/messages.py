@@ -63,7 +63,7 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
         this rank   SEND_F0 ......................... RECV_B0   so SEND_F0 has arrived
         the peer    ....... RECV_F0 F0 ... B0 SEND_B0
     """
-    told: dict[Action, list[Action]] = {}
+    proven: dict[Action, list[Action]] = {}
     for peer in range(plan.num_ranks):
         arrived: list[Action] = []
         for action in plan[peer] if peer != rank else ():
@@ -71,8 +71,8 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
             if needed and plan.rank_of(send_of(needed).stage) == rank:
                 arrived.append(send_of(needed))
             elif action.kind in SENDS and plan.rank_of(recv_of(action).stage) == rank:
-                told[recv_of(action)], arrived = arrived, []
-    return told
+                proven[recv_of(action)], arrived = arrived, []
+    return proven
 
 
 def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
@@ -161,12 +161,12 @@ class OpenReceives:
 
     def until(self, receive: Action) -> Iterator[Action]:
         """Yield the open receives of an edge to wait for, in order, up to ``receive``."""
-        source, taken = self._sources[receive], None
-        while taken != receive:
+        source, next_receive = self._sources[receive], None
+        while next_receive != receive:
             if source not in self._open:
                 self._post_next(source, is_due=True)
-            taken = self._open.pop(source)
-            yield taken
+            next_receive = self._open.pop(source)
+            yield next_receive
             self._post_next(source)
 
     def rest(self) -> Iterator[Action]:
@@ -295,20 +295,20 @@ def actions_ahead(plan: Schedule) -> list[list[Action]]:
     """
     lists = [plan[rank] for rank in range(plan.num_ranks)]
     received: set[Action] = set()
-    found: list[list[Action]] = [[] for _ in lists]
-    walks = [_ahead_of(plan, *each, received) for each in zip(lists, found, strict=True)]
+    ahead: list[list[Action]] = [[] for _ in lists]
+    walks = [_ahead_of(plan, *each, received) for each in zip(lists, ahead, strict=True)]
     before = None
-    while before != [*map(len, found)]:
-        before = [*map(len, found)]
+    while before != [*map(len, ahead)]:
+        before = [*map(len, ahead)]
         for walk in walks:
             next(walk, None)
-    return [_with_receives(*each, received) for each in zip(lists, found, strict=True)]
+    return [_with_receives(*each, received) for each in zip(lists, ahead, strict=True)]
 
 
 def _ahead_of(
-    plan: Schedule, actions: Sequence[Action], found: list[Action], received: set[Action]
+    plan: Schedule, actions: Sequence[Action], ahead: list[Action], received: set[Action]
 ) -> Iterator[None]:
-    """Move the actions that may run to ``found``; yield while one waits for a message."""
+    """Move the actions that may run to ``ahead``; yield while one waits for a message."""
     for action in actions:
         if action.kind is Kind.F and action.stage < plan.num_stages - 1:
             needed = recv_before(plan, action)
@@ -318,7 +318,7 @@ def _ahead_of(
             continue
         elif action.kind not in _STARTS:
             return
-        found.append(action)
+        ahead.append(action)
         if action.kind is Kind.SEND_F:
             received.add(recv_of(action))
 

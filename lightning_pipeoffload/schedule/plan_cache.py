@@ -109,8 +109,8 @@ class PlanCache:
         """
         numbers = question.numbers
         exact = self._path(question, numbers)
-        if exact.is_file() and (found := _read(exact, numbers)):
-            return found
+        if exact.is_file() and (plan := _read(exact, numbers)):
+            return plan
         near = (path for path in self._near(question) if path != exact)
         hints = ((path, _numbers_in(path)) for path in near)
         closest = sorted(
@@ -157,7 +157,7 @@ def store_text(path: Path, text: str, family: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(text)
         os.replace(file.name, path)  # whoever reads has the old file or the new one
-        newest_first = sorted(path.parent.glob(family), key=lambda found: -found.stat().st_mtime)
+        newest_first = sorted(path.parent.glob(family), key=lambda other: -other.stat().st_mtime)
         for old in newest_first[_MOST_OF_A_FAMILY:]:
             old.unlink(missing_ok=True)
     except OSError as error:

@@ -62,7 +62,7 @@ class Replay:
         ends: list[float] = []
         lanes = beside or repeat(None)
         columns = zip(self.ranks, self.awaited, seconds, delays, lanes, strict=False)
-        for rank, awaited, taken, delay, other in columns:
+        for rank, awaited, duration, delay, other in columns:
             start = clocks[rank]
             if awaited >= 0:
                 arrival = ends[awaited] + delay
@@ -71,7 +71,7 @@ class Replay:
             if other is not None and reach is not None:
                 start = reach(other, len(ends), start, ends)
             begins.append(start)
-            end = clocks[rank] = start + taken
+            end = clocks[rank] = start + duration
             ends.append(end)
         return begins, ends, clocks
 
@@ -91,15 +91,15 @@ def replay_numbers(
         results: For each operation, the difference to the integer by which others wait for it.
         num_microbatches: Microbatches of one step.
     """
-    found = Replay(places=[0] * len(ranks))
-    blocked = found.blocked
-    add_rank, add_operation = found.ranks.append, found.operations.append
-    add_awaited, count = found.awaited.append, 0
+    order = Replay(places=[0] * len(ranks))
+    blocked = order.blocked
+    add_rank, add_operation = order.ranks.append, order.operations.append
+    add_awaited, count = order.awaited.append, 0
     where: dict[int, int] = {}
     runnable = deque(range(len(ranks)))
     while runnable:
         rank = runnable.popleft()
-        actions, place = ranks[rank], found.places[rank]
+        actions, place = ranks[rank], order.places[rank]
         while place < len(actions):
             action = actions[place]
             operation = action // num_microbatches
@@ -118,8 +118,8 @@ def replay_numbers(
             if blocked and result in blocked:
                 runnable.extend(blocked.pop(result))
             place += 1
-        found.places[rank] = place
-    return found
+        order.places[rank] = place
+    return order
 
 
 _KINDS = tuple(Kind)
@@ -156,14 +156,14 @@ def replay(schedule: Schedule) -> Replay:
             [number[kind, s, unit % num_slices] + unit // num_slices for kind, s, unit in rank]
             for rank in schedule
         ]
-    found = replay_numbers(ranks, waits, results, count)
-    if found.blocked:
+    order = replay_numbers(ranks, waits, results, count)
+    if order.blocked:
         blocked = {
             _action_of(operations[number // count], number % count, num_slices): ranks
-            for number, ranks in found.blocked.items()
+            for number, ranks in order.blocked.items()
         }
-        raise _deadlock(schedule, blocked, found.places)
-    return found
+        raise _deadlock(schedule, blocked, order.places)
+    return order
 
 
 def _action_of(operation: tuple[Kind, int, int], microbatch: int, num_slices: int) -> Action:

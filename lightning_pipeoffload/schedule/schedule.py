@@ -311,11 +311,11 @@ def sums_alike(one: Schedule, other: Schedule, tied: Iterable[Collection[int]] =
 
 
 def _orders(rank: Sequence[Action]) -> dict[tuple[int, Kind], list[int]]:
-    found: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
+    orders: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for action in rank:
         for kind in _ADDS_IN.get(action.kind, ()):
-            found[action.stage, kind].append(action.microbatch)
-    return found
+            orders[action.stage, kind].append(action.microbatch)
+    return orders
 
 
 def _gradients(rank: Sequence[Action], stages: Collection[int]) -> list[tuple[Kind, int, int]]:

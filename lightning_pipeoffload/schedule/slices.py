@@ -117,7 +117,7 @@ class Slices:
         sizes = self.shares(num_slices)
         ends = [0.0, *accumulate(sizes)]
         squares = [end**2 - start**2 for start, end in zip(ends, ends[1:], strict=False)]
-        found = []
+        divided = []
         for cost, quadratic, behind in zip(costs, *self._shares_of(name, len(costs)), strict=True):
             linear = 1.0 - quadratic - behind
             of_stage = [
@@ -125,8 +125,8 @@ class Slices:
                 for size, square in zip(sizes, squares, strict=True)
             ]
             of_stage[-1] += cost * behind
-            found += of_stage
-        return found
+            divided += of_stage
+        return divided
 
     def kept(
         self, activations: Sequence[float], num_slices: int

@@ -112,10 +112,10 @@ Interval = tuple[float, float]
 """From a time until another, in seconds."""
 
 
-def disjoint(taken: Iterable[Interval]) -> list[Interval]:
+def disjoint(occupied: Iterable[Interval]) -> list[Interval]:
     """Merge intervals that touch or overlap; return them by their start."""
     intervals: list[Interval] = []
-    for start, end in sorted(taken):
+    for start, end in sorted(occupied):
         if intervals and start <= intervals[-1][1] + TOLERANCE:
             intervals[-1] = intervals[-1][0], max(end, intervals[-1][1])
         else:
@@ -123,12 +123,12 @@ def disjoint(taken: Iterable[Interval]) -> list[Interval]:
     return intervals
 
 
-def earliest(start: float, seconds: float, taken: Sequence[Interval]) -> float:
+def earliest(start: float, seconds: float, occupied: Sequence[Interval]) -> float:
     """Return the first time at or after ``start`` from which ``seconds`` are free.
 
-    ``taken`` are disjoint intervals, sorted by start.
+    ``occupied`` are disjoint intervals, sorted by start.
     """
-    for taken_from, taken_until in taken[max(0, bisect_left(taken, (start,)) - 1) :]:
+    for taken_from, taken_until in occupied[max(0, bisect_left(occupied, (start,)) - 1) :]:
         if start + seconds <= taken_from + TOLERANCE:
             break
         start = max(start, taken_until)

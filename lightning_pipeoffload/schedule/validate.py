@@ -189,7 +189,7 @@ def _first_fault_of_life(kinds: tuple[Kind, ...]) -> int | None:
 
 def _check_final(schedule: Schedule, kind: Kind) -> None:
     last = {p.action.stage: p for p in _places(schedule) if p.action.kind in (Kind.W, Kind.BW)}
-    found: set[int] = set()
+    finished: set[int] = set()
     for place in _places(schedule):
         if place.action.kind not in FINAL:
             continue
@@ -198,7 +198,7 @@ def _check_final(schedule: Schedule, kind: Kind) -> None:
         rule = ""
         if completed is None:
             rule = "there are no gradients without a backward; take it out"
-        elif stage in found:
+        elif stage in finished:
             rule = f"stage {stage} has one {kind.value}; take it out"
         elif completed.step > place.step:
             rule = f"the gradients are complete after {completed.action}; put {wanted} behind it"
@@ -206,9 +206,9 @@ def _check_final(schedule: Schedule, kind: Kind) -> None:
             rule = f"it stands behind {completed.action}; call it {wanted}"
         if rule:
             raise _broken(schedule, place, rule)
-        found.add(stage)
+        finished.add(stage)
     for stage, place in last.items():
-        if stage not in found:
+        if stage not in finished:
             add = place.action._replace(kind=kind)
             rule = f"other stages have {kind.value}, stage {stage} has none; add {add} behind it"
             raise _broken(schedule, place, rule)

@@ -91,19 +91,19 @@ def postpone_weights(schedule: Schedule, count: int) -> Schedule:
 
 def _postponed(actions: Iterable[Action], count: int) -> list[Action]:
     waiting: defaultdict[int, deque[Action]] = defaultdict(deque)
-    found = []
+    order = []
     for action in actions:
         if action.kind is Kind.W:
             waiting[action.stage].append(action)
             if len(waiting[action.stage]) <= count:
                 continue
             action = waiting[action.stage].popleft()
-        found.append(action)
-    found += [action for queue in waiting.values() for action in queue]
-    end = len(found)
-    while end and found[end - 1].kind is Kind.W:
+        order.append(action)
+    order += [action for queue in waiting.values() for action in queue]
+    end = len(order)
+    while end and order[end - 1].kind is Kind.W:
         end -= 1
-    return found[:end] + sorted(found[end:], key=lambda action: -action.stage)
+    return order[:end] + sorted(order[end:], key=lambda action: -action.stage)
 
 
 class Tail(NamedTuple):

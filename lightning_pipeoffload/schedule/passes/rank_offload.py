@@ -311,12 +311,12 @@ class RankOffload:
         for leg in sorted(back, key=lambda leg: leg.due, reverse=True):
             limit = min(limit, leg.due) - leg.seconds
             copies[leg] = _Copy(limit, limit + leg.seconds, leg.action)
-        taken = disjoint([copy[:2] for copy in copies.values()]) if self._num_lanes == 1 else []
+        occupied = disjoint([copy[:2] for copy in copies.values()]) if self._num_lanes == 1 else []
         free = 0.0
         # Each as early as possible: its device memory is free at its end.
         there = [(leg, after) for leg, after in pairs if not leg.is_back]
         for leg, after in sorted(there, key=lambda pair: pair[0].ready):
-            start = earliest(max(free, leg.ready), leg.seconds, taken)
+            start = earliest(max(free, leg.ready), leg.seconds, occupied)
             copies[leg] = _Copy(start, start + leg.seconds, leg.action)
             if after is None or start + leg.seconds <= copies[after].start + TOLERANCE:
                 free = start + leg.seconds  # Others do not wait for what is late.
@@ -360,10 +360,10 @@ def _longest(stages: list[list[_Kept]], count: int) -> Iterator[_Kept]:
     Those of a stage live about equally long; spread, they are fewer at any time.
     """
     for stage in stages:
-        taken = min(count, len(stage))
-        count -= taken
+        num_chosen = min(count, len(stage))
+        count -= num_chosen
         for place, kept in enumerate(stage):
-            if (place + 1) * taken // len(stage) > place * taken // len(stage):
+            if (place + 1) * num_chosen // len(stage) > place * num_chosen // len(stage):
                 yield kept
 
 

@@ -352,8 +352,8 @@ def fill_rounds(
     for rank, pending in enumerate(filler.pending):
         while pending:
             filler.start_weight(rank, filler.clock[rank])
-    found = filler.filled()
-    return found if found.longest_span < shorter_than else found._replace(order=None)
+    filled = filler.filled()
+    return filled if filled.longest_span < shorter_than else filled._replace(order=None)
 
 
 class Search:

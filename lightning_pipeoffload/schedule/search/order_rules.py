@@ -183,16 +183,15 @@ class AlternatingSlices(AlternatingOrder):
 
     def _leaves_room(self, filler: Filler, rank: int, stage: int) -> bool:
         stages, count = self._problem.stages[rank], self._problem.num_slices
-        num_started = {own: filler.num_started[own] for own in stages}
+        num_started = {s: filler.num_started[s] for s in stages}
         unfinished = min(num_started.values()) // count
-        held = sum(self._kept(own, n) - self._freed(filler, own) for own, n in num_started.items())
+        held = sum(self._kept(s, n) - self._freed(filler, s) for s, n in num_started.items())
         if num_started[stage] // count > unfinished:
             first = (unfinished + 1) * count
             later = sum(
-                self._kept(own, max(first, n)) - self._kept(own, first)
-                for own, n in num_started.items()
+                self._kept(s, max(first, n)) - self._kept(s, first) for s, n in num_started.items()
             )
-            held = max(held, later + sum(self._of_first[own][-1] for own in stages))
+            held = max(held, later + sum(self._of_first[s][-1] for s in stages))
         return held + self._growth(filler, stage) <= self._limits[rank]
 
     def _kept(self, stage: int, num_forward: int) -> float:

@@ -63,13 +63,13 @@ class Operations:
         waits = [0, *[-count] * num_waiting, *[0] * self.num_stages]
         delays = [0.0, *self.hops[:num_waiting], *[0.0] * self.num_stages]
         ranks = [[operation * count + m for operation, m in rank] for rank in order]
-        found = replay_numbers(ranks, waits, [0] * len(waits), count)
-        begins, _, last = found.time(
-            [self.seconds[n] for n in found.operations],
-            [delays[n] for n in found.operations],
+        replayed = replay_numbers(ranks, waits, [0] * len(waits), count)
+        begins, _, last = replayed.time(
+            [self.seconds[n] for n in replayed.operations],
+            [delays[n] for n in replayed.operations],
             [0.0] * len(order),
         )
-        first = (begins[found.ranks.index(rank)] for rank in range(len(order)))
+        first = (begins[replayed.ranks.index(rank)] for rank in range(len(order)))
         return max(end - begin for begin, end in zip(first, last, strict=True))
 
     def as_schedule(self, order: Order) -> Schedule:

@@ -34,18 +34,18 @@ def expected_during(plan: Schedule, rank: int, costs: Costs) -> Mapping[Action, 
         costs: Seconds of its stages, in any unit.
     """
     timed = {e.action: e for e in simulate(plan, costs).events if e.action.kind in COMPUTE}
-    own = sorted((timed[a] for a in plan[rank] if a.kind in COMPUTE), key=lambda e: e.start)
-    starts = [event.start for event in own]
-    found: defaultdict[Action, list[Action]] = defaultdict(list)
-    for index, event in enumerate(own):
+    events = sorted((timed[a] for a in plan[rank] if a.kind in COMPUTE), key=lambda e: e.start)
+    starts = [event.start for event in events]
+    receives: defaultdict[Action, list[Action]] = defaultdict(list)
+    for index, event in enumerate(events):
         receive = recv_before(plan, event.action)
         if receive is None:
             continue
         sender = next(timed[a] for a in _senders(send_of(receive)) if a in timed)
         sent = sender.end - _MARGIN * (sender.end - sender.start)
         before = min(bisect_left(starts, sent), index) - 1
-        found[own[max(0, before)].action].append(receive)
-    return found
+        receives[events[max(0, before)].action].append(receive)
+    return receives
 
 
 def _senders(send: Action) -> list[Action]:

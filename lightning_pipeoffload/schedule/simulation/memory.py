@@ -209,13 +209,13 @@ def _changes_of_rank(
     events: list[Event], sizes: UnitSizes, effects: Mapping[Kind, MemoryEffect]
 ) -> Curve:
     changes = memory_changes((event.action for event in events), sizes, effects)
-    found = [
+    timed = [
         (event.start if change > 0 else event.end, change)
         for event, change in zip(events, changes, strict=True)
         if event.action.kind in effects
     ]
     # A copy may start after what its rank does next.
-    return sorted(found, key=lambda change: change[0])
+    return sorted(timed, key=lambda change: change[0])
 
 
 def _summed(changes: Curve) -> Curve:
@@ -284,7 +284,7 @@ class _MessageMemory:
         self, plan: Schedule, receives: OpenReceives, sends: PendingSends
     ) -> Iterator[float]:
         receives.expect(plan[self._rank])
-        taken: set[Action] = set()
+        received: set[Action] = set()
         for action in plan[self._rank]:
             needed = recv_before(plan, action)
             if action.kind in SENDS:
@@ -295,8 +295,8 @@ class _MessageMemory:
             elif action.kind in RECVS:
                 receives.reach(action)
             elif needed is not None:
-                for receive in receives.until(needed) if needed not in taken else ():
-                    taken.add(receive)
+                for receive in receives.until(needed) if needed not in received else ():
+                    received.add(receive)
                     sends.prove(receive)
                 self._held -= self._size(send_of(needed))
             yield self._held

@@ -106,10 +106,10 @@ class Simulation:
         self._replay = order = replay(schedule)
         count = schedule.num_sequence_slices
         operations = operations_of(schedule)
-        taken = _seconds_of(costs, schedule.num_stages, count)
+        seconds_of_kind = _seconds_of(costs, schedule.num_stages, count)
         delays = _delays(schedule, costs)
         seconds = [
-            taken[kind][stage * count + part] if kind in COMPUTE else 0.0
+            seconds_of_kind[kind][stage * count + part] if kind in COMPUTE else 0.0
             for kind, stage, part in operations
         ]
         waits = [delays.get(operation, 0.0) for operation in operations]
@@ -119,19 +119,19 @@ class Simulation:
         self.actions = [next(of_rank[rank]) for rank in order.ranks]
         self._beside: list[_Beside | None] | None = None
         if schedule.kinds & set(_BACKGROUND):
-            whole = taken if count == 1 else _seconds_of(costs, schedule.num_stages)
+            whole = seconds_of_kind if count == 1 else _seconds_of(costs, schedule.num_stages)
             self._beside = self._lanes(whole, copies or copy_seconds(schedule, costs))
 
     def _lanes(
         self,
-        taken: Mapping[Kind, Sequence[float]],
+        seconds_of_kind: Mapping[Kind, Sequence[float]],
         copies: tuple[Mapping[Action, float], Mapping[Action, float]],
     ) -> list[_Beside | None]:
         """Return the waits and lanes of the actions of the replay; None for those without."""
         copy_seconds, for_w = copies
         place = {action: n for n, action in enumerate(self.actions)}
         weights = {tail.final: tail.weights for rank in self._schedule for tail in tails(rank)}
-        found: list[_Beside | None] = []
+        beside: list[_Beside | None] = []
         for n, (rank, action) in enumerate(zip(self._replay.ranks, self.actions, strict=True)):
             kind = action.kind
             row = KINDS[kind]
@@ -143,13 +143,13 @@ class Simulation:
             )
             if kind in _BACKGROUND:
                 lane = self._lane_of(rank, row.lane)
-                seconds = copy_seconds.get(action, taken[kind][action.stage])
+                seconds = copy_seconds.get(action, seconds_of_kind[kind][action.stage])
                 of_tail = weights.get(action)
                 tail = (place[of_tail[0]], place[of_tail[-1]]) if of_tail else None
-                found.append(_Beside(waits, lane, seconds, tail))
+                beside.append(_Beside(waits, lane, seconds, tail))
             else:
-                found.append(_Beside(waits) if waits else None)
-        return found
+                beside.append(_Beside(waits) if waits else None)
+        return beside
 
     def _lane_of(self, rank: int, lane: str) -> Hashable:
         # A device with one lane copies both ways on it, in turns.
@@ -212,11 +212,11 @@ def _seconds_of(costs: Costs, num_stages: int, num_slices: int = 1) -> dict[Kind
 
     Those of a copy are of a whole activation.
     """
-    found = {}
+    seconds = {}
     for kind, row in KINDS.items():
         columns = [costs.per_unit(name, num_stages, num_slices) for name in row.seconds]
-        found[kind] = [sum(stage) for stage in zip(*columns, strict=True)]
-    return found
+        seconds[kind] = [sum(stage) for stage in zip(*columns, strict=True)]
+    return seconds
 
 
 def _delays(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int, int], float]:
@@ -341,7 +341,7 @@ def _steps(
         events, ends = simulation.run(ends)
         if has_barrier:
             ends = [max(ends)] * len(ends)
-        ends = [end + own for end, own in zip(ends, after, strict=True)]
+        ends = [end + step for end, step in zip(ends, after, strict=True)]
         yield events, ends
 
 

@@ -60,8 +60,8 @@ def best_of_families(problem: PlanProblem) -> Schedule:
         has_barrier=lambda option: problem.has_barrier,
     )
     candidates = make_plan(request).candidates
-    found = [c.schedule for c in candidates if c.schedule is not None]
-    plans = [replace(split_every_backward(plan), name="optpipe") for plan in found]
+    schedules = [c.schedule for c in candidates if c.schedule is not None]
+    plans = [replace(split_every_backward(plan), name="optpipe") for plan in schedules]
     fitting = {plan: problem.seconds(plan) for plan in plans if problem.keeps(plan)}
     if not fitting:
         assert problem.memory_limit is not None
@@ -73,12 +73,12 @@ def best_of_families(problem: PlanProblem) -> Schedule:
     return min(fast, key=lambda plan: max(peak_memory(plan, problem.costs)))
 
 
-def _best_between_families(problem: PlanProblem, known: Schedule) -> Schedule:
+def _best_between_families(problem: PlanProblem, start: Schedule) -> Schedule:
     """Return the fastest of a plan and those between families, which take longer to try."""
     if problem.num_chunks > 1 or problem.memory_limit is None:
-        return known
+        return start
     steps = range(0, problem.num_ranks, max(1, problem.num_ranks // _MOST_STEPS))
-    plans = [known]
+    plans = [start]
     for depth, sooner in product((1, 2), steps):
         sizes = problem.num_ranks, problem.num_microbatches
         plan = late_weight_gradients(*sizes, depth=depth, sooner=sooner)
@@ -183,13 +183,13 @@ def solved(
     """Return the shortest plan of a problem that a solver finds; arguments as above."""
     check_solver()
     check_solver_seconds(solver_seconds)
-    known = SolvedPlans(PlanCache(plan_cache), problem)
-    if known.settles(solver_seconds):
-        return known.start()
-    improvement = Improvement(problem, known.start())
+    solved_plans = SolvedPlans(PlanCache(plan_cache), problem)
+    if solved_plans.settles(solver_seconds):
+        return solved_plans.start()
+    improvement = Improvement(problem, solved_plans.start())
     if not improvement.is_final:
         improvement.go_on(solver_seconds)
-        known.keep(improvement, solver_seconds)
+        solved_plans.keep(improvement, solver_seconds)
     return improvement.plan
 
 
@@ -227,16 +227,16 @@ class SolvedPlans:
             problem.costs,
             problem.memory_limit,
         )
-        found = cache.find(self._question)
-        self._found = found if found is not None and problem.keeps(found.schedule) else None
+        cached = cache.find(self._question)
+        self._cached = cached if cached is not None and problem.keeps(cached.schedule) else None
 
     def settles(self, solver_seconds: float) -> bool:
         """Return whether a search of ``solver_seconds`` would hardly improve a known plan."""
-        found = self._found
-        if found is None or not found.is_exact:
+        cached = self._cached
+        if cached is None or not cached.is_exact:
             return False
-        spent = found.remarks.get("solver_seconds", 0.0)
-        return bool(found.remarks.get("is_final")) or spent >= solver_seconds * _ABOUT_AS_LONG
+        spent = cached.remarks.get("solver_seconds", 0.0)
+        return bool(cached.remarks.get("is_final")) or spent >= solver_seconds * _ABOUT_AS_LONG
 
     def start(self, families: Schedule | None = None) -> Schedule:
         """Return the plan that settles it, else the best to start from.
@@ -248,13 +248,13 @@ class SolvedPlans:
         Raises:
             ScheduleError: No plan keeps the limit.
         """
-        found = self._found
-        if found is not None and found.is_exact and families is None:
-            return found.schedule
+        cached = self._cached
+        if cached is not None and cached.is_exact and families is None:
+            return cached.schedule
         best = families or best_of_families(self._problem)
-        if found is None:
+        if cached is None:
             return best
-        return min((best, found.schedule), key=self._problem.seconds)
+        return min((best, cached.schedule), key=self._problem.seconds)
 
     def keep(self, improvement: Improvement, solver_seconds: float) -> None:
         """Store a plan with the seconds that it was sought for."""

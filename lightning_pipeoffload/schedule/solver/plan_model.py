@@ -432,12 +432,12 @@ class PlanModel:
             intervals, grains = zip(*there, strict=True)
             self._model.model.add_cumulative(intervals, grains, self._whole.limit)
 
-    def solve(self, seconds: float, found: Callable[[Schedule], bool]) -> bool:
+    def solve(self, seconds: float, on_plan: Callable[[Schedule], bool]) -> bool:
         """Look for shorter plans.
 
         Args:
             seconds: The most that it takes.
-            found: Called with every plan that is shorter than all before; whether to go on.
+            on_plan: Called with every plan that is shorter than all before; whether to go on.
 
         Returns:
             Whether nothing shorter is left to be found.
@@ -450,16 +450,16 @@ class PlanModel:
         solver.parameters.use_lns_only = self._is_large
         if len(self._passes) > _WINDOWS_FROM:
             solver.parameters.ignore_subsolvers.extend(_NOT_IN_WINDOWS)
-        return bool(solver.solve(model, self._listener(found)) == cp_model.OPTIMAL)
+        return bool(solver.solve(model, self._listener(on_plan)) == cp_model.OPTIMAL)
 
     def _step(self) -> _Hinted:
         """Add what a step takes: until all ranks have ended it, or the rank that takes longest."""
         whole, count = self._whole, self._num_microbatches
-        given = whole.placement, count
+        sizes = whole.placement, count
         if self._has_barrier:
-            least = earliest_end(whole.seconds, whole.hops, *given)
+            least = earliest_end(whole.seconds, whole.hops, *sizes)
         else:
-            least = most_work(whole.seconds, *given)
+            least = most_work(whole.seconds, *sizes)
         began = [self._began(rank) for rank in range(whole.num_ranks)]
         spans = (end - start.hint for end, start in zip(self._hint.ends, began, strict=True))
         step = self._model.number(max(spans), round(least))
@@ -493,7 +493,7 @@ class PlanModel:
         ends = sum(each.ends[Kind.B].now for each in self._passes.values())
         return step.now * len(self._passes) + ends
 
-    def _listener(self, found: Callable[[Schedule], bool]) -> Any:
+    def _listener(self, on_plan: Callable[[Schedule], bool]) -> Any:
         passes, whole = self._passes, self._whole
 
         class Listener(_cp_model().CpSolverSolutionCallback):  # type: ignore[misc] # an extra's
@@ -501,7 +501,7 @@ class PlanModel:
                 def value(number: _Hinted) -> int:
                     return int(self.value(number.now))
 
-                if not found(_read_plan(passes.values(), whole.placement, value)):
+                if not on_plan(_read_plan(passes.values(), whole.placement, value)):
                     self.stop_search()
 
         return Listener()

@@ -295,8 +295,8 @@ class StartTimes:
         ends = [0.0] * plan.num_ranks
         for _ in range(1 if has_barrier else 1 + _STEPS_TO_SETTLE):
             first = min(ends)
-            found, ends = simulation.run([end - first for end in ends])
-        events = list(found)
+            step_events, ends = simulation.run([end - first for end in ends])
+        events = list(step_events)
         begins = {e.action: round(e.start) for e in events if e.lane == COMPUTE_LANE}
         copies = {e.action: round(e.start) for e in events if e.lane != COMPUTE_LANE}
         return cls(begins, copies, kinds, tuple(map(round, ends)))

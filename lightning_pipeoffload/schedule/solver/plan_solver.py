@@ -132,23 +132,24 @@ def _answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
         asked["memory_limit"],
         asked["has_barrier"],
     )
-    known = SolvedPlans(PlanCache(asked["folder"]), problem)
+    solved_plans = SolvedPlans(PlanCache(asked["folder"]), problem)
     in_use, seconds = Schedule.parse(asked["start"], "optpipe"), asked["seconds"]
-    start = known.start(in_use)
+    start = solved_plans.start(in_use)
     if problem.seconds(start) < problem.seconds(in_use):
         tell(start)
-    if known.settles(seconds):
+    if solved_plans.settles(seconds):
         return
     began = time.monotonic()
 
-    def found(plan: Schedule) -> None:
-        known.keep(improvement, time.monotonic() - began)  # the run may end before the solver
+    def keep(plan: Schedule) -> None:
+        # The run may end before the solver.
+        solved_plans.keep(improvement, time.monotonic() - began)
         tell(plan)
 
-    improvement = Improvement(problem, start, found)
+    improvement = Improvement(problem, start, keep)
     if not improvement.is_final:
         improvement.go_on(seconds)
-        known.keep(improvement, seconds)
+        solved_plans.keep(improvement, seconds)
 
 
 def main() -> None:
