@@ -57,7 +57,7 @@ def trace_parts(
         ):
             record = slices[0].record
         else:
-            record = pipeline.record_of(kind, part, step, own_seed)
+            record = pipeline.step_record(kind, part, step, own_seed)
         run: Callable[[StepCall], Any] = partial(step, part)
         if record.changes_batch:
             own = without_shared(part, batch) if index < len(cut.parts) - 1 else part

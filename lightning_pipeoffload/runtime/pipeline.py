@@ -225,7 +225,7 @@ class Pipeline:
     def _forget_cut(self) -> None:
         ranks = self.settings.stage_ranks
         self.tensors = SplitModule(self.module, self.chain, ranks, self.rank, self.device)
-        self._writes = StepWrites(self.module, self.chain, self.tensors, ranks)
+        self._writes = StepWrites(self.module, self.chain, self.tensors)
         self.records.cut_anew(len(ranks))
         self.stages.clear()
         self._uses = SegmentUses(self.chain, self.tensors.trainable)
@@ -272,7 +272,7 @@ class Pipeline:
         """Whether the user's step is running or traced."""
         return self.chain.is_running
 
-    def record_of(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
+    def step_record(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
         """Return the record of a step for a microbatch; cut the module for it if it is new.
 
         Args:

@@ -68,6 +68,7 @@ class SplitModule:
         names: The keys of the module's state dict.
         identity: A number for each parameter and buffer, by name; the same for tied weights.
         trainable: Names of the parameters.
+        stage_ranks: The rank of each stage.
         local_stages: The stages of this rank.
         owners: The stages that own each parameter and buffer, by name, once it is cut.
         shared_weights: This rank's parameters that more than one stage of the pipeline uses.
@@ -83,7 +84,7 @@ class SplitModule:
         device: torch.device,
     ) -> None:
         self._module, self._chain = module, chain
-        self._stage_ranks, self._device = stage_ranks, device
+        self.stage_ranks, self._device = stage_ranks, device
         self.local_stages = [s for s, of_stage in enumerate(stage_ranks) if of_stage == rank]
         self._local = frozenset(self.local_stages)
         self.slots = slots = find_slots(module)
@@ -203,18 +204,18 @@ class SplitModule:
             if self.is_local(slot.name) or isinstance(slot.tensor, RemoteTensor):
                 move_weight(slot, self._device)
 
-    def drop_remote(self, age: GradientAge, stage_ranks: Sequence[int]) -> None:
+    def drop_remote(self, age: GradientAge, global_ranks: Sequence[int]) -> None:
         """Replace remote tensors with shapes, for good; a tied weight under all its names.
 
         Args:
             age: The age of the gradients that they show.
-            stage_ranks: The rank of each stage, for messages.
+            global_ranks: The global rank of each stage, for messages.
         """
         self.is_split = True
         self._unsaved |= {slot.name: slot.tensor for slot in self.slots if self._is_lost(slot)}
         shown = {id(slot.tensor): slot.tensor for slot in self.slots if self.is_local(slot.name)}
         for slot in [slot for slot in self.slots if not self.is_local(slot.name)]:
-            value = shown.setdefault(id(slot.tensor), self._placeholder(slot, stage_ranks))
+            value = shown.setdefault(id(slot.tensor), self._placeholder(slot, global_ranks))
             slot.put(value)
             if isinstance(value, RemoteTensor):
                 forget_state(slot)
@@ -315,11 +316,11 @@ class SplitModule:
         return [names for names in self._names_of.values() if names[0] in self.trainable]
 
     def _owner_of_slot(self, name: str) -> int:
-        return self._stage_ranks[max(self.owners[name])]
+        return self.stage_ranks[max(self.owners[name])]
 
     def is_everywhere(self, name: str) -> bool:
         """Whether every stage has a parameter or buffer."""
-        return len(self.owners[name]) == len(self._stage_ranks)
+        return len(self.owners[name]) == len(self.stage_ranks)
 
     def owners_of(self, name: str) -> frozenset[int]:
         """Return the stages that own a parameter or buffer, by any of its names."""
@@ -337,7 +338,7 @@ class SplitModule:
         return self._names_of[self.identity[name]]
 
     def _ranks_of(self, name: str) -> tuple[int, ...]:
-        return tuple(sorted({self._stage_ranks[stage] for stage in self.owners_of(name)}))
+        return tuple(sorted({self.stage_ranks[stage] for stage in self.owners_of(name)}))
 
     def _is_common_buffer(self, slot: Slot) -> bool:
         return slot.kind == "_buffers" and slot.name in self._common
@@ -356,14 +357,14 @@ class SplitModule:
                 self._stand_ins.append((contents[slot.attribute], slot))
         return list(view.values())
 
-    def _placeholder(self, slot: Slot, stage_ranks: Sequence[int] = ()) -> RemoteTensor:
+    def _placeholder(self, slot: Slot, global_ranks: Sequence[int] = ()) -> RemoteTensor:
         stages = sorted(self.owners[slot.name])
         place = "of stage " + " and ".join(map(str, stages))
-        if stage_ranks:
-            ranks = sorted({stage_ranks[stage] for stage in stages})
+        if global_ranks:
+            ranks = sorted({global_ranks[stage] for stage in stages})
             place += ", on global rank " + " and ".join(map(str, ranks))
         # The rank's device even while the module is on the host: steps make masks there.
-        kind = RemoteTensor if stage_ranks else _Hidden
+        kind = RemoteTensor if global_ranks else _Hidden
         return kind.standing_for(slot, f"{slot.name} ({place})", self._device)
 
 

@@ -80,17 +80,10 @@ class StepWrites:
         num_forwards: The forwards that the rank's stages have begun.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        chain: BlockChain,
-        tensors: SplitModule,
-        stage_ranks: Sequence[int],
-    ) -> None:
+    def __init__(self, module: nn.Module, chain: BlockChain, tensors: SplitModule) -> None:
         self._chain, self._tensors = chain, tensors
         stages = tensors.local_stages
-        self._ranks = stage_ranks
-        self._last_stages = {rank: stage for stage, rank in enumerate(stage_ranks)}
+        self._last_stages = {rank: stage for stage, rank in enumerate(tensors.stage_ranks)}
         inside = {id(child) for block in chain.blocks for child in block.modules()}
         self._modules = {id(c): c for c in module.modules() if id(c) not in inside}
         self._block_stages: dict[int, int] = {}  # by id of the blocks' modules
@@ -303,7 +296,7 @@ class StepWrites:
     def _homes_of(self, child: nn.Module) -> list[int]:
         """Return the home of a module on each rank, so that all ranks decide alike."""
         stage = self._block_stages.get(id(child))
-        rank_of_block = None if stage is None else self._ranks[stage]
+        rank_of_block = None if stage is None else self._tensors.stage_ranks[stage]
         return [
             last if stage is None or rank != rank_of_block else stage
             for rank, last in self._last_stages.items()
