@@ -57,7 +57,7 @@ from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 
 SIZE = 2  # tensor ranks
 NUM_BLOCKS = 4
-BATCH, TOKENS, WIDTH, HEADS = 1, 16, 32, 4
+BATCH, TOKENS, WIDTH, HEADS = 2, 16, 32, 4
 PHASES = ("F", "B", "W")
 
 
