@@ -222,6 +222,18 @@ CASES = {
         (2, 2),
         {"module": {"plan": "sequence"}, "pipeline": {**COMPILED, "recompute": "full"}},
     ),
+    "compiled and offloaded": (
+        (2, 2),
+        {"module": {"plan": "sequence"}, "pipeline": {**COMPILED, "offload": "full"}, **LONG},
+    ),
+    "compiled loss_parallel": (
+        (2, 2),
+        {
+            "kind": LossOfShards,
+            "module": {"plan": "torchtitan"},
+            "pipeline": {**COMPILED, "schedule": "auto"},
+        },
+    ),
     "inductor": ((2, 2), {"pipeline": {"compile": True}}),
     "1f1b": ((2, 2), {"pipeline": {"schedule": "1f1b"}}),
     "zb_v": ((2, 2), {"pipeline": {"schedule": "zb_v"}}),
