@@ -273,6 +273,14 @@ CASES = {
         (1, 2, 2),
         {"module": {"behind": 0.3}, "pipeline": {"schedule": "1f1b"}},
     ),
+    "loss_parallel in a V, recomputed": (
+        (2, 2),
+        {
+            "kind": LossOfShards,
+            "module": {"plan": "torchtitan"},
+            "pipeline": {"schedule": "zb_v", "recompute": "full"},
+        },
+    ),
     "clipped by value": ((2, 2), {"gradient_clip_algorithm": "value", "gradient_clip_val": 1e-3}),
     "accumulated": ((2, 2), {"accumulate_grad_batches": 2}),
 }
@@ -344,9 +352,11 @@ def test_the_least_memory_limit_is_kept_in_local_bytes(ranks, tmp_path, sizes):
         assert of_shard * sizes[1] == of_whole
 
 
-def save_at(folder):
-    """Save after the third step, in the middle of an epoch."""
-    return ModelCheckpoint(folder, "middle", every_n_train_steps=3, enable_version_counter=False)
+def save_at(folder, num_steps=3):
+    """Save after the third step, in the middle of an epoch, or after another one."""
+    return ModelCheckpoint(
+        folder, "middle", every_n_train_steps=num_steps, enable_version_counter=False
+    )
 
 
 def resume(sizes, resumed, folder):
@@ -408,6 +418,19 @@ def test_masters_are_the_same_bits_wherever_they_are_stepped_and_saved(ranks, tm
 
 
 @slow
+def test_one_device_resumes_a_fit_of_tensor_ranks(ranks, tmp_path):
+    options = {"kind": LossOfShards, "module": {"plan": "torchtitan"}, "max_steps": 8}
+    whole = ranks(4).run(save_after_an_epoch, (2, 2), tmp_path, options)[0]
+    resumed = fit((), tmp_path, ckpt_path=f"{tmp_path}/middle.ckpt", **options)
+    check_alike(resumed, (whole[0][5:], resumed[1], whole[2]))  # it validated when it had saved
+
+
+def save_after_an_epoch(sizes, folder, options):
+    """Save at an epoch's end, as Lightning does not skip the batches of half an epoch."""
+    return fit(sizes, folder, callbacks=[save_at(folder, num_steps=5)], **options)
+
+
+@slow
 def test_tensor_ranks_resume_a_fit_of_one_device(ranks, tmp_path):
     expected = fit((), tmp_path, callbacks=[save_at(tmp_path)])
     found = ranks(4).run(run, (2, 2), tmp_path, {"ckpt_path": f"{tmp_path}/middle.ckpt"})
@@ -434,23 +457,71 @@ class Scaled(Inner):
         return self.down(self.scale(self.up(x)))
 
 
+class Around(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return nn.functional.dropout(self.block(x))
+
+
+class DropsItself(Net):
+    def configure_model(self):
+        super().configure_model()
+        self.blocks = nn.ModuleList(Around(block) for block in self.blocks)
+
+
+class DropsInStep(Net):
+    def loss(self, batch):
+        x, y = batch
+        hidden = nn.functional.dropout(self.embed(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+class DropsByGenerator(Inner):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return self.down(hidden * torch.empty_like(hidden).bernoulli_(generator=self.generator))
+
+
+class DropsBoth(Inner):
+    def forward(self, x):
+        return self.down(nn.functional.dropout(self.up(nn.functional.dropout(x))))
+
+
 REFUSED = {
     "a whole weight": (
         {"module": {"inner": Scaled}},
         "scale.* is in no plan .* is used .* on a shard",
     ),
-    "dropout of a shard": (
-        {"module": {"inner": partial(Inner, dropout=0.1)}},
-        "draws random numbers for a shard",
+    "dropout in a block": (
+        {"module": {"plan": "sequence"}, "kind": DropsItself},
+        "Around draws random numbers for a shard of a layer itself, and it is a block",
+    ),
+    "dropout outside of modules": (
+        {"module": {"plan": "sequence"}, "kind": DropsInStep},
+        "bernoulli_ .* draws random numbers for a shard of a layer outside of the modules",
+    ),
+    "dropout of a shard by a generator": (
+        {"module": {"inner": DropsByGenerator}},
+        "draws random numbers for a shard of a layer by a generator of its own",
+    ),
+    "dropout of a shard and the whole": (
+        {"module": {"inner": DropsBoth}},
+        "draws random numbers for a shard of a layer and for what all tensor ranks have",
     ),
     "no sum": ({"module": {"plan": "no sum"}}, "mat1 and mat2 shapes cannot be multiplied"),
     "a shard of the logits": (
         {"module": {"plan": "shard of the head"}, "num_sanity_val_steps": 0},
         "the loss is computed from a shard of a layer",
-    ),
-    "dropout of a part of the sequence": (
-        {"module": {"plan": "sequence", "behind": 0.1}},
-        "draws random numbers for a shard",
     ),
     "a DTensor": (
         {"module": {"plan": "a DTensor"}, "num_sanity_val_steps": 0},
@@ -503,6 +574,52 @@ def test_one_trainer_fits_again_and_another_one_is_refused(ranks, tmp_path):
     assert found[0][: len(first[0])] == pytest.approx(first[0], abs=1e-12)
     assert len(found[0]) > len(first[0])
     assert read(found[2])[0]["blocks.0.inner.up.weight"].shape == (2 * WIDTH, WIDTH)
+
+
+DROPPING = {
+    "tensor": {"inner": partial(Inner, dropout=0.3), "behind": 0.3},
+    "sequence": {"plan": "sequence", "inner": partial(Inner, dropout=0.3), "behind": 0.3},
+}
+
+
+def run_dropping(sizes, folder, plan, pipeline):
+    """Return the losses, and the mask of each dropout on this rank."""
+    masks, plain = [], nn.functional.dropout
+
+    def dropout(x, *args, **kwargs):
+        dropped = plain(x, *args, **kwargs)
+        if type(x) is torch.Tensor and torch.is_grad_enabled():
+            masks.append((dropped == 0).flatten().tolist())
+        return dropped
+
+    nn.functional.dropout = dropout
+    try:
+        losses, *_ = fit(sizes, folder, module=DROPPING[plan], pipeline=pipeline)
+    finally:
+        nn.functional.dropout = plain
+    return losses, masks
+
+
+OTHERS = {
+    "1f1b": {"schedule": "1f1b"},
+    "zb_v": {"schedule": "zb_v"},
+    "full": {"recompute": "full"},
+    "cheap": {"recompute": "cheap"},
+}
+
+
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=slow) for plan in DROPPING])
+def test_dropout_of_shards_is_the_same_for_every_p_and_schedule(ranks, tmp_path, plan):
+    found = ranks(4).run(run_dropping, (2, 2), tmp_path, plan, {})
+    losses, masks = found[0]
+    assert masks
+    for number, (mask, other) in enumerate(zip(masks, found[1][1], strict=True)):
+        is_behind = number % 2 == 1  # in each block that of its inner part comes first
+        assert (mask == other) == (plan == "tensor" and is_behind)
+    others = [ranks(4).run(run_dropping, (2, 2), tmp_path, plan, each) for each in OTHERS.values()]
+    others.append(ranks(2).run(run_dropping, (1, 2), tmp_path, plan, {"schedule": "1f1b"}))
+    for other in others:
+        assert [each for each, _ in other] == [pytest.approx(losses, abs=1e-12)] * len(other)
 
 
 class Norms(L.Callback):

@@ -74,6 +74,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     install_collectives,
     remove_collectives,
 )
+from lightning_pipeoffload.runtime.tensor_parallel.shard_draws import ShardDraws
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import (
     install_weight_draws,
     remove_weight_draws,
@@ -147,6 +148,8 @@ class Pipeline:
         self.stages: dict[int, StageRunner] = {}
         self.committed = False
         self._before_trace = before_trace
+        is_shared = group is not None and group.num_tensor_ranks > 1
+        self._shard_draws = ShardDraws(group.tensor_rank) if group and is_shared else None
         self.gradient_age = GradientAge()
         self.settings = settings
         is_given = settings.blocks is not None or parts is not None
@@ -368,6 +371,8 @@ class Pipeline:
         if not self.committed:
             self._learn(record)
         self._writes.expect(record, self.cut.stages)
+        if self._shard_draws is not None:
+            self._shard_draws.expect(record.drawing, self.chain.blocks, self.settings.compile)
         self._leave_to_b(record)
         if self.settings.head_weight_grad == "B":
             self._leave_head_to_b(record)

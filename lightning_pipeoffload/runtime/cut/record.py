@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
@@ -143,6 +143,8 @@ class StepRecord:
     """Those of them that read values."""
 
     # Random numbers.
+    drawing: dict[nn.Module, bool] = field(default_factory=dict)
+    """Where tensor ranks share layers: the modules that draw values, and whether for shards."""
     draws_beside_torch: bool = False
     """Whether it draws from numpy's or Python's global generator."""
 
@@ -330,6 +332,7 @@ _APART = {
     *("is_derived", "is_short", "is_known", "has_run"),
     *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
     "pairs",  # of samples, which are as many at any length
+    "drawing",  # of blocks that run in a trace
     "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }

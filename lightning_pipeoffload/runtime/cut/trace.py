@@ -63,6 +63,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
+from lightning_pipeoffload.runtime.shapes.shard_draws import note_draw
 from lightning_pipeoffload.runtime.shapes.shard_origins import noting_shards
 from lightning_pipeoffload.runtime.shapes.sharding import (
     refuse_loss_of_shard,
@@ -357,6 +358,11 @@ class StepTrace:
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         self._count(segment, flops, trains, weights, not (flops and self._is_frozen(tensors)))
 
+    def note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record which module draws random numbers, where tensor ranks share layers."""
+        if self._stripped.has_shards and torch.Tag.nondeterministic_seeded in func.tags:
+            note_draw(self.record.drawing, func, args, kwargs)
+
     def _note_class_weights(self) -> None:
         self.record.class_weights = calling_line()
 
@@ -626,6 +632,7 @@ class _SizesByValues(TorchDispatchMode):
         trace.arguments.note_use(args, trace.num_calls)
         if trace.observes:
             trace.work.add(trace.segment_of(args), func, args, kwargs)
+            trace.note_draw(func, args, kwargs or {})
         reads = trace.record.reads
         if point.is_in_block or point.segment == len(trace.chain):
             result = func(*args, **(kwargs or {}))

@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     run_on_meta,
     written_arguments,
 )
-from lightning_pipeoffload.runtime.shapes.sharding import refuse_draw_of_shard
+from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     AddressNeededError,
     ValueNeededError,
@@ -213,7 +213,10 @@ class ShapeOnly(Tensor):
         shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in FACTORIES and not _is_scratch(func):
-            return call_factory(func, device, args, kwargs)
+            made: Any = call_factory(func, device, args, kwargs)
+            if origins_of(shape_only) >= OF_SHARD and made.shape == args[0].shape:
+                made.origins = OF_SHARD  # a mask that is drawn there is for the shard
+            return made
         origins = origins_of(shape_only)
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
@@ -224,10 +227,8 @@ class ShapeOnly(Tensor):
         # Random numbers are not used while operations are only observed, and may take much memory;
         # but the trace has to observe that a generator of the user's advances.
         is_seen = not are_observed() or kwargs.get("generator") is not None
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            refuse_draw_of_shard(func, args, kwargs, origins)
-            if is_seen:
-                advance_generator(func, args, kwargs, device)
+        if torch.Tag.nondeterministic_seeded in func.tags and is_seen:
+            advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
         on_meta = map_operands(_to_meta, args), _on_meta(kwargs)

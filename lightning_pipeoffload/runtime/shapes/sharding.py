@@ -67,26 +67,6 @@ def is_shard(tensor: Tensor) -> bool:
     return sharding is not None and sharding.is_divided
 
 
-def refuse_draw_of_shard(
-    func: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    origins: frozenset[str],
-) -> None:
-    """Raise ``ValueError`` for random numbers that would be equal in the shards of all ranks."""
-    if not origins & OF_SHARD:
-        return
-    names = [argument.name for argument in func._schema.arguments]
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    if "dropout_p" in names and not arguments.get("dropout_p"):  # an attention without it
-        return
-    raise ValueError(
-        f"{func.overloadpacket.__name__}{in_brackets(calling_line())} draws random numbers for a "
-        f"shard of a layer, and all tensor ranks would draw the same ones; draw behind the layer "
-        f"whose result all of them have, such as one that is RowwiseParallel(), or set dropout to 0"
-    )
-
-
 def refuse_dtensor(value: Any, block: str, verb: str) -> None:
     """Raise ``ValueError`` for a DTensor that a block "gets" or "returns", the ``verb``."""
     if isinstance(value, DTensor):

@@ -21,6 +21,7 @@ from torch.nn import init
 from lightning_pipeoffload.runtime.shapes.operations import DRAWS_BY_SHAPE
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
+from lightning_pipeoffload.runtime.shapes.step_rules import is_in_step
 
 _DRAWS = [op.__name__ for op in DRAWS_BY_SHAPE if op.__name__.endswith("_")]  # of Tensor
 
@@ -79,6 +80,8 @@ def _find_sharding(tensor: Tensor) -> Sharding | None:
 
 
 def _sharding_behind(tensor: Tensor) -> Sharding | None:
+    if is_in_step():  # in which no weights are drawn
+        return None
     for weight in (weight for module in _modules for weight in module.parameters()):
         sharding = sharding_of(weight)
         if sharding is None or not sharding.is_divided or memory_of(weight) != memory_of(tensor):

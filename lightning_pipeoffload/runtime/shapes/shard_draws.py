@@ -1,0 +1,60 @@
+"""The modules that draw random numbers in a trace, and whether for shards of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
+from lightning_pipeoffload.runtime.users_code.users_lines import (
+    calling_line,
+    in_brackets,
+    running_frames,
+)
+
+
+def note_draw(
+    found: dict[nn.Module, bool],
+    func: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Record whether the module that runs draws for shards.
+
+    Raises:
+        ValueError: It does, and cannot have a stream of its own.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    if not dict(zip(names, args, strict=False)).get("dropout_p", True):  # an attention without it
+        return
+    is_of_shard = any(getattr(leaf, "origins", frozenset()) >= OF_SHARD for leaf in leaves_of(args))
+    module = _drawing_module()
+    if kwargs.get("generator") is not None:
+        if is_of_shard:
+            _refuse(func, "by a generator of its own")
+    elif module is None:
+        if is_of_shard:
+            _refuse(func, "outside of the modules inside it")
+    elif found.setdefault(module, is_of_shard) != is_of_shard:
+        _refuse(func, "and for what all tensor ranks have, in one module")
+
+
+def _drawing_module() -> nn.Module | None:
+    for frame in running_frames():
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return None if isinstance(module, LightningModule) else module
+    return None
+
+
+def _refuse(func: torch._ops.OpOverload, why: str) -> None:
+    raise ValueError(
+        f"{func.overloadpacket.__name__}{in_brackets(calling_line())} draws random numbers for a "
+        f"shard of a layer {why}, so that tensor ranks cannot draw different ones there; use a "
+        f"module of its own, such as torch.nn.Dropout, or set dropout to 0"
+    )

@@ -1,0 +1,98 @@
+"""Random numbers that modules draw for shards: other ones on each tensor rank, else the same.
+
+All tensor ranks begin a segment of a step with one seed. A trace finds which modules draw for
+shards, and these have streams of their own, by rank; what modules inside draw for values that all
+ranks have stays the same on all of them::
+
+    attention         draws for its heads      a stream of each rank
+      out.dropout     draws for their sum      a common stream, inside of that
+    dropout           draws for a shard        a stream of each rank
+
+Every stream is seeded by what comes before it in the segment, so that masks depend on neither the
+number of stages nor the schedule, and blocks that are recomputed draw them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_pipeoffload.runtime.randomness import draw_seed, mix_seed, seed_torch
+from lightning_pipeoffload.runtime.shapes.step_rules import are_observed
+
+
+class _Stream(NamedTuple):
+    seed: int
+    is_of_shard: bool
+    inner: list[int]  # as many as streams inside it so far
+
+
+class ShardDraws:
+    """The streams of random numbers of the modules that draw for shards.
+
+    Args:
+        tensor_rank: The rank of this process among those that share its layers.
+    """
+
+    def __init__(self, tensor_rank: int) -> None:
+        self._tensor_rank = tensor_rank
+        self._found: dict[nn.Module, bool] = {}
+        self._hooked: set[nn.Module] = set()
+        self._streams: list[_Stream] = []
+
+    def expect(
+        self, found: Mapping[nn.Module, bool], blocks: Iterable[nn.Module], is_compiled: Any
+    ) -> None:
+        """Give streams to modules that a trace has found, and whether they draw for shards.
+
+        Raises:
+            ValueError: They cannot have any.
+        """
+        for module, is_of_shard in found.items():
+            self._add(module, is_of_shard, {*blocks}, bool(is_compiled))
+        of_shards = [module for module, is_of_shard in self._found.items() if is_of_shard]
+        inside = {inner for module in of_shards for inner in module.modules()}
+        for module in (inside & self._found.keys()) - self._hooked:
+            self._hooked.add(module)
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _add(
+        self, module: nn.Module, is_of_shard: bool, blocks: Set[nn.Module], is_compiled: bool
+    ) -> None:
+        draws = f"{type(module).__name__} draws random numbers for a shard of a layer"
+        if self._found.setdefault(module, is_of_shard) != is_of_shard:
+            raise ValueError(f"{draws} in one step, and not in another; use two modules")
+        if is_of_shard and is_compiled:
+            raise ValueError(
+                f"{draws}, which is not supported with compile; leave that out, or set dropout to 0"
+            )
+        if is_of_shard and not blocks.isdisjoint(module.modules()):  # which have seeds of their own
+            raise ValueError(
+                f"{draws} itself, and it is a block or has blocks in it; have it call a module "
+                f"that draws, such as torch.nn.Dropout, or set dropout to 0"
+            )
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if are_observed():
+            return
+        outer = self._streams[-1] if self._streams else None
+        if outer is not None and outer.is_of_shard:
+            outer.inner.append(0)
+            seed = mix_seed(outer.seed, len(outer.inner) + 1)
+        else:
+            seed = draw_seed()  # the same on all tensor ranks
+        self._streams.append(_Stream(seed, self._found[module], []))
+        self._seed(seed, self._found[module])
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if are_observed() or not self._streams:
+            return
+        stream = self._streams.pop()
+        is_in_shard = bool(self._streams) and self._streams[-1].is_of_shard
+        self._seed(mix_seed(stream.seed, 1), is_in_shard)
+
+    def _seed(self, seed: int, is_of_shard: bool) -> None:
+        seed_torch(mix_seed(seed, self._tensor_rank + 1) if is_of_shard else mix_seed(seed, 0))
