@@ -71,6 +71,7 @@ def main(arguments: Namespace) -> None:
         ),
         accelerator=arguments.accelerator,
         devices=arguments.devices,
+        num_nodes=arguments.num_nodes,
         max_steps=arguments.steps,
     )
     data = DataLoader(read_manual(arguments.context), arguments.batch_size, shuffle=True)
@@ -81,6 +82,7 @@ def read_arguments(line: list[str] | None = None) -> Namespace:
     """Return what the command line says."""
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--schedule", default="zb_h1")

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,  # private: as Lightning's own strategies
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined] # exported at run time
 from typing_extensions import override
@@ -35,6 +36,16 @@ from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.schedule import Schedule
+
+
+def warn_of_split_tensor_groups(size: int, num_processes: int, num_nodes: int) -> None:
+    """Warn if some of the ranks that share a stage's layers are on another machine."""
+    if num_nodes > 1 and num_processes % size:
+        rank_zero_warn(
+            f"tensor_parallel_size={size} does not divide the {num_processes} devices of a "
+            f"machine: ranks that share layers are on two machines, and wait for the link between "
+            f"these in each block; choose a size that divides {num_processes}"
+        )
 
 
 class PipelineProcesses(JointStrategy):
@@ -140,6 +151,8 @@ class PipelineProcesses(JointStrategy):
         if group is not None and not group.is_connected:
             group.renew()
         if group is None:
+            size = self.settings.tensor_parallel_size
+            warn_of_split_tensor_groups(size, self.num_processes, self.num_nodes)
             schedule = self.settings.provisional_schedule(self.settings.num_ranks(self.world_size))
             self._refuse_other_settings(schedule)
             group = PipelineGroup(

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_pipeoffload import OnDemandStrategy, PipeOffloadStrategy
 from lightning_pipeoffload.processes import failure_board, launcher
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
+from lightning_pipeoffload.processes.pipeline_processes import warn_of_split_tensor_groups
 from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
 from tests.support import fits
 
@@ -44,6 +45,14 @@ def test_several_nodes_are_refused_where_nothing_tells_them_apart(monkeypatch, m
     monkeypatch.delenv(missing)
     with pytest.raises(ValueError, match=rf"num_nodes=2, but .* with {missing} set"):
         make_trainer()
+
+
+def test_tensor_groups_on_two_machines_are_warned_of(recwarn):
+    for within_machines in ((4, 8, 2), (2, 1, 1), (1, 4, 2)):
+        warn_of_split_tensor_groups(*within_machines)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="tensor_parallel_size=8 does not divide the 4 devices"):
+        warn_of_split_tensor_groups(8, 4, 2)
 
 
 TASK = {"STEP_ID": "0", "PROCID": "0", "LOCALID": "0"}

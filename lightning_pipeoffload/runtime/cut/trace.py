@@ -361,7 +361,7 @@ class StepTrace:
     def note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record which module draws random numbers, where tensor ranks share layers."""
         if self._stripped.has_shards and torch.Tag.nondeterministic_seeded in func.tags:
-            note_draw(self.record.drawing, func, args, kwargs)
+            note_draw(self.record.drawing, self._module, func, args, kwargs)
 
     def _note_class_weights(self) -> None:
         self.record.class_weights = calling_line()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_pipeoffload.runtime.leaves import leaves_of
@@ -20,6 +19,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 
 def note_draw(
     found: dict[nn.Module, bool],
+    root: nn.Module,
     func: torch._ops.OpOverload,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -33,7 +33,7 @@ def note_draw(
     if not dict(zip(names, args, strict=False)).get("dropout_p", True):  # an attention without it
         return
     is_of_shard = any(getattr(leaf, "origins", frozenset()) >= OF_SHARD for leaf in leaves_of(args))
-    module = _drawing_module()
+    module = _drawing_module(root)
     if kwargs.get("generator") is not None:
         if is_of_shard:
             _refuse(func, "by a generator of its own")
@@ -44,11 +44,11 @@ def note_draw(
         _refuse(func, "and for what all tensor ranks have, in one module")
 
 
-def _drawing_module() -> nn.Module | None:
+def _drawing_module(root: nn.Module) -> nn.Module | None:
     for frame in running_frames():
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            return None if isinstance(module, LightningModule) else module
+            return None if module is root else module
     return None
 
 
