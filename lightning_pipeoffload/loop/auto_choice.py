@@ -316,7 +316,7 @@ class AutoChoice:
 
     def _find_recompute_risk(self) -> str:
         """Return why no block is computed again as a whole, alike on all ranks; "" if some may."""
-        records = self._pipeline.records.known.values()
+        records = self._pipeline.records.by_key.values()
         risks = (recompute_risk(record, self._pipeline.chain) for record in records)
         risk = next(filter(None, risks), "")
         return next(filter(None, self._group.world.gather(risk)), "")

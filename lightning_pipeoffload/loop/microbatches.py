@@ -149,7 +149,7 @@ def sees_its_size(pipeline: Pipeline) -> bool:
     It does to statistics over a batch, to dropout, which is seeded for each microbatch, and to
     whatever the step draws or writes.
     """
-    trained = [record for record in pipeline.records.known.values() if record.trained is not None]
+    trained = [record for record in pipeline.records.by_key.values() if record.trained is not None]
     keeps = any(record.written_in_place or record.writes for record in trained)
     return keeps or any(map(_depends, pipeline.module.modules()))
 

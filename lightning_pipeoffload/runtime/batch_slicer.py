@@ -60,8 +60,8 @@ def trace_parts(
             record = pipeline.step_record(kind, part, step, own_seed)
         run: Callable[[StepCall], Any] = partial(step, part)
         if record.changes_batch:
-            own = without_shared(part, batch) if index < len(cut.parts) - 1 else part
-            run = CallOnCopies(step, own, len(pipeline.stages) * pipeline.num_slices)
+            batch_of_part = without_shared(part, batch) if index < len(cut.parts) - 1 else part
+            run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * pipeline.num_slices)
         is_new = not record.has_run
         slices.append(
             Microbatch(part, num_samples, run, record, pipeline.device, own_seed, is_new=is_new)

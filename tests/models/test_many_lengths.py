@@ -47,6 +47,6 @@ def test_training_is_the_plain_modules_at_each_length(name):
     options = {"blocks": family.blocks} if family.blocks else {}
     pipeline, _ = train_beside(module, "zb_h1", 2, batches, 2, **options)
     derived = [
-        sum(record.is_derived for record in rank.records.known.values()) for rank in pipeline.ranks
+        sum(record.is_derived for record in rank.records.by_key.values()) for rank in pipeline.ranks
     ]
     assert min(derived) == max(derived) >= least

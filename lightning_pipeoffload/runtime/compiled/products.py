@@ -40,10 +40,10 @@ class SharedCasts:
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         key = id(weight), dtype
-        found = self._casts.get(key)
-        if found is None or found[1] != weight._version:  # private: a step may write its weights
-            found = self._casts[key] = weight, weight._version, weight.to(dtype)
-        return found[2]
+        cast = self._casts.get(key)
+        if cast is None or cast[1] != weight._version:  # private: a step may write its weights
+            cast = self._casts[key] = weight, weight._version, weight.to(dtype)
+        return cast[2]
 
 
 @contextmanager
@@ -66,13 +66,13 @@ class WeightSource:
 
     def of(self, inputs: Sequence[Any]) -> Tensor:
         """Compute the weight from the region's inputs, in autograd's graph."""
-        found: Tensor = inputs[self.index]
+        weight: Tensor = inputs[self.index]
         if self.dtype is not None:
             casts = IN_FORCE.latest(SharedCasts)
-            found = found.to(self.dtype) if casts is None else casts.of(found, self.dtype)
+            weight = weight.to(self.dtype) if casts is None else casts.of(weight, self.dtype)
         for view in self.views:
-            found = view(found)
-        return found
+            weight = view(weight)
+        return weight
 
 
 class WeightFinder:
@@ -152,7 +152,7 @@ class Signature:
     kind: Callable[[Arguments], Kind | None]
 
     def arguments(self, node: fx.Node) -> Arguments:
-        ours = {name: own for own, name in self.names.items()}
+        ours = {name: torchs for torchs, name in self.names.items()}
         named = {ours.get(name, name): value for name, value in node.kwargs.items()}
         return {**dict(zip(self.order, node.args, strict=False)), **named}
 
@@ -176,8 +176,8 @@ class FoundProduct:
     @property
     def example(self) -> Tensor:
         """Dynamo's fake result, which has the shape, dtype and device."""
-        found: Tensor = self.node.meta["example_value"]
-        return found
+        example: Tensor = self.node.meta["example_value"]
+        return example
 
 
 def find_product(node: fx.Node, finder: WeightFinder) -> FoundProduct | None:
@@ -189,12 +189,12 @@ def find_product(node: fx.Node, finder: WeightFinder) -> FoundProduct | None:
         signature = _METHODS.get(str(node.target))
     if signature is None or not _trains(node):
         return None
-    found = signature.arguments(node)
-    kind = signature.kind({name: _example(value) for name, value in found.items()})
+    arguments = signature.arguments(node)
+    kind = signature.kind({name: _example(value) for name, value in arguments.items()})
     if kind is None:
         return None
-    bias, dtype = found.get("bias"), node.meta["example_value"].dtype
-    weight = finder.find(found["weight"], dtype)
+    bias, dtype = arguments.get("bias"), node.meta["example_value"].dtype
+    weight = finder.find(arguments["weight"], dtype)
     bias_source = finder.find(bias, dtype) if _trains(bias) else None
     if weight is None or _trains(bias) and bias_source is None:
         return None
@@ -239,17 +239,17 @@ _NO_OPTIONS: Arguments = {
 
 
 def _convolution(arguments: Arguments, transposed: bool = False) -> Kind | None:
-    given = _NO_OPTIONS | arguments
-    num_pixels = given["weight"].dim() - 2
-    if isinstance(given["padding"], str) or given["x"].dim() != num_pixels + 2:
+    options = _NO_OPTIONS | arguments
+    num_pixels = options["weight"].dim() - 2
+    if isinstance(options["padding"], str) or options["x"].dim() != num_pixels + 2:
         return None
 
     def pixels(name: str) -> list[int]:
-        sizes = [given[name]] if isinstance(given[name], int) else [*given[name]]
+        sizes = [options[name]] if isinstance(options[name], int) else [*options[name]]
         return sizes * (num_pixels // len(sizes))
 
     before = pixels("stride"), pixels("padding"), pixels("dilation")
-    return Convolution, (*before, transposed, pixels("output_padding"), given["groups"])
+    return Convolution, (*before, transposed, pixels("output_padding"), options["groups"])
 
 
 _INPUT = {"x": "input"}

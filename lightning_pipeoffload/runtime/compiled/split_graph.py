@@ -80,16 +80,16 @@ Shape = Callable[[Sequence[Any]], tuple[int, ...]]
 
 def _size_readers(placeholders: Sequence[fx.Node]) -> dict[Any, Callable[[Sequence[Any]], int]]:
     """Return, for each symbolic size, a function that reads it from a region's inputs."""
-    found: dict[Any, Callable[[Sequence[Any]], int]] = {}
+    readers: dict[Any, Callable[[Sequence[Any]], int]] = {}
     for index, node in enumerate(placeholders):
         example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt):
-            found.setdefault(_expression(example), partial(_read, index, None))
+            readers.setdefault(_expression(example), partial(_read, index, None))
         elif isinstance(example, Tensor):
             for dim, size in enumerate(example.shape):
                 if isinstance(size, torch.SymInt):
-                    found.setdefault(_expression(size), partial(_read, index, dim))
-    return found
+                    readers.setdefault(_expression(size), partial(_read, index, dim))
+    return readers
 
 
 def _read(index: int, dim: int | None, inputs: Sequence[Any]) -> int:
@@ -108,14 +108,14 @@ def _shape_of(
     symbols = [*{s for size in sizes if not isinstance(size, int) for s in size.free_symbols}]
     if not readers.keys() >= {*symbols}:
         return None
-    own = [readers[symbol] for symbol in symbols]
+    readers_of_symbols = [readers[symbol] for symbol in symbols]
 
     @lru_cache(256)
     def compute(*values: int) -> tuple[int, ...]:
-        given = dict(zip(symbols, values, strict=True))
-        return tuple(s if isinstance(s, int) else int(s.xreplace(given)) for s in sizes)
+        substitutions = dict(zip(symbols, values, strict=True))
+        return tuple(s if isinstance(s, int) else int(s.xreplace(substitutions)) for s in sizes)
 
-    return lambda inputs: compute(*(read(inputs) for read in own))
+    return lambda inputs: compute(*(read(inputs) for read in readers_of_symbols))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Tap:
 class SplitProduct:
     """A product in the rewritten graph, its original, and the shape of its result."""
 
-    found: FoundProduct
+    original: FoundProduct
     tap: Tap
     shape: Shape
 
@@ -181,9 +181,11 @@ class _Splitting:
 
     def replace_products(self) -> None:
         finder = WeightFinder(self._placeholders, self._inputs)
-        found = [find_product(node, finder) for node in self._graph.nodes]
+        candidates = [find_product(node, finder) for node in self._graph.nodes]
         readers = _size_readers(self._placeholders)
-        shaped = [(product, _shape_of(product.example, readers)) for product in found if product]
+        shaped = [
+            (product, _shape_of(product.example, readers)) for product in candidates if product
+        ]
         products = [(product, shape) for product, shape in shaped if shape is not None]
         self._add_weights([product for product, _ in products])
         for product, shape in products:

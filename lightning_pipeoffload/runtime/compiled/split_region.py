@@ -88,11 +88,11 @@ class _Run:
                     f"a tensor of shape {tuple(tensor.shape)} that a compiled region has returned "
                     f"was written in place before the backward that needs it; write a copy of it"
                 )
-        found = {tap: read() for tap, read in self.kept.items()}
+        taps = {tap: read() for tap, read in self.kept.items()}
         for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
                 call.check_unchanged()
-                queue_or_run(call, *found[tap], gradient)
+                queue_or_run(call, *taps[tap], gradient)
 
 
 class SplitRegion:
@@ -102,7 +102,7 @@ class SplitRegion:
         self._graph = graph
         self._compiled = compiled
         self._whole = whole
-        examples = [product.found.example for product in graph.products]
+        examples = [product.original.example for product in graph.products]
         self._zeros = [torch.zeros((), dtype=e.dtype, device=e.device) for e in examples]
         self._indices = sorted({source.index for source in graph.sources})
         self._taps = [*dict.fromkeys(product.tap for product in graph.products)]
@@ -169,6 +169,6 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _make_call(product: SplitProduct, weights: Mapping[WeightSource, Tensor]) -> DeferredCall:
-    bias = product.found.bias
-    call, options = product.found.kind
-    return call(weights[product.found.weight], None if bias is None else weights[bias], *options)
+    bias = product.original.bias
+    call, options = product.original.kind
+    return call(weights[product.original.weight], None if bias is None else weights[bias], *options)

@@ -111,7 +111,7 @@ class AlikeBlocks:
         return output
 
     def _make_output(
-        self, index: int, given: list[Any], done: _Done, use: Callable[[Tensor], None]
+        self, index: int, arguments: list[Any], done: _Done, use: Callable[[Tensor], None]
     ) -> Any:
         origins, inputs = self._chain.output_origins(index), iter(done.inputs)
 
@@ -119,14 +119,14 @@ class AlikeBlocks:
             if not isinstance(leaf, ShapeOnly):
                 return leaf
             is_one_of_them, places = next(inputs)
-            tensors = [given[place] for place in places]
+            tensors = [arguments[place] for place in places]
             if is_one_of_them:
                 return tensors[0]
             for tensor in tensors:
                 use(tensor)
             trains = leaf.requires_grad and not tensors
-            made = ShapeOnly(leaf.meta, leaf.device, origins | leaf.origins & OF_SHARD, trains)
-            return _LeadBack.apply(made, *tensors) if tensors else made
+            output = ShapeOnly(leaf.meta, leaf.device, origins | leaf.origins & OF_SHARD, trains)
+            return _LeadBack.apply(output, *tensors) if tensors else output
 
         return map_output(alike, done.output)
 
@@ -145,8 +145,8 @@ class AlikeBlocks:
             return None
         for name, segments in whole.segments.items():
             record.segments[name] |= segments & skipped
-        for name, found in whole.weight_uses.items():
-            uses = {use for use in found if use[0] in skipped}
+        for name, uses_of_whole in whole.weight_uses.items():
+            uses = {use for use in uses_of_whole if use[0] in skipped}
             if uses:
                 record.weight_uses[name] = record.weight_uses.get(name, set()) | uses
                 if record.trained is not None:
@@ -179,40 +179,40 @@ def _without_shape(crossing: Crossing) -> Crossing:
     return replace(crossing, shape=torch.Size(), stride=None)
 
 
-def _inputs_behind(made: Sequence[Tensor], given: Sequence[Any]) -> list[_Inputs]:
-    by_id = {id(leaf): place for place, leaf in enumerate(given)}
+def _inputs_behind(tensors: Sequence[Tensor], arguments: Sequence[Any]) -> list[_Inputs]:
+    by_id = {id(leaf): place for place, leaf in enumerate(arguments)}
     places = {
         (leaf.grad_fn, leaf.output_nr): place
-        for place, leaf in enumerate(given)
+        for place, leaf in enumerate(arguments)
         if isinstance(leaf, ShapeOnly) and leaf.grad_fn is not None
     }
     return [
         _Inputs(True, [by_id[id(tensor)]])
         if id(tensor) in by_id
         else _Inputs(False, _find_behind(tensor, places))
-        for tensor in made
+        for tensor in tensors
     ]
 
 
 def _find_behind(tensor: Tensor, places: Mapping[Any, int]) -> list[int]:
     waiting = [(tensor.grad_fn, tensor.output_nr)]
-    seen, found = {*waiting}, set()
+    seen, indices = {*waiting}, set()
     while waiting:
         edge = waiting.pop()
         if edge in places:
-            found.add(places[edge])
+            indices.add(places[edge])
         elif edge[0] is not None:
             more = set(edge[0].next_functions) - seen
             seen |= more
             waiting += more
-    return sorted(found)
+    return sorted(indices)
 
 
 class _LeadBack(DirectFunction):
     """Connects a skipped block's output to its inputs in the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: ShapeOnly, *given: Tensor) -> ShapeOnly:
+    def forward(ctx: Any, tensor: ShapeOnly, *inputs: Tensor) -> ShapeOnly:
         return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
 
     @staticmethod

@@ -78,9 +78,9 @@ class ArgumentWatch:
 
 def _state_of(value: Any) -> _State:
     leaves, spec = tree_flatten(value)
-    own = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)]
+    real = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)]
     # Private: counts writes. Inference tensors count none.
-    versions = [(leaf, leaf._version) for leaf in own if not leaf.is_inference()]
+    versions = [(leaf, leaf._version) for leaf in real if not leaf.is_inference()]
     objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module, type))]
     attributes = [vars(leaf) for leaf in objects if hasattr(leaf, "__dict__")]
     numbers = [leaf for leaf in tree_leaves(attributes) if type(leaf) in _NUMBERS]

@@ -31,7 +31,7 @@ class _Call:
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: list[int]
+    results: list[int]
     written: list[int]
     answer: bool | None  # the boolean that it returns
 
@@ -69,8 +69,8 @@ class BatchFlags:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation, and record it if it depends on the batch."""
-        given = tensors_in((args, kwargs))
-        if not any(id(tensor) in self._numbers for tensor in given) or has_shapes((args, kwargs)):
+        inputs = tensors_in((args, kwargs))
+        if not any(id(tensor) in self._numbers for tensor in inputs) or has_shapes((args, kwargs)):
             return func(*args, **kwargs)
         written = tensors_in([*written_arguments(func, args, kwargs)])
         for tensor in written:
@@ -79,8 +79,8 @@ class BatchFlags:
         operands = map_operands(self._describe, args), map_operands(self._describe, kwargs)
         result = func(*args, **kwargs)
         answer = result if isinstance(result, bool) else None
-        if isinstance(result, bool) or (made := tensors_in(result)):
-            numbers = [] if isinstance(result, bool) else [*map(self._number, made)]
+        if isinstance(result, bool) or (results := tensors_in(result)):
+            numbers = [] if isinstance(result, bool) else [*map(self._number, results)]
             writes = [*map(self._number, written)]
             self.calls.append(_Call(func, *operands, numbers, writes, answer))
         return result
@@ -103,7 +103,7 @@ class BatchFlags:
         needed: set[int] = set()
         calls: list[_Call] = []
         for call in reversed(self.calls):
-            leads = call.answer is not None or not needed.isdisjoint(call.made)
+            leads = call.answer is not None or not needed.isdisjoint(call.results)
             written = {memory[n] for n in call.written}  # a write reaches others by shared memory
             if leads or (written and any(memory[n] in written for n in needed)):
                 calls.append(call)
@@ -127,10 +127,10 @@ class BatchFlags:
             return values[leaf.value] if isinstance(leaf, _Number) else leaf
 
         for call in self.calls:
-            found = call.func(*map_operands(fill, call.args), **map_operands(fill, call.kwargs))
+            result = call.func(*map_operands(fill, call.args), **map_operands(fill, call.kwargs))
             if call.answer is None:
-                values.update(zip(call.made, tensors_in(found), strict=True))
-            elif found is not call.answer:
+                values.update(zip(call.results, tensors_in(result), strict=True))
+            elif result is not call.answer:
                 return False
         return True
 

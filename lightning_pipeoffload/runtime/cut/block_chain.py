@@ -249,8 +249,8 @@ def _best_containers(module: nn.Module) -> list[tuple[str, Sequence[str]]]:
 def _best_of(module: nn.Module, containers: Containers) -> list[tuple[str, Sequence[str]]]:
     spreads = {path: spread(module, names) for path, names in containers.items()}
     best = max(spreads.values(), default=(0, 0))
-    found = [path for path, each in spreads.items() if each == best > (0, 0)]
-    return [(path, containers[path]) for path in outermost(found)]
+    paths = [path for path, each in spreads.items() if each == best > (0, 0)]
+    return [(path, containers[path]) for path in outermost(paths)]
 
 
 def _chain_of(module: nn.Module, name: str, blocks: Iterable[str]) -> BlockChain:
@@ -262,16 +262,18 @@ def _chain_of_patterns(module: nn.Module, patterns: Sequence[str]) -> BlockChain
     blocks: dict[str, nn.Module] = {}
     for pattern in patterns:
         expression = re.escape(pattern).replace(r"\*", "[^.]*")
-        found = {path: child for path, child in modules.items() if re.fullmatch(expression, path)}
-        if not found:
-            known = [
+        matching = {
+            path: child for path, child in modules.items() if re.fullmatch(expression, path)
+        }
+        if not matching:
+            parents = [
                 path for path, child in modules.items() if path and len(list(child.children()))
             ]
             raise ValueError(
                 f"blocks={list(patterns)!r}: no module is called {pattern!r}; with others inside "
-                f"there are {', '.join(known[:20]) or 'none'}"
+                f"there are {', '.join(parents[:20]) or 'none'}"
             )
-        blocks.update(found)
+        blocks.update(matching)
     _check_apart(list(blocks), patterns)
     return BlockChain(", ".join(patterns), blocks)
 

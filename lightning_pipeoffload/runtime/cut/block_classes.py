@@ -66,8 +66,8 @@ class SegmentWork:
     @property
     def digests(self) -> list[SegmentDigest]:
         """A digest of each segment's work."""
-        found = zip(self._forms, self._sizes, self._others, strict=True)
-        return [SegmentDigest(f.hexdigest(), sizes, o.hexdigest()) for f, sizes, o in found]
+        columns = zip(self._forms, self._sizes, self._others, strict=True)
+        return [SegmentDigest(f.hexdigest(), sizes, o.hexdigest()) for f, sizes, o in columns]
 
     @property
     def by_chance(self) -> set[int]:
@@ -153,11 +153,11 @@ def find_classes(chain: BlockChain, record: StepRecord, with_end: bool = True) -
         segments = {index, index + 1} if is_with_end else {index}
         alike[_work_of(index, segments, record), make.form].append(index)
     classes: dict[Any, int] = {}
-    found = [0] * len(chain)
+    class_of_block = [0] * len(chain)
     for key, members in sorted(alike.items(), key=lambda item: item[1]):
         for index, numbers in zip(members, _telling(members, makes), strict=True):
-            found[index] = classes.setdefault((key, numbers), len(classes))
-    return found
+            class_of_block[index] = classes.setdefault((key, numbers), len(classes))
+    return class_of_block
 
 
 def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutput]:
@@ -204,13 +204,13 @@ def find_alike_saving(
     """
     classes = find_classes(chain, record)
     repeated = _repeated(chain, record, classes).keys() - _with_other_weights(chain, record)
-    found: dict[int, int] = {}
+    alike: dict[int, int] = {}
     for blocks in stages:
         for index in blocks[2:]:
             is_alike = classes[index - 2] == classes[index - 1] == classes[index]
             if is_alike and index in repeated:
-                found[index] = found.get(index - 1, index - 1)
-    return found
+                alike[index] = alike.get(index - 1, index - 1)
+    return alike
 
 
 def _repeated(

@@ -44,12 +44,12 @@ def containers_in(module: nn.Module) -> dict[str, Names]:
 
     A list of lists, which no step can call, has the entries of the inner ones.
     """
-    found = {
+    containers = {
         path: [*_entries(path, part)]
         for path, part in module.named_modules()
         if path and isinstance(part, (nn.Sequential, _LISTS)) and not _is_parametrization(part)
     }
-    return {path: names for path, names in found.items() if names}
+    return {path: names for path, names in containers.items() if names}
 
 
 def _entries(path: str, container: nn.Module) -> Iterator[str]:
@@ -120,8 +120,8 @@ class CalledChains:
 
     def best_first(self) -> list[Names]:
         """Return the names of each chain's blocks, in the order of their calls."""
-        found = (names for each in self._candidates() for names in self._with_copies_beside(each))
-        return [*map(list, dict.fromkeys(map(tuple, found)))]
+        chains = (names for each in self._candidates() for names in self._with_copies_beside(each))
+        return [*map(list, dict.fromkeys(map(tuple, chains)))]
 
     def _candidates(self) -> Iterator[Names]:
         order = sorted(self._containers, key=self._rank_of)
@@ -144,8 +144,8 @@ class CalledChains:
         return self._calls[name].has_graph and _trains(self._module.get_submodule(name))
 
     def _form(self, name: str) -> list[tuple[str, Any]]:
-        found = self._module.get_submodule(name).named_parameters()
-        return [(name, parameter.shape) for name, parameter in found]
+        parameters = self._module.get_submodule(name).named_parameters()
+        return [(name, parameter.shape) for name, parameter in parameters]
 
     def holds_most(self, names: Names) -> bool:
         """Whether blocks have at least half of the step's work."""
@@ -172,7 +172,7 @@ class CalledChains:
         joined: Names = []
         for path in dict.fromkeys((*first, *sorted(others, key=lambda path: -work[path]))):
             together = self._in_order([*joined, *containers[path]])
-            runs = [own for own, _ in groupby(together, set(containers[path]).__contains__)]
+            runs = [inside for inside, _ in groupby(together, set(containers[path]).__contains__)]
             if runs.count(True) == 1 and self._are_apart(together):
                 joined = together
         return joined
@@ -237,8 +237,8 @@ def inner_blocks(module: nn.Module, name: str) -> Names:
 
 def outermost(paths: Iterable[str]) -> Names:
     """Return the modules that are inside no other module of ``paths``."""
-    found = {*paths}
-    return [path for path in paths if not _is_in(path, found - {path})]
+    all_paths = {*paths}
+    return [path for path in paths if not _is_in(path, all_paths - {path})]
 
 
 def _trains(part: nn.Module) -> bool:
@@ -247,11 +247,11 @@ def _trains(part: nn.Module) -> bool:
 
 def _children(module: nn.Module, prefix: str = "") -> Names:
     """Return the outermost modules with parameters, where there are several."""
-    found = {f"{prefix}{key}": part for key, part in module.named_children() if _trains(part)}
-    if len(found) == 1:
-        ((name, part),) = found.items()
+    children = {f"{prefix}{key}": part for key, part in module.named_children() if _trains(part)}
+    if len(children) == 1:
+        ((name, part),) = children.items()
         return _children(part, f"{name}.")
-    return list(found)
+    return list(children)
 
 
 def names_of_parents(names: Iterable[str]) -> Names:
@@ -263,11 +263,11 @@ def as_argument(module: nn.Module, names: Sequence[str]) -> str:
     """Return ``blocks=...`` as a user writes it."""
     patterns: list[str] = []
     for parent, group in groupby(names, lambda name: name.rpartition(".")[0]):
-        own = list(group)
+        group_names = list(group)
         container = module.get_submodule(parent)
-        is_whole = own == [f"{parent}.{key}" for key, _ in container.named_children()]
+        is_whole = group_names == [f"{parent}.{key}" for key, _ in container.named_children()]
         is_list = isinstance(container, nn.ModuleList | nn.Sequential)
-        if is_whole and own == list(names) and is_list:
+        if is_whole and group_names == list(names) and is_list:
             return f'blocks="{parent}"'
-        patterns += [f"{parent}.*"] if is_whole else own
+        patterns += [f"{parent}.*"] if is_whole else group_names
     return "blocks=[" + ", ".join(f'"{pattern}"' for pattern in patterns) + "]"

@@ -68,7 +68,7 @@ class Crossing:
         """Return the spec of the value at the cut before ``block``."""
         trains = self.trains_from is not None and self.trains_from < block
         pairs = self.led_back
-        leads_back = pairs is None or any(made < block <= used for made, used in pairs)
+        leads_back = pairs is None or any(start < block <= used for start, used in pairs)
         return TensorSpec(self.shape, self.dtype, trains, trains and leads_back, self.stride)
 
 
@@ -79,9 +79,9 @@ def mark_as_the_models(tensor: Tensor) -> None:
 
 def mark_slots(slots: Iterable[Slot], chain: BlockChain) -> None:
     """Mark the weights, and the buffers of blocks and of modules with weights."""
-    found = list(slots)
-    with_weights = {id(slot.module) for slot in found if slot.kind == "_parameters"}
-    for slot in found:
+    all_slots = list(slots)
+    with_weights = {id(slot.module) for slot in all_slots if slot.kind == "_parameters"}
+    for slot in all_slots:
         if id(slot.module) in with_weights or chain.index_of(slot.name) is not None:
             mark_as_the_models(slot.tensor)
 
@@ -162,10 +162,10 @@ class CallCounter(TorchFunctionMode):
 
 
 def _makes_the_models(result: Any, arguments: Any) -> bool:
-    made = tensors_in(result)
-    if not made or not any(_is_the_models(leaf) for leaf in leaves_of(arguments)):
+    results = tensors_in(result)
+    if not results or not any(_is_the_models(leaf) for leaf in leaves_of(arguments)):
         return False
-    for leaf in made:
+    for leaf in results:
         mark_as_the_models(leaf)
     return True
 

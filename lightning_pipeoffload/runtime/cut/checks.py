@@ -394,12 +394,12 @@ class _StepChecks:
 
     def _crossings(self) -> Iterator[str]:
         for crossing in self._record.crossings:
-            made, used = self._stage_of[crossing.made_in], self._stage_of[crossing.used_in]
+            source, used = self._stage_of[crossing.made_in], self._stage_of[crossing.used_in]
             obstacle = self._obstacle(crossing)
-            if made != used and obstacle:
+            if source != used and obstacle:
                 yield (
-                    f"stage {used} ({self._span(used)}) needs what stage {made} "
-                    f"({self._span(made)}) has computed from {_origins(crossing.origins)}"
+                    f"stage {used} ({self._span(used)}) needs what stage {source} "
+                    f"({self._span(source)}) has computed from {_origins(crossing.origins)}"
                     f"{in_brackets(crossing.line)}, {obstacle}"
                 )
 
@@ -420,14 +420,14 @@ class _StepChecks:
 
     def _aliases(self) -> Iterator[str]:
         for alias in self._record.aliases:
-            made, written = self._stage_of[alias.made_in], self._stage_of[alias.written_in]
-            if made != written:
+            source, written = self._stage_of[alias.made_in], self._stage_of[alias.written_in]
+            if source != written:
                 yield (
                     f"stage {written} ({self._span(written)}) writes in place into what it gets "
-                    f"from stage {made} under another name, computed from {_origins(alias.origins)}"
-                    f", and it is read{in_brackets(alias.line)} after that; each name is sent on "
-                    f"its own, so the write would not be seen: compute a new tensor instead "
-                    f"(x = x + y for x += y)"
+                    f"from stage {source} under another name, computed from "
+                    f"{_origins(alias.origins)}, and it is read{in_brackets(alias.line)} after "
+                    f"that; each name is sent on its own, so the write would not be seen: compute "
+                    f"a new tensor instead (x = x + y for x += y)"
                 )
 
     def _argument_writes(self) -> Iterator[str]:

@@ -126,11 +126,11 @@ class RecordFamily:
         no odd one is derived.
         """
         columns = dict.fromkeys(zip(lengths, *self._lengths, strict=True))
-        for found, *traced in _compared([*columns]):
-            if not min(traced) <= found <= max(traced):
+        for length, *traced in _compared([*columns]):
+            if not min(traced) <= length <= max(traced):
                 return False
             step = math.gcd(*(each - traced[0] for each in traced))
-            if step and (found - traced[0]) % step:
+            if step and (length - traced[0]) % step:
                 return False
         return True
 
@@ -174,8 +174,8 @@ class _Span:
         """Add a row that is no such sum."""
         rest, weights = self._reduce(row)
         pivot = next(place for place, number in enumerate(rest) if number)
-        own = [-weight for weight in weights]
-        self._reduced.append(_Reduced(pivot, rest, [*own, Fraction(1)]))
+        negated = [-weight for weight in weights]
+        self._reduced.append(_Reduced(pivot, rest, [*negated, Fraction(1)]))
 
     def _reduce(self, row: Sequence[int]) -> tuple[list[Fraction], list[Fraction]]:
         rest = [Fraction(number) for number in row]

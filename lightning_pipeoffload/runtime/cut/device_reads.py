@@ -110,20 +110,20 @@ class DeviceReads:
         for written in written_arguments(func, args, kwargs):
             if not is_common and self._is_common(written):
                 self._numbers_are_common = False  # its memory may be that of others
-        self._values.update((id(made), (is_common, made)) for made in tensors_in(result))
+        self._values.update((id(tensor), (is_common, tensor)) for tensor in tensors_in(result))
 
     def note_reader(self, tensor: Any) -> None:
         """Take into account that Python has got values of a tensor between the blocks."""
         self._numbers_are_common &= self._is_common(tensor)
 
-    def _makes_common(self, func: Any, given: list[Tensor]) -> bool:
+    def _makes_common(self, func: Any, inputs: list[Tensor]) -> bool:
         if not isinstance(func, torch._ops.OpOverload) or not self._numbers_are_common:
             return False
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws or func.overloadpacket in _WITHOUT_VALUES:
             return False
         # What is lifted has been made of Python's numbers.
-        return func is aten.lift_fresh.default or all(map(self._is_common, given))
+        return func is aten.lift_fresh.default or all(map(self._is_common, inputs))
 
     def _is_common(self, tensor: Any) -> bool:
         return self._values.get(id(tensor), (False,))[0]

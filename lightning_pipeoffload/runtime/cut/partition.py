@@ -28,7 +28,7 @@ class CutSettings:
     split: str | Sequence[int] = "auto"  # see cut
     recompute: str = "none"  # see stage_pass.StageContext
     global_ranks: tuple[int, ...] = ()  # of each stage, for messages; (): as in the pipeline
-    agree: Callable[[Any], Any] = lambda own: own
+    agree: Callable[[Any], Any] = lambda value: value
     """Called by all replicas: returns what replica 0 passed (costs, names of blocks).
 
     So all cut alike.

@@ -91,7 +91,7 @@ class LoggedValue(NamedTuple):
 
     segment: int
     name: str
-    given: list[float]  # the numbers among its arguments
+    arguments: list[float]  # the numbers among its arguments
     results: list[float]  # a few numbers of its results, for comparison
     line: str
 

@@ -44,7 +44,7 @@ class AbsentValues:
         self._module = module
         self._unsaved = unsaved
         self._shapes = [(slot, slot.tensor) for slot in absent_in(module)]
-        self._made: dict[int, Tensor] = {}
+        self._real: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         for holder in {id(slot.module): slot.module for slot, _ in self._shapes}.values():
             self._hooks.append(holder.register_load_state_dict_pre_hook(self._make_room))
@@ -71,7 +71,7 @@ class AbsentValues:
             elif getattr(loaded, "shape", None) == slot.tensor.shape:
                 entries = entries_of(prefix + slot.attribute, state)
                 if entries or not is_4bit(slot.tensor):
-                    make_real(slot, self._made)
+                    make_real(slot, self._real)
                 if entries:
                     load_packed(slot, loaded, entries)
         self.settle()

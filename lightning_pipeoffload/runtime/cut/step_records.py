@@ -70,7 +70,7 @@ class StepRecords:
     """The latest records of one module's steps.
 
     Attributes:
-        known: Records by kind of step, mode of the module and shapes, and by booleans and sizes
+        by_key: Records by kind of step, mode of the module and shapes, and by booleans and sizes
             that depend on the values of the microbatch.
         generators: The random generators that modules hold.
         kernels: The Functions and modules that the steps run on zeros.
@@ -96,7 +96,7 @@ class StepRecords:
         self._orders: dict[Any, CallOrder] = {}  # of kinds of steps that call blocks again
         self._sized_in: dict[Any, tuple[int, CallOrder]] = {}
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
-        self.known: OrderedDict[Any, StepRecord] = OrderedDict()
+        self.by_key: OrderedDict[Any, StepRecord] = OrderedDict()
         self._ran: set[Any] = set()  # keys of dropped records whose shapes have run
         self._derives = derives
         self._families: dict[Any, dict[tuple[bool, ...], RecordFamily]] = {}
@@ -111,7 +111,7 @@ class StepRecords:
             self.forget()
         self._num_stages = num_stages
         self._ran.clear()
-        for record in self.known.values():
+        for record in self.by_key.values():
             record.is_known = record.has_run = False
 
     def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
@@ -124,15 +124,15 @@ class StepRecords:
         shapes = kind, self._module.training, *split_lengths(shape_signature(part))
         key = shapes, self._find_answers(shapes, part)
         if key not in self._sized_in:
-            found = self._find_known(key, ()) or self._derive(shapes, part)
-            if found is not None:
-                return found
+            earlier = self._find_known(key, ()) or self._derive(shapes, part)
+            if earlier is not None:
+                return earlier
         self._before_trace()
         trial = self._trial(part, step, seed)
         sizes = self._find_sizes(key, trial)
-        found = self._find_known(key, sizes)
-        if found is not None:
-            return found
+        earlier = self._find_known(key, sizes)
+        if earlier is not None:
+            return earlier
         record = self._trace_classes(shapes, trial)
         if record is None:
             record = self._trace(shapes[:2], trial)
@@ -155,10 +155,10 @@ class StepRecords:
         return record
 
     def _find_known(self, key: Any, sizes: tuple[Any, ...]) -> StepRecord | None:
-        found = self.known.get((key, sizes))
-        if found is not None:
-            self.known.move_to_end((key, sizes))
-        return found
+        record = self.by_key.get((key, sizes))
+        if record is not None:
+            self.by_key.move_to_end((key, sizes))
+        return record
 
     def _derive(self, shapes: Any, part: Any) -> StepRecord | None:
         """Derive the record of a microbatch of new lengths, where no size depends on its values."""
@@ -173,16 +173,16 @@ class StepRecords:
         shapes, answers = key
         self._flags.setdefault(shapes, {})[answers] = record.flags
         record.has_run = any(_is_within((key, sizes), other) for other in self._keys_that_ran())
-        self.known[key, sizes] = record
-        if len(self.known) > _MOST_RECORDS:
+        self.by_key[key, sizes] = record
+        if len(self.by_key) > _MOST_RECORDS:
             self._drop_oldest()
 
     def _keys_that_ran(self) -> Iterator[Any]:
         yield from self._ran
-        yield from (key for key, record in self.known.items() if record.has_run)
+        yield from (key for key, record in self.by_key.items() if record.has_run)
 
     def _drop_oldest(self) -> None:
-        key, record = self.known.popitem(last=False)
+        key, record = self.by_key.popitem(last=False)
         (shapes, answers), _ = key
         self._flags[shapes].pop(answers, None)
         if record.has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
@@ -325,8 +325,8 @@ class StepRecords:
         call.record = trace.record
         try:
             return trace.trace(call)
-        except LongWriteError as found:
-            self._written_long |= found.written
+        except LongWriteError as error:
+            self._written_long |= error.written
         except KernelFoundError:
             pass
         if log is not None:
@@ -375,7 +375,7 @@ class StepRecords:
 
     def forget(self) -> None:
         """Drop all records: blocks' outputs may have changed their ``requires_grad``."""
-        self.known.clear()
+        self.by_key.clear()
         self._ran.clear()
         self._flags.clear()
         self._families.clear()
@@ -386,7 +386,7 @@ class StepRecords:
     @property
     def device_reads(self) -> dict[str, str]:
         """The lines of all steps that read values of the device, each with its part of a step."""
-        records = reversed(self.known.values())
+        records = reversed(self.by_key.values())
         return {line: part for record in records for line, part in record.reads.lines.items()}
 
     def weight_flops(self, segments: Iterable[int]) -> int:
@@ -412,7 +412,7 @@ def _is_within(key: Any, other: Any) -> bool:
 def _first_difference(before: Sequence[LoggedValue], after: _Log) -> LoggedValue | None:
     """Return the first call that differs between two runs; None if all are the same."""
     for old, new in zip(before, after, strict=False):
-        is_same = old.name == new.name and old.given == new.given
+        is_same = old.name == new.name and old.arguments == new.arguments
         if not (is_same and _are_close(old.results, new.results)):
             return new
     return None

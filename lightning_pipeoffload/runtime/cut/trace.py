@@ -155,7 +155,7 @@ class StepTrace:
         self._is_in_block = self._is_in_chunks = False
         self._num_in_block = 0
         self._dropped: list[str] = []  # buffers that the operation that runs writes
-        self._given: set[int] = set()  # addresses of the block's arguments
+        self._argument_memory: set[int] = set()  # addresses of the block's arguments
         self.num_imagined = 0  # values behind the blocks
 
     @property
@@ -179,11 +179,11 @@ class StepTrace:
 
     def sizes_before(self, call: int) -> tuple[Any, ...]:
         """Return the value-dependent sizes before a call and the shapes of its arguments."""
-        found = self._sizes.found
+        sizes = self._sizes.sizes
         if call >= len(self._before_block):
-            return *found, None
+            return *sizes, None
         count, arguments = self._before_block[call]
-        return *found[:count], arguments
+        return *sizes[:count], arguments
 
     def trace(self, run: Callable[[], Any]) -> StepRecord:
         """Record the step that ``run`` calls on one microbatch.
@@ -292,7 +292,7 @@ class StepTrace:
         call = self.num_calls
         may_be_last = call in (self._until, self._sizes.last, self._sizes.last_flag)
         shapes = shape_signature(arguments) if may_be_last else None
-        self._before_block.append((len(self._sizes.found), shapes))
+        self._before_block.append((len(self._sizes.sizes), shapes))
         if call == self._until:
             raise StageExit([])
         self._checks.check(index, call)
@@ -306,7 +306,7 @@ class StepTrace:
         self._compare_attributes(StepPoint(index, is_in_block=True))
         self._is_in_block, self._num_in_block = True, 0
         before = self.arguments.before(args, kwargs)
-        self._given = {memory_of(leaf) for leaf in shape_only_leaves(arguments)}
+        self._argument_memory = {memory_of(leaf) for leaf in shape_only_leaves(arguments)}
         output = self._run_block(index, args, kwargs)
         self.arguments.after(call, self.chain.blocks[index].forward, args, kwargs, before)
         self._is_in_block = False
@@ -318,14 +318,14 @@ class StepTrace:
         run = partial(self.chain.plain_call(index), *args, **kwargs)
         if self.alike is not None:
             use = partial(self._values.use, position=index)
-            given = (args, kwargs), run, self.record, self.work, use
-            return self.alike.call(index, *given)
+            context = (args, kwargs), run, self.record, self.work, use
+            return self.alike.call(index, *context)
         output = self.outputs.get(index)
         if output is None:
             return run()
-        known = self._device, self.chain.output_origins(index)
+        form = self._device, self.chain.output_origins(index)
         metas = zip(output.metas, output.payload, strict=True)
-        return output.fill([ShapeOnly(meta, *known, spec.requires_grad) for meta, spec in metas])
+        return output.fill([ShapeOnly(meta, *form, spec.requires_grad) for meta, spec in metas])
 
     def _note_kernel(self, name: str, arguments: Any) -> None:
         self.record.kernels.add(self.point)
@@ -404,7 +404,7 @@ class StepTrace:
 
     def _note_input_writes(self, func: Any, args: tuple[Any, ...]) -> None:
         for written in shape_only_leaves(list(written_arguments(func, args))):
-            if memory_of(written) in self._given:
+            if memory_of(written) in self._argument_memory:
                 obstacle = f"writes its input in place{in_brackets(calling_line())}"
                 self.record.recompute_obstacles.setdefault(self.segment, obstacle)
 
@@ -609,7 +609,7 @@ class _SizesByValues(TorchDispatchMode):
     """Records sizes that depend on values.
 
     Attributes:
-        found: Value-dependent shapes and booleans between the blocks.
+        sizes: Value-dependent shapes and booleans between the blocks.
         last: The number of calls before the last such size; None if there is none.
         last_flag: The number of calls before the last such boolean.
     """
@@ -617,7 +617,7 @@ class _SizesByValues(TorchDispatchMode):
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()
         self._trace = trace
-        self.found: list[Any] = []
+        self.sizes: list[Any] = []
         self.last: int | None = None
         self.last_flag: int | None = None
 
@@ -646,13 +646,13 @@ class _SizesByValues(TorchDispatchMode):
 
     def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, num_calls: int) -> None:
         if is_sized_by_values(func, args):
-            self.found.append(tuple(tensor.shape for tensor in tensors_in(result)))
+            self.sizes.append(tuple(tensor.shape for tensor in tensors_in(result)))
             self.last = num_calls
         elif func is aten._local_scalar_dense.default and not (
             args[0].is_floating_point() or args[0].is_complex()
         ):
             # A number may be a length, which the shapes show.
-            self.found.append(result if isinstance(result, bool) else None)
+            self.sizes.append(result if isinstance(result, bool) else None)
             if isinstance(result, bool):
                 self.last_flag = num_calls
             else:

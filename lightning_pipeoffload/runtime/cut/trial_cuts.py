@@ -50,11 +50,11 @@ class TrialCuts:
         Those that are called once come before those that are called several times.
         """
         notes = self._note_calls()
-        found: list[list[str]] = []
+        candidates: list[list[str]] = []
         for calls in (notes.of_once(), notes.of_all()):
             chains = CalledChains(self._module, calls, notes.work)
-            found += [names for names in chains.best_first() if chains.holds_most(names)]
-        return [names for index, names in enumerate(found) if names not in found[:index]]
+            candidates += [names for names in chains.best_first() if chains.holds_most(names)]
+        return [names for index, names in enumerate(candidates) if names not in candidates[:index]]
 
     def propose(self, chain: BlockChain, num_stages: int) -> str:
         """Return the ``blocks=...`` argument with which a trial trace of the step succeeds.

@@ -93,7 +93,7 @@ class ValueTrace(CallCounter):
         self._chain, self._calls = chain, record.calls
         self._running: int | None = None  # the call of the block that runs
         self._lines: dict[int, str] = {}  # that call blocks, where some are called again
-        self._made: list[ShapeOnly] = []
+        self._new: list[ShapeOnly] = []
         self._inside: list[ref[ShapeOnly]] = []  # what blocks have got and made
         self._aliased: dict[int, tuple[Any, Any]] = {}  # a block's argument of each alias, by id
         self._crossings: dict[Port | _Source, Crossing] = {}
@@ -169,19 +169,21 @@ class ValueTrace(CallCounter):
     def _log_call(self, func: Callable[..., Any], arguments: Any, result: Any) -> None:
         name = getattr(func, "__name__", "")
         if self._log is not None and "empty" not in name:  # whose result is what was in memory
-            given = [float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))]
+            inputs = [
+                float(leaf) for leaf in leaves_of(arguments) if isinstance(leaf, (int, float))
+            ]
             with _disable_current_modes():  # which would take these reads for the step's
-                made = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
-            self._log.append(LoggedValue(self.place, name, given, made, calling_line()))
+                results = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
+            self._log.append(LoggedValue(self.place, name, inputs, results, calling_line()))
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Assign a port to new tensors."""
         place = -1
-        given = {id(leaf) for leaf in leaves_of(args)}
+        arg_ids = {id(leaf) for leaf in leaves_of(args)}
         for leaf in leaves_of(result):
             place += isinstance(leaf, Tensor)
             # w.to(x.device) may return the weight itself.
-            if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in given):
+            if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in arg_ids):
                 self._name(leaf, Port(self.segment, call, place), args)
         self._note_training((args, result))
         return result
@@ -220,7 +222,7 @@ class ValueTrace(CallCounter):
                 _set_source(
                     leaf, source, self._running, tensors[0].lineage if is_view and tensors else ()
                 )
-                self._made.append(leaf)  # a custom function makes it require a gradient later
+                self._new.append(leaf)  # a custom function makes it require a gradient later
                 if self._running is not None:
                     self._inside.append(ref(leaf))
         self._note_writes(func, args, position)
@@ -299,18 +301,18 @@ class ValueTrace(CallCounter):
             return outer
 
         with self.paused():
-            self._note_training((arguments, self._made))
-            self._made.clear()
+            self._note_training((arguments, self._new))
+            self._new.clear()
             self._running = None
             map_in_place(lambda leaf: self._aliased.get(id(leaf), (None, leaf))[1], arguments)
             self._aliased.clear()
             output = map_output(alias, output)
             self.start(following)
             self._reach.begin(self.place)
-            made = output_tensors(output)
-            self._note_training(made)
+            tensors = output_tensors(output)
+            self._note_training(tensors)
             self._record.outputs.append(BlockOutput.of(output))
-            self._handed_on.append([_edge_of(leaf) for leaf in made])
+            self._handed_on.append([_edge_of(leaf) for leaf in tensors])
         return output
 
     def lead_back(self, loss: Tensor) -> BackwardReach:
@@ -330,7 +332,7 @@ class ValueTrace(CallCounter):
     def unused_blocks(self) -> set[int]:
         """Return the blocks of which an attribute, a hook or the like holds values, all unused."""
         gc.collect()  # a circle in a block's frame holds its values too
-        calls = {value.call for made in self._inside if (value := made()) is not None}  # type: ignore[attr-defined]
+        calls = {value.call for reference in self._inside if (value := reference()) is not None}  # type: ignore[attr-defined]
         return {self._calls.blocks[call] for call in calls} - self._record.opened
 
     def _name(self, leaf: ShapeOnly, port: Port, args: tuple[Any, ...]) -> None:
@@ -493,8 +495,8 @@ class BackwardReach:
 
     def assign(self, tensors: Iterable[Any]) -> None:
         """Assign the positions of tensors to the nodes that have made them."""
-        found = ((tensor.grad_fn, tensor.source.position) for tensor in tensors)
-        self._assigned.update((node, position) for node, position in found if node is not None)
+        pairs = ((tensor.grad_fn, tensor.source.position) for tensor in tensors)
+        self._assigned.update((node, position) for node, position in pairs if node is not None)
 
     def walk(self, loss: Tensor) -> None:
         """Follow the graph from the loss through all positions."""

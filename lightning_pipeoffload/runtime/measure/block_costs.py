@@ -300,7 +300,7 @@ class BlockMeasurement:
         ranks = [self._first_cut.stage_ranks[stage] for stage in stages[: len(classes)]]
         self._sampled = SampledCut.of(classes, ranks)
         self._cut = self._cut_into_samples(stages)
-        records = pipeline.records.known.values()
+        records = pipeline.records.by_key.values()
         self._warm: list[StepRecord] = []
         self._written = {write.name for record in records for write in record.weight_writes}
 

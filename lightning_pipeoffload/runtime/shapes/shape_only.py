@@ -213,10 +213,10 @@ class ShapeOnly(Tensor):
         shape_only = list(shape_only_leaves((args, kwargs)))
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in FACTORIES and not _is_scratch(func):
-            made: Any = call_factory(func, device, args, kwargs)
-            if origins_of(shape_only) >= OF_SHARD and made.shape == args[0].shape:
-                made.origins = OF_SHARD  # a mask that is drawn there is for the shard
-            return made
+            drawn: Any = call_factory(func, device, args, kwargs)
+            if origins_of(shape_only) >= OF_SHARD and drawn.shape == args[0].shape:
+                drawn.origins = OF_SHARD  # a mask that is drawn there is for the shard
+            return drawn
         origins = origins_of(shape_only)
         if func is aten._local_scalar_dense.default:
             return args[0]._imagined("a branch, a print or item()").flatten()[0].item()

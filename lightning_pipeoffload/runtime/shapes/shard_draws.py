@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 
 
 def note_draw(
-    found: dict[nn.Module, bool],
+    drawing_modules: dict[nn.Module, bool],
     root: nn.Module,
     func: torch._ops.OpOverload,
     args: tuple[Any, ...],
@@ -40,7 +40,7 @@ def note_draw(
     elif module is None:
         if is_of_shard:
             _refuse(func, "outside of the modules inside it")
-    elif found.setdefault(module, is_of_shard) != is_of_shard:
+    elif drawing_modules.setdefault(module, is_of_shard) != is_of_shard:
         _refuse(func, "and for what all tensor ranks have, in one module")
 
 

@@ -31,9 +31,9 @@ def noting_shards() -> Iterator[None]:
 
 
 def _from_local_with_origin(*args: Any, **kwargs: Any) -> DTensor:
-    made = _from_local(*args, **kwargs)
-    _set_origin(made._local_tensor, made)
-    return made
+    tensor = _from_local(*args, **kwargs)
+    _set_origin(tensor._local_tensor, tensor)
+    return tensor
 
 
 def _to_local_with_origin(self: DTensor, **kwargs: Any) -> Tensor:

@@ -54,13 +54,13 @@ def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: A layer is distributed in a way that is not supported.
     """
-    made: dict[int, Tensor] = {}
+    locals_by_id: dict[int, Tensor] = {}
     layers: dict[int, tuple[nn.Module, str, dict[str, Sharding]]] = {}
     for slot in find_slots(module):
         if not isinstance(slot.tensor, DTensor):
             continue
         sharding = _sharding_of(slot.name, slot.tensor, mesh)
-        local = made.setdefault(id(slot.tensor), _local_of(slot, sharding))
+        local = locals_by_id.setdefault(id(slot.tensor), _local_of(slot, sharding))
         slot.put(local)
         name = slot.name.rpartition(".")[0]
         _, _, shardings = layers.setdefault(id(slot.module), (slot.module, name, {}))

@@ -38,23 +38,26 @@ class ShardDraws:
 
     def __init__(self, tensor_rank: int) -> None:
         self._tensor_rank = tensor_rank
-        self._found: dict[nn.Module, bool] = {}
+        self._is_of_shard: dict[nn.Module, bool] = {}
         self._hooked: set[nn.Module] = set()
         self._streams: list[_Stream] = []
 
     def expect(
-        self, found: Mapping[nn.Module, bool], blocks: Iterable[nn.Module], is_compiled: Any
+        self,
+        drawing_modules: Mapping[nn.Module, bool],
+        blocks: Iterable[nn.Module],
+        is_compiled: Any,
     ) -> None:
         """Give streams to modules that a trace has found, and whether they draw for shards.
 
         Raises:
             ValueError: They cannot have any.
         """
-        for module, is_of_shard in found.items():
+        for module, is_of_shard in drawing_modules.items():
             self._add(module, is_of_shard, {*blocks}, bool(is_compiled))
-        of_shards = [module for module, is_of_shard in self._found.items() if is_of_shard]
+        of_shards = [module for module, is_of_shard in self._is_of_shard.items() if is_of_shard]
         inside = {inner for module in of_shards for inner in module.modules()}
-        for module in (inside & self._found.keys()) - self._hooked:
+        for module in (inside & self._is_of_shard.keys()) - self._hooked:
             self._hooked.add(module)
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
@@ -63,7 +66,7 @@ class ShardDraws:
         self, module: nn.Module, is_of_shard: bool, blocks: Set[nn.Module], is_compiled: bool
     ) -> None:
         draws = f"{type(module).__name__} draws random numbers for a shard of a layer"
-        if self._found.setdefault(module, is_of_shard) != is_of_shard:
+        if self._is_of_shard.setdefault(module, is_of_shard) != is_of_shard:
             raise ValueError(f"{draws} in one step, and not in another; use two modules")
         if is_of_shard and is_compiled:
             raise ValueError(
@@ -84,8 +87,8 @@ class ShardDraws:
             seed = mix_seed(outer.seed, len(outer.inner) + 1)
         else:
             seed = draw_seed()  # the same on all tensor ranks
-        self._streams.append(_Stream(seed, self._found[module], []))
-        self._seed(seed, self._found[module])
+        self._streams.append(_Stream(seed, self._is_of_shard[module], []))
+        self._seed(seed, self._is_of_shard[module])
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if are_observed() or not self._streams:

@@ -75,8 +75,10 @@ def _find_sharding(tensor: Tensor) -> Sharding | None:
     if isinstance(tensor, DTensor):
         (placement,) = tensor.placements
         return Sharding(tensor.device_mesh, placement, tensor.shape, tensor.stride())
-    found = sharding_of(tensor)
-    return _sharding_behind(tensor) if found is None else found if found.is_divided else None
+    sharding = sharding_of(tensor)
+    return (
+        _sharding_behind(tensor) if sharding is None else sharding if sharding.is_divided else None
+    )
 
 
 def _sharding_behind(tensor: Tensor) -> Sharding | None:

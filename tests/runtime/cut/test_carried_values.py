@@ -353,7 +353,7 @@ def payloads(step, num_ranks=4):
     module = module_of(step)
     pipeline = InProcessPipeline(module, build("1f1b", num_ranks, 1), call_step, split="even")
     pipeline.run(torch.randn(2, 4).double(), 2)
-    (record,) = pipeline.ranks[0].records.known.values()
+    (record,) = pipeline.ranks[0].records.by_key.values()
     return [len(record.payload_over(cut)) for cut in range(2, DEPTH, 2)]
 
 

@@ -88,7 +88,7 @@ def module_of(step, cut=lambda x: x):
 def derived_in(pipeline):
     """Return the lengths whose records were derived, and compare the ranks."""
     found = [
-        [key[0][0][-1] for key, record in rank.records.known.items() if record.is_derived]
+        [key[0][0][-1] for key, record in rank.records.by_key.items() if record.is_derived]
         for rank in pipeline.ranks
     ]
     assert all(each == found[0] for each in found)
@@ -135,8 +135,8 @@ def test_lengths_between_traced_ones_are_derived_and_exact(name, pipeline):
     for each in given:
         if each[0] in lengths:
             traced.run(batch_of(*each), 2)
-    others = found.ranks[0].records.known
-    for key, record in traced.ranks[0].records.known.items():
+    others = found.ranks[0].records.by_key
+    for key, record in traced.ranks[0].records.by_key.items():
         assert sizes_of(others[key]) == sizes_of(record)
 
 

@@ -358,4 +358,4 @@ BRANCHING = [
 def test_a_step_may_branch_on_its_batch(step, pipeline):
     batches = [masks(6, 4, 6, 6), masks(4, 4, 4, 4), masks(3, 6, 6, 6)]
     found, _ = train_beside(Packed(step).double(), *pipeline, batches, 2)
-    assert len(found.ranks[0].records.known) == 2
+    assert len(found.ranks[0].records.by_key) == 2

@@ -222,4 +222,4 @@ def test_shapes_are_traced_once():
     pipeline = InProcessPipeline(module, build("1f1b", 1, 2), call_step)
     for size in (2, 2, 3):
         pipeline.run(torch.ones(2 * size, 4), size)
-    assert len(pipeline.ranks[0].records.known) == 2
+    assert len(pipeline.ranks[0].records.by_key) == 2
