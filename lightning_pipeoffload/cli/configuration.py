@@ -144,12 +144,12 @@ def _leave_demo_arguments(config: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - see the module's docstring
     from omegaconf import open_dict  # noqa: PLC0415
 
-    given = [one.lstrip("+").partition("=")[0] for one in HydraConfig.get().overrides.task]
+    overrides = [one.lstrip("+").partition("=")[0] for one in HydraConfig.get().overrides.task]
     for group in ("model", "data"):
-        if f"{group}._target_" in given:
+        if f"{group}._target_" in overrides:
             with open_dict(config):
                 for name in [*config[group]]:
-                    if not any(f"{one}.".startswith(f"{group}.{name}.") for one in given):
+                    if not any(f"{one}.".startswith(f"{group}.{name}.") for one in overrides):
                         del config[group][name]
 
 
@@ -177,20 +177,20 @@ def _name_similar(message: str, config_name: str) -> str:
     from hydra import compose, initialize_config_dir  # noqa: PLC0415 - see the module's docstring
     from omegaconf import OmegaConf  # noqa: PLC0415
 
-    found = re.match(r"Could not override '([^']+)'", message)
-    if found is None:
+    match = re.match(r"Could not override '([^']+)'", message)
+    if match is None:
         return message
-    path, _, name = found[1].rpartition(".")
+    path, _, name = match[1].rpartition(".")
     with initialize_config_dir(str(configuration_directory()), version_base=None):
         there = OmegaConf.select(compose(config_name), path) if path else compose(config_name)
     if path and there is None and (configuration_directory() / path).is_dir():
         options = sorted(file.stem for file in (configuration_directory() / path).glob("*.yaml"))
-        return f"{found[0]}: no {path} is chosen; add {path}=NAME, of {', '.join(options)}"
+        return f"{match[0]}: no {path} is chosen; add {path}=NAME, of {', '.join(options)}"
     groups = [] if path else [each.name for each in configuration_directory().iterdir()]
     names = {*groups, *(map(str, there) if isinstance(there, Mapping) else ())}
     similar = get_close_matches(name, names, n=1)
     return (
-        f"{found[0]}; did you mean {f'{path}.' * bool(path)}{similar[0]}?" if similar else message
+        f"{match[0]}; did you mean {f'{path}.' * bool(path)}{similar[0]}?" if similar else message
     )
 
 

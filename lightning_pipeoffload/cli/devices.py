@@ -81,12 +81,12 @@ def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
     if not is_number or not 0 < efficiency < inf or efficiency > 1:
         raise ScheduleError(f"efficiency ({efficiency}) must be a share above 0 and up to 1")
     fields = {"host_bandwidth": "host_rate", "link": "link_rate", "network": "network_rate"}
-    given: dict[str, Any] = {
+    new_rates: dict[str, Any] = {
         fields[n]: parse_bytes(rate, n, is_rate=True)
         for n, rate in rates.items()
         if rate is not None
     }
-    device = device._replace(**given)
+    device = device._replace(**new_rates)
     return device._replace(
         flops={kind: rate * efficiency for kind, rate in device.flops.items()},
         copy_rate=device.copy_rate * efficiency,

@@ -96,15 +96,15 @@ _DEFAULT_COPIES = (
 
 
 def mapping(
-    config: DictConfig, name: str, known: Collection[str] | None = None
+    config: DictConfig, name: str, names: Collection[str] | None = None
 ) -> Mapping[str, Any]:
     """Return names and values of a part of the configuration; refuse names that are not known."""
     values = OmegaConf.select(config, name)
     if not isinstance(values, Mapping):
         raise ScheduleError(f"{name} ({values}) must have names and values; use {name}.NAME=VALUE")
     for key in values:
-        if known is not None and key not in known:
-            raise ScheduleError(f"{name}.{key} is unknown; {name} has {', '.join(known)}")
+        if names is not None and key not in names:
+            raise ScheduleError(f"{name}.{key} is unknown; {name} has {', '.join(names)}")
     return values
 
 
@@ -192,8 +192,8 @@ class GivenPlans:
 
     def _auto(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
         if self._config.options:
-            given = self._config.options
-            raise ScheduleError(f"options ({given}) are for one schedule; name that one")
+            options = self._config.options
+            raise ScheduleError(f"options ({options}) are for one schedule; name that one")
         check_limit(self._limit)
         with progress("Planning all schedules") as show:
             request = self.request(self.all_options(), memory_limit=self._limit, show=show)
@@ -217,9 +217,9 @@ class GivenPlans:
             limit,
             self._has_barrier,
         )
-        given = mapping(self._config, "options", ("solver_seconds", "plan_cache"))
+        options = mapping(self._config, "options", ("solver_seconds", "plan_cache"))
         with progress("The solver searches"):
-            return self._step(solved(problem, **given), best.costs)
+            return self._step(solved(problem, **options), best.costs)
 
     def _named(self, name: str, amount: str | float) -> Plan:
         """Return the plan of one schedule, by its name or from a .csv file."""
@@ -227,8 +227,8 @@ class GivenPlans:
         check_sizes(**sizes)
         from_file = name.endswith(".csv")
         name, num_chunks, recipe = self._from_file(name) if from_file else self._family(name)
-        given = mapping(self._config, "options")
-        for key in given:
+        options = mapping(self._config, "options")
+        for key in options:
             if key in ("num_ranks", "num_microbatches", "num_chunks", "costs", "memory_limit"):
                 raise ScheduleError(f"options.{key} is an argument of its own; set {key}")
         # In a comparison slices are for those that have any, as num_chunks are.
@@ -241,7 +241,7 @@ class GivenPlans:
             memory_limit=self._limit,
             offload=amount,
             recipes={name: recipe},
-            builder_options=given,
+            builder_options=options,
         )
         return make_plan(request)
 
@@ -258,9 +258,9 @@ class GivenPlans:
             raise ScheduleError(
                 f"strategy.schedule ({path}) is no file; Schedule.to_csv writes one"
             )
-        given = Schedule.from_csv(path)
-        recipe = Recipe(lambda *sizes: given, 1, None, lambda *sizes: given.placement)
-        return given.name, given.num_chunks, recipe
+        schedule = Schedule.from_csv(path)
+        recipe = Recipe(lambda *sizes: schedule, 1, None, lambda *sizes: schedule.placement)
+        return schedule.name, schedule.num_chunks, recipe
 
     def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
         """Return a schedule as it runs, with its figures; REDUCE and STEP where they take time."""
@@ -320,16 +320,16 @@ class GivenPlans:
         limits = None if self._limit is None else _given_limits(self._limit)
         with progress("Planning all schedules under each limit") as show:
             request = self.request(self.all_options(), searches_always=True, show=show)
-            found = _MemorySweep(request, limits)
+            sweep = _MemorySweep(request, limits)
         if is_json:
-            print_json(found.figures())
+            print_json(sweep.figures())
             return
         barrier = f"with{'' if self._has_barrier else 'out'} a barrier between steps"
         sizes = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {barrier}"
         console = Console()
         title = f"{sizes}; step time over the memory limit{self.units.words}"
-        console.print(found.table(title, self.units))
-        for line in lines_by_reason((n, r) for n, r in found.reasons.items() if not found.plans[n]):
+        console.print(sweep.table(title, self.units))
+        for line in lines_by_reason((n, r) for n, r in sweep.reasons.items() if not sweep.plans[n]):
             console.out(line, highlight=False)
 
 
@@ -347,7 +347,7 @@ class _MemorySweep:
         self._plan_all(None)
         if not any(self.plans.values()):
             raise ScheduleError(next(iter(self.reasons.values())))
-        self.limits = limits or _round_limits([best_of(found) for found in self.plans.values()])
+        self.limits = limits or _round_limits([best_of(plans) for plans in self.plans.values()])
         for limit in self.limits:
             self._plan_all(limit)
         if not self._fastest(self.limits[-1]):
@@ -357,9 +357,9 @@ class _MemorySweep:
         for name in self.plans:
             if limit is not None and not self._may_gain(name, limit):
                 continue
-            own = [option for option in self._request.options if option.schedule == name]
+            options = [option for option in self._request.options if option.schedule == name]
             try:
-                plan = make_plan(replace(self._request, options=own, memory_limit=limit))
+                plan = make_plan(replace(self._request, options=options, memory_limit=limit))
             except ScheduleError as error:
                 self.reasons[name] = self.reasons[name] or str(error).partition("\n")[0]
             else:
@@ -370,8 +370,8 @@ class _MemorySweep:
         recipe = FAMILIES[name]
         if recipe.takes_seconds and not recipe.heeds_limit:
             return False  # the same search would find the same plan
-        known, free = self._within(name, limit), min(map(_seconds, self.plans[name]), default=0.0)
-        return known is None or _seconds(known) > free * _ROUNDING
+        best, free = self._within(name, limit), min(map(_seconds, self.plans[name]), default=0.0)
+        return best is None or _seconds(best) > free * _ROUNDING
 
     def _within(self, name: str, limit: float) -> Candidate | None:
         """Return a family's fastest plan that keeps a limit."""
@@ -391,7 +391,9 @@ class _MemorySweep:
 
     def figures(self) -> dict[str, Any]:
         """Return what JSON says of it."""
-        found = {name: [self._within(name, limit) for limit in self.limits] for name in self.plans}
+        plans_by_name = {
+            name: [self._within(name, limit) for limit in self.limits] for name in self.plans
+        }
         best = [self._fastest(limit) for limit in self.limits]
         return {
             "sweep": "memory_limit",
@@ -404,7 +406,7 @@ class _MemorySweep:
                     "plans": [_figures(plan) for plan in self._worth_having(name)],
                     "reason": "" if self.plans[name] else self.reasons[name],
                 }
-                for name, plans in found.items()
+                for name, plans in plans_by_name.items()
             ],
         }
 
@@ -422,14 +424,14 @@ class _MemorySweep:
         return table
 
 
-def _given_limits(given: Any) -> list[float]:
-    is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    if not is_list or not given or not all(map(_is_limit, given)):
+def _given_limits(limits: Any) -> list[float]:
+    is_list = isinstance(limits, Sequence) and not isinstance(limits, str)
+    if not is_list or not limits or not all(map(_is_limit, limits)):
         raise ScheduleError(
-            f"memory_limit ({given}) must be a list of numbers above 0 in a sweep, as in "
+            f"memory_limit ({limits}) must be a list of numbers above 0 in a sweep, as in "
             f"memory_limit=[1,2,4]; without it limits are chosen"
         )
-    return sorted({float(limit) for limit in given})
+    return sorted({float(limit) for limit in limits})
 
 
 def _is_limit(value: Any) -> bool:
@@ -438,10 +440,10 @@ def _is_limit(value: Any) -> bool:
 
 def _round_limits(best: Iterable[Candidate | None]) -> list[float]:
     """Return round limits up to the largest that makes any family faster."""
-    found = [plan for plan in best if plan is not None]
-    fastest = best_of(found)
+    plans = [plan for plan in best if plan is not None]
+    fastest = best_of(plans)
     assert fastest is not None
-    most = max(m for m in map(_memory, found) if m <= _LARGEST_LIMIT * _memory(fastest))
+    most = max(m for m in map(_memory, plans) if m <= _LARGEST_LIMIT * _memory(fastest))
     if not most:
         raise ScheduleError("no plan needs any memory; set costs.activation above 0")
     power = 10.0 ** floor(log10(most / _NUM_LIMITS))
@@ -508,10 +510,10 @@ def _costs(config: DictConfig) -> Costs:
     if config.costs_file is not None:
         costs = _read_costs(str(config.costs_file))
     layer = mapping(config, "layer", _LAYER)
-    given = [name for name in ("hidden_size", "sequence_length") if layer[name] is not None]
-    if not given:
+    sizes = [name for name in ("hidden_size", "sequence_length") if layer[name] is not None]
+    if not sizes:
         return costs
-    if len(given) < 2 or costs.offload or costs.reload:
+    if len(sizes) < 2 or costs.offload or costs.reload:
         raise ScheduleError(
             "layer needs both hidden_size and sequence_length, and estimates costs.offload and "
             "costs.reload; give the two sizes, or the two costs"

@@ -73,9 +73,9 @@ def run_job_apart(module: str) -> None:
     from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - Hydra is an extra
 
     job = HydraConfig.get()
-    own = [word for word in job.overrides.hydra if not word.startswith(_OF_SWEEP)]
+    hydra_overrides = [word for word in job.overrides.hydra if not word.startswith(_OF_SWEEP)]
     folder = f"hydra.run.dir='{job.runtime.output_dir}'"
-    words = [*_flags(sys.argv[1:]), *job.overrides.task, *own, folder]
+    words = [*_flags(sys.argv[1:]), *job.overrides.task, *hydra_overrides, folder]
     done = subprocess.run([sys.executable, "-m", module, *words])
     if done.returncode:
         chosen = " ".join(job.overrides.task)
@@ -88,8 +88,8 @@ def run_job_apart(module: str) -> None:
 def _flags(words: Sequence[str]) -> list[str]:
     """Return the words that are neither overrides nor ``-m``, such as --config-dir."""
     is_override = [not word.startswith("-") and ("=" in word or word[0] in "+~") for word in words]
-    found = [word for word, skipped in zip(words, is_override, strict=True) if not skipped]
-    return [word for word in found if word not in ("-m", "--multirun")]
+    flags = [word for word, skipped in zip(words, is_override, strict=True) if not skipped]
+    return [word for word in flags if word not in ("-m", "--multirun")]
 
 
 @contextmanager

@@ -66,21 +66,21 @@ def balance(config: DictConfig) -> None:
     lengths = _lengths(config)
     max_tokens = config.max_tokens or max(lengths)
     sizes = (config.num_ranks, config.samples_per_rank, max_tokens)
-    found = balances(lengths, *sizes, find_cost(config.cost))
+    results = balances(lengths, *sizes, find_cost(config.cost))
     if config.picture is not None:
-        _write_picture(found, Path(config.picture))
+        _write_picture(results, Path(config.picture))
     if config.format == "json":
-        rows = [{k: v for k, v in asdict(one).items() if k != "first"} for one in found]
+        rows = [{k: v for k, v in asdict(one).items() if k != "first"} for one in results]
         print_json({"texts": len(lengths), "ways": rows})
     else:
         title = f"{len(lengths)} texts, {sizes[0]} ranks, {sizes[1]} texts each per minibatch"
-        Console().print(balance_table(found, title))
+        Console().print(balance_table(results, title))
 
 
-def balance_table(found: Sequence[Balance], title: str) -> Table:
+def balance_table(results: Sequence[Balance], title: str) -> Table:
     numbers = [Column(name, justify="right") for name in ("time", "idle", "throughput")]
     table = bare_table("communication", "shared out by", *numbers, title=title)
-    for one in found:
+    for one in results:
         figures = f"{one.time:.1f}", f"{share_text(one.idle)}", f"{one.speedup:.2f}"
         table.add_row(one.communication, one.mode, *figures)
     return table
@@ -112,10 +112,10 @@ def _lengths(config: DictConfig) -> list[int]:
     return lengths
 
 
-def _write_picture(found: Sequence[Balance], path: Path) -> None:
+def _write_picture(results: Sequence[Balance], path: Path) -> None:
     if path.suffix not in (".svg", ".png") or not path.parent.is_dir():
         raise ValueError(f"picture ({path}) must be an .svg or a .png in a folder that is there")
-    drawn = [one for one in found if (one.communication, one.mode) in _DRAWN]
+    drawn = [one for one in results if (one.communication, one.mode) in _DRAWN]
     save_figure(draw_balances(drawn), path)
 
 

@@ -215,15 +215,15 @@ def waits_of(plan: Schedule, rank: int, costs: Costs) -> dict[Action, float]:
     ends = {action: event.end for action, event in timed.items()}
     expected = expected_during(plan, rank, costs)
     posted = {r: timed[action].start for action in expected for r in expected[action]}
-    taken: dict[int, float] = {}  # by edge
+    taken_at: dict[int, float] = {}  # by edge
     waits = {}
     for action in plan[rank]:
         receive = recv_before(plan, action)
         if receive is not None:
             source = plan.rank_of(send_of(receive).stage)
-            since = max(posted[receive], taken.get(source, 0.0))
+            since = max(posted[receive], taken_at.get(source, 0.0))
             waits[receive] = ends[_computation_of(send_of(receive), ends)] - since
-            taken[source] = timed[action].start
+            taken_at[source] = timed[action].start
     return waits
 
 

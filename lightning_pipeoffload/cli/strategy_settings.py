@@ -30,14 +30,14 @@ def settings_of(
         ScheduleError: An argument is given that changes nothing, or is unknown.
         ValueError: An argument has a value that it cannot have.
     """
-    given: Any = OmegaConf.to_container(config.strategy, resolve=True)
+    arguments: Any = OmegaConf.to_container(config.strategy, resolve=True)
     defaults = {field.name: field.default for field in fields(PipelineSettings)}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in defaults:
             raise ScheduleError(f"strategy.{name} ({value}) is no argument that a plan goes by")
         if name not in counting and value != defaults[name]:
             what = instead.get(name, "leave it out")
             raise ScheduleError(f"strategy.{name} ({value}) changes nothing here; {what}")
-    given["num_microbatches"] = config.num_microbatches
-    given["num_chunks"] = "auto" if config.num_chunks is None else config.num_chunks
-    return PipelineSettings(**{**given, **chosen})
+    arguments["num_microbatches"] = config.num_microbatches
+    arguments["num_chunks"] = "auto" if config.num_chunks is None else config.num_chunks
+    return PipelineSettings(**{**arguments, **chosen})
