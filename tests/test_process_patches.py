@@ -77,6 +77,10 @@ LISTED = {
     "runtime/shapes/remote_tensor.py": {
         "init._no_grad_trunc_normal_": "attached: draws for tensors without values",
     },
+    "runtime/shapes/shard_origins.py": {
+        "DTensor.from_local": "a trace: which values are of a shard",
+        "DTensor.to_local": "as the former",
+    },
     "runtime/step/answered_pass.py": {
         "Tensor": "attached: reads of another stage's values are answered",
     },
@@ -85,8 +89,6 @@ LISTED = {
         "torchs.CheckpointFunction.forward": "as the former",
     },
     "runtime/tensor_parallel/collectives.py": {
-        "DTensor.from_local": "attached: which values are of a shard, in a trace",
-        "DTensor.to_local": "as the former",
         "functional._maybe_wrap_tensor": "attached: collectives are waited for where called",
     },
     "runtime/tensor_parallel/through_host.py": {

@@ -735,6 +735,27 @@ def parallelize(model, mesh):
         fully_shard(model, mesh=data)
 
 
+class MadeWithoutValues(Net):
+    """Made as torchtitan does, so that a rank never has more than its shards."""
+
+    def configure_model(self):
+        if hasattr(self, "model"):
+            return
+        with torch.device("meta"):
+            self.model = Transformer().double()
+        if self.device_mesh is not None:
+            parallelize(self.model, self.device_mesh)
+        self.model.to_empty(device="cpu")
+        self.model.positions.copy_(torch.linspace(0.5, 1.5, 16))
+        for part in self.model.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        self.model.init_weights()
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
 class AsInLightningsExample(Net):
     def __init__(self):
         super().__init__()
@@ -787,6 +808,13 @@ def test_lightnings_example_is_that_of_one_device_and_a_notice_replaces_fully_sh
     check_alike(found[0][0], fit((), tmp_path, kind=AsInLightningsExample))
     assert [len(lines) for _, lines in found] == [1, 0, 0, 0]
     assert 'sharding="optimizer" and recompute' in found[0][1][0]
+
+
+@slow
+def test_shards_may_get_memory_and_values_behind_parallelize_module(ranks, tmp_path):
+    options = {"kind": MadeWithoutValues}
+    found = ranks(4).run(run, (2, 2), tmp_path, options)
+    check_alike(found[0], fit((), tmp_path, **options))
 
 
 # Models of Hugging Face's
