@@ -204,7 +204,7 @@ class Fit:
         )
         # What each replica draws for itself: noise on its own data.
         seed = mix_seed(self._seed, group.replica) if group.replica else self._seed
-        self._steps = steps = StepCalls(self._module, seed, stop, group.replicas.in_trace)
+        self._steps = steps = StepCalls(self._module, seed, stop, group.replicas.tracing)
         self._packed_rows = PackedRowCheck(self._module, steps, self.split, self._evaluation.run)
         self.backward = BatchBackward(self._module, self._precision, pipeline, self._collected)
 

@@ -77,7 +77,7 @@ class StepCalls:
         module: The module.
         seed: The seed of its steps.
         stop: Hears of each step that has come to its end; None: nothing does.
-        in_trace: Returns the context of a step's trace.
+        tracing: Returns the context of a step's trace.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class StepCalls:
         module: LightningModule,
         seed: int,
         stop: JointStop | None = None,
-        in_trace: Callable[[], AbstractContextManager[Any]] = lambda: NOTHING,
+        tracing: Callable[[], AbstractContextManager[Any]] = lambda: NOTHING,
     ) -> None:
         self._module = module
         self._seed = seed
-        self._stop, self._in_trace = stop, in_trace
+        self._stop, self._tracing = stop, tracing
         self._capture = LogCapture(module)
         self._quiet = LogsQuiet(module)
 
@@ -100,7 +100,7 @@ class StepCalls:
 
         def step(part: Any, call: StepCall) -> Any:
             around = together(
-                self._in_trace() if call.is_trace else NOTHING,
+                self._tracing() if call.is_trace else NOTHING,
                 NOTHING if call.is_last else self._quiet,
                 NOTHING if call.is_last_local else PrintQuiet(),
                 self._capture.capturing(call.is_last) if call.is_last or call.is_trace else NOTHING,

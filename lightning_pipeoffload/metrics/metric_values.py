@@ -169,7 +169,7 @@ class MetricGroups:
 
     def __init__(self, replicas: Replicas, refuse: Callable[[Metric], None]) -> None:
         self._num, self._group = replicas.num, replicas.group
-        self._is_alone_with: Callable[[Tensor], bool] = replicas.is_alone_with
+        self._is_local_only: Callable[[Tensor], bool] = replicas.is_local_only
         self._refuse = refuse
 
         def sync(metric: Metric, dist_sync_fn: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -181,14 +181,14 @@ class MetricGroups:
         Strategy.setup_environment = _start_run  # type: ignore[method-assign]
 
     def _gather(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
-        if self._is_alone_with(state):
+        if self._is_local_only(state):
             return [state] * self._num
         return gather_all_tensors(state, self._group if group is None else group)
 
     def end_run(self) -> None:
         """Drop what is of the run, all but the processes over which metrics gather."""
         self._refuse = lambda metric: None
-        self._is_alone_with = lambda state: False
+        self._is_local_only = lambda state: False
 
 
 def _start_run(self: Strategy) -> None:

@@ -250,7 +250,7 @@ class PipelineProcesses(JointStrategy):
         pipeline = self.processes.group
         if pipeline is None or pipeline.num_replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
-        if pipeline.replicas.is_alone_with(tensor):
+        if pipeline.replicas.is_local_only(tensor):
             return tensor
         # A copy: the sum is in place, and a step may have logged the tensor.
         return _sync_ddp_if_available(tensor.clone(), pipeline.replicas.group, reduce_op)

@@ -288,9 +288,9 @@ class Pipeline:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         record = self._find_record(kind, part, step, seed)
-        if not record.is_known:
+        if not record.is_assigned:
             self._take_in(record)
-            record.is_known = True
+            record.is_assigned = True
         if self.num_slices > 1 and record.sequence is None:
             check_slices(record, self.chain, self.module, bool(self.settings.compile))
             record.sequence = self.records.find_sequence(record, part, step, seed)

@@ -167,7 +167,7 @@ class Replicas:
     def __init__(self, mesh: RankMesh) -> None:
         self.num = mesh.num_replicas
         self.replica = mesh.replica
-        self._is_in_trace = False
+        self._is_tracing = False
         self.pending = PendingParameters()
         self.counterparts = mesh.counterparts
         self._mesh = mesh
@@ -223,23 +223,23 @@ class Replicas:
         gradient of its tensor.
         """
         tensor = tensor if differentiable else tensor.detach()
-        if self.is_alone_with(tensor):
+        if self.is_local_only(tensor):
             return torch.stack([tensor] * self.num)
         gathered: Tensor = _GatheredTensor.apply(tensor, self.group, self.replica)
         return gathered
 
     @contextmanager
-    def in_trace(self) -> Iterator[None]:
+    def tracing(self) -> Iterator[None]:
         """Send nothing within the context, a trace that other replicas possibly do not run."""
-        self._is_in_trace = True
+        self._is_tracing = True
         try:
             yield
         finally:
-            self._is_in_trace = False
+            self._is_tracing = False
 
-    def is_alone_with(self, tensor: Tensor) -> bool:
+    def is_local_only(self, tensor: Tensor) -> bool:
         """Whether other replicas possibly do not run the code that passes this tensor."""
-        return isinstance(tensor, ShapeOnly) or self._is_in_trace
+        return isinstance(tensor, ShapeOnly) or self._is_tracing
 
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor], what: str) -> None:

@@ -219,7 +219,7 @@ class Link:
         peer: The peer's rank in the group.
         global_rank: The global rank of the peer.
         device: The device of the tensors.
-        has_dtypes: Whether the group checks dtypes, so that tensors go as bytes; gloo does not.
+        sends_bytes: Whether tensors go as bytes, since the group checks dtypes; gloo does not.
         ring: The buffers of this rank that messages go through.
         sender: The thread that sends copies on the host.
     """
@@ -228,7 +228,7 @@ class Link:
     peer: int
     global_rank: int
     device: torch.device
-    has_dtypes: bool = False
+    sends_bytes: bool = False
     ring: BufferRing | None = None
     sender: ThreadPoolExecutor | None = None
 
@@ -243,7 +243,7 @@ class Link:
                 memory: Any = late_values.start_reading(as_bytes(tensor))
                 work = self.sender.submit(self._send_copy, memory, number)
             else:
-                memory, data = tensor, as_bytes(tensor) if self.has_dtypes else _flat(tensor)
+                memory, data = tensor, as_bytes(tensor) if self.sends_bytes else _flat(tensor)
                 if self.ring is not None:
                     memory = self.ring.take(tensor.nbytes)
                     data = memory[: tensor.nbytes].copy_(as_bytes(tensor))
@@ -264,7 +264,7 @@ class Link:
                 data = memory = torch.empty(spec.num_bytes, dtype=torch.uint8, pin_memory=pinned)
             else:
                 memory = spec.empty(self.device)
-                data = as_bytes(memory) if self.has_dtypes else _flat(memory)
+                data = as_bytes(memory) if self.sends_bytes else _flat(memory)
             message.works.append(self.group.recv([data], self.peer, number))
             message.memory.append(memory)
         return message

@@ -16,7 +16,7 @@ def join():
     """Join replicas of which each has the same state."""
 
     def make(num, refuse=lambda metric: None):
-        replicas = SimpleNamespace(num=num, group=None, is_alone_with=lambda _: True)
+        replicas = SimpleNamespace(num=num, group=None, is_local_only=lambda _: True)
         return MetricGroups(replicas, refuse)
 
     yield make

@@ -202,7 +202,7 @@ class StepRecord:
 
     is_derived: bool = False  # see derived_records
     is_short: bool = False  # see alike_blocks
-    is_known: bool = False  # the pipeline has been cut for it
+    is_assigned: bool = False  # its tensors have their stages
     has_run: bool = False  # a batch with such a microbatch was cut to run
 
     def __post_init__(self, num_segments: int, device_type: str) -> None:
@@ -236,7 +236,7 @@ class StepRecord:
         derived.flags = self.flags.with_sized(calls, constants)
         derived._carried, derived._payloads, derived._of_stages = {}, {}, {}
         derived._of_slices = []
-        derived.is_derived, derived.is_known, derived.has_run = True, False, False
+        derived.is_derived, derived.is_assigned, derived.has_run = True, False, False
         return derived
 
     def in_slices(self, num_slices: int) -> list[StepRecord]:
@@ -329,7 +329,7 @@ _SIZED = (
 )
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
-    *("is_derived", "is_short", "is_known", "has_run"),
+    *("is_derived", "is_short", "is_assigned", "has_run"),
     *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
     "pairs",  # of samples, which are as many at any length
     "drawing",  # of blocks that run in a trace

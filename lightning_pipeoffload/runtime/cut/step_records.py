@@ -112,7 +112,7 @@ class StepRecords:
         self._num_stages = num_stages
         self._ran.clear()
         for record in self.by_key.values():
-            record.is_known = record.has_run = False
+            record.is_assigned = record.has_run = False
 
     def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
         """Return the record of a step for a microbatch; trace the step if there is none.
