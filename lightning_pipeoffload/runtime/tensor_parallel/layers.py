@@ -72,6 +72,11 @@ def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
             f'self.device_mesh["tensor_parallel"] and a plan, or leave tensor_parallel_size out'
         )
     for layer, name, shardings in layers.values():
+        if "forward" in vars(layer):
+            raise ValueError(
+                f"{name} has a forward that was assigned to it, and tensor ranks share layers by "
+                f"the forward of their class; leave the layer out of the plan, or give it a class"
+            )
         share = _find_share(layer, shardings)
         share(layer, name, shardings)
 

@@ -210,7 +210,13 @@ def divide_unevenly(net, mesh):
     parallelize_module(net, mesh["tensor_parallel"], {"inner.up": ColwiseParallel()})
 
 
+def assign_forward(net, mesh):
+    net.inner.up.forward = lambda x: x
+    parallelize_module(net, mesh["tensor_parallel"], {"inner.up": ColwiseParallel()})
+
+
 REFUSED = {
+    "a forward": (assign_forward, "inner.up has a forward that was assigned to it"),
     "nothing": (lambda net, mesh: None, "configure_model distributes no layer over"),
     "fully_shard": (shard_data, 'leave fully_shard out, .* sharding="optimizer"'),
     "unevenly": (divide_unevenly, "cannot be shared in equal parts by tensor_parallel_size=2"),
