@@ -78,7 +78,9 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
         "copy_rate": device.copy_rate,
         "link_rate": device.link_rate,
         "device_memory": planner.memory,
-        "taken_by_weights": planner.taken(plan.best.option, config.num_ranks, planner.settings),
+        "taken_by_weights": planner.memory_beside(
+            plan.best.option, config.num_ranks, planner.settings
+        ),
     }
     early = planner.steps_early(planner.settings)
     as_run = as_it_runs(plan.schedule, plan.costs, early)
@@ -101,19 +103,19 @@ def _proposed_slices(
     length, before = planner.probe.num_tokens_of_sequence, plan.best.period
     if planner.num_slices > 1 or length is None or not before:
         return None
-    found: dict[int, float] = {}
+    periods: dict[int, float] = {}
     whole = replace(plan.best.option, schedule="seq_zb", num_chunks=1)
     for count in _NUMBERS_OF_SLICES:
         if length >= count * _LEAST_TOKENS:
             wanted = [replace(whole, num_sequence_slices=count)]
             with suppress(ScheduleError):
                 request = planner.request(wanted, config.num_ranks, planner.settings)
-                found[count] = make_plan(request).best.period or before
-    least = min(found.values(), default=before)
+                periods[count] = make_plan(request).best.period or before
+    least = min(periods.values(), default=before)
     if least > before * (1 - _LEAST_GAIN):
         return None
-    count = next(n for n, period in found.items() if period <= least + 0.1 * (before - least))
-    period = found[count]
+    count = next(n for n, period in periods.items() if period <= least + 0.1 * (before - least))
+    period = periods[count]
     return {"num_sequence_slices": count, "period": period, "gain": 1 - period / before}
 
 
@@ -183,8 +185,8 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
         if FAMILIES[name].can_slice and planner.num_slices == 1:
             raise ScheduleError(f"{name} is for slices of sequences; set num_sequence_slices=8")
     sizes = [config.num_microbatches], None, config.num_chunks, [config.strategy.recompute]
-    found = options(*sizes, planner.settings.heads_to_try, planner.num_slices)
-    wanted = [option for option in found if name in ("auto", option.schedule)]
+    candidates = options(*sizes, planner.settings.heads_to_try, planner.num_slices)
+    wanted = [option for option in candidates if name in ("auto", option.schedule)]
     if not wanted:
         raise ScheduleError(f"{name} does not accept num_chunks ({config.num_chunks})")
     request = planner.request(wanted, config.num_ranks, planner.settings)
@@ -221,27 +223,27 @@ def estimate_model(config: DictConfig) -> None:
                 f"known: add device=h100, or leave it at 1"
             )
         limit = planner.memory
-        found, refusals = _estimates(planner, config)
-        if not found:
+        estimates, refusals = _estimates(planner, config)
+        if not estimates:
             raise ScheduleError(refusals[0])
-        least = min(found, key=lambda plan: plan.largest.device)
+        least = min(estimates, key=lambda plan: plan.largest.device)
         if limit is not None and least.largest.device > limit:
             show("it does not fit; searching for the fastest plan that does")
             advice = planner.advice(least.settings, least.num_ranks)
             raise ScheduleError(_refusal(least, limit, advice))
-    taken = min(max(rank.host for rank in plan.needs) for plan in found)
-    if taken > planner.host_memory:
+    host_bytes = min(max(rank.host for rank in plan.needs) for plan in estimates)
+    if host_bytes > planner.host_memory:
         raise ScheduleError(
-            f"a rank needs {bytes_text(taken)} of its host, and strategy.host_memory_limit is "
+            f"a rank needs {bytes_text(host_bytes)} of its host, and strategy.host_memory_limit is "
             f"{planner.settings.host_memory_limit}; use more ranks, "
             f"+strategy.sharding=optimizer or less offload"
         )
     if config.format == "json":
-        figures = [_describe(plan) for plan in found]
-        is_one = not config.compare and len(found) == 1
+        figures = [_describe(plan) for plan in estimates]
+        is_one = not config.compare and len(estimates) == 1
         print_json(figures[0] if is_one else {"estimates": figures, "refused": refusals})
         return
-    _print_estimates(found, refusals, limit, bool(config.compare))
+    _print_estimates(estimates, refusals, limit, bool(config.compare))
 
 
 def _estimates(planner: ModelPlanner, config: DictConfig) -> tuple[list[Estimate], list[str]]:
@@ -250,16 +252,16 @@ def _estimates(planner: ModelPlanner, config: DictConfig) -> tuple[list[Estimate
     ranks = _as_list(config.num_ranks)
     for num_ranks in ranks:
         check_sizes(num_ranks=num_ranks)
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     refusals: list[str] = []
     for num_ranks, name in product(ranks, names):
         try:
-            found.append(planner.estimate(planner.settings_named(*parse_name(name)), num_ranks))
+            estimates.append(planner.estimate(planner.settings_named(*parse_name(name)), num_ranks))
         except ValueError as error:
             reason = str(error).partition("\n")[0]
             is_one = len(ranks) * len(names) == 1
             refusals.append(reason if is_one else f"{name}, {num_ranks} ranks: {reason}")
-    return found, refusals
+    return estimates, refusals
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -292,12 +294,14 @@ def _describe(plan: Estimate) -> dict[str, Any]:
 
 
 def _print_estimates(
-    found: Sequence[Estimate], refusals: Sequence[str], limit: float | None, are_compared: bool
+    estimates: Sequence[Estimate], refusals: Sequence[str], limit: float | None, are_compared: bool
 ) -> None:
-    is_one = not are_compared and len(found) == 1
+    is_one = not are_compared and len(estimates) == 1
     console = Console()
-    console.print(_table_of_ranks(found[0].needs) if is_one else _table_of_plans(found, limit))
-    for plan in found:
+    console.print(
+        _table_of_ranks(estimates[0].needs) if is_one else _table_of_plans(estimates, limit)
+    )
+    for plan in estimates:
         console.out(
             f"{plan.name}: {plan.num_ranks} ranks, {plan.num_microbatches} microbatches, bubble "
             f"{share_text(plan.step.bubble)} by the operations that are counted",
@@ -316,15 +320,15 @@ def _table_of_ranks(needs: Sequence[RankNeeds]) -> Table:
     return table
 
 
-def _table_of_plans(found: Sequence[Estimate], limit: float | None) -> Table:
+def _table_of_plans(estimates: Sequence[Estimate], limit: float | None) -> Table:
     """Return a table with the needs of each plan's fullest rank."""
-    name, size = _unit([plan.largest for plan in found])
+    name, size = _unit([plan.largest for plan in estimates])
     fits = () if limit is None else ("fits",)
     title = f"{name} of the rank that needs most"
-    shown = _columns([plan.largest for plan in found])
+    shown = _columns([plan.largest for plan in estimates])
     columns = (Column("schedule", no_wrap=True), "ranks", *shown, *fits)
     table = bare_table(*columns, title=title, is_narrow=True)
-    for plan in found:
+    for plan in estimates:
         row = [plan.name, str(plan.num_ranks), *_cells(plan.largest, size, shown)]
         if limit is not None:
             row.append("yes" if plan.largest.device <= limit else "no")

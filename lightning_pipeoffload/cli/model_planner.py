@@ -214,8 +214,8 @@ class ModelPlanner:
             slices = replace(slices, quadratic_backward_input=mixed)
         costs = replace(needs.costs, slices=slices)
         num_slices, length = option.num_sequence_slices, self.probe.num_tokens_of_sequence
-        given = (num_slices,) if length is None else (num_slices, length)
-        return costs.with_equal_slices(num_stages, *given).slices
+        sizes = (num_slices,) if length is None else (num_slices, length)
+        return costs.with_equal_slices(num_stages, *sizes).slices
 
     def _message_seconds(
         self, sent: Sequence[int], placement: Sequence[int], device: Device
@@ -231,21 +231,21 @@ class ModelPlanner:
     ) -> list[float]:
         """Return the seconds in which replicas add up each stage's gradients around a ring."""
         assert self.device is not None
-        found, size = [], self._config.devices_per_machine
+        seconds, size = [], self._config.devices_per_machine
         for gradients, rank in zip(
             needs.gradient_bytes(), option.placement(num_ranks), strict=True
         ):
             is_near = rank // size == (rank + (replicas - 1) * num_ranks) // size
             rate = self.device.link_rate if is_near else self.device.network_rate
-            found.append(2 * (replicas - 1) / replicas * gradients / rate)
-        return found
+            seconds.append(2 * (replicas - 1) / replicas * gradients / rate)
+        return seconds
 
     def rank_needs(self, plan: Plan, num_ranks: int) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""
         needs = self._with_optimizer(self.needs_of(plan.best.option, num_ranks), self.settings)
         return needs.in_slices(plan.costs).of_ranks(lower(plan.schedule))
 
-    def taken(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
+    def memory_beside(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
         """Return the bytes of the fullest rank besides activations."""
         needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
         placement = option.placement(num_ranks)
@@ -266,8 +266,8 @@ class ModelPlanner:
     @property
     def host_memory(self) -> float:
         """Bytes of host memory that a rank may take."""
-        given = self.settings.host_memory_limit
-        return inf if given is None else parse_bytes(given, "host_memory_limit")
+        limit = self.settings.host_memory_limit
+        return inf if limit is None else parse_bytes(limit, "host_memory_limit")
 
     def request(
         self, wanted: Sequence[Option], num_ranks: int, settings: PipelineSettings, **more: Any
@@ -279,7 +279,7 @@ class ModelPlanner:
             lambda option: self.costs_of(option, num_ranks, settings),
             self.memory,
             settings.offload,
-            lambda option: self.taken(option, num_ranks, settings),
+            lambda option: self.memory_beside(option, num_ranks, settings),
             lambda option: self._has_barrier,
             lambda option: self.steps_early(settings),
             show=self._show,
@@ -356,30 +356,30 @@ class ModelPlanner:
     def _best(
         self, asked: PipelineSettings, num_ranks: int, times: int, changed: Mapping[str, Any]
     ) -> _Found | None:
-        found = [*self._search(asked, num_ranks, times, changed)]
-        while found:
-            fastest = min(each.candidate.score for each in found)
-            near = [f for f in found if f.candidate.score <= fastest * _ABOUT_EQUAL]
+        proposals = [*self._search(asked, num_ranks, times, changed)]
+        while proposals:
+            fastest = min(each.candidate.score for each in proposals)
+            near = [f for f in proposals if f.candidate.score <= fastest * _ABOUT_EQUAL]
             best = min(near, key=lambda each: each.order)
             if self._fits(best):
                 return best
-            found.remove(best)
+            proposals.remove(best)
         return None
 
-    def _fits(self, found: _Found) -> bool:
+    def _fits(self, proposal: _Found) -> bool:
         """Whether a plan fits with its messages too."""
         try:
-            estimate = self.estimate(found.settings, found.num_ranks)
+            estimate = self.estimate(proposal.settings, proposal.num_ranks)
         except ValueError:
             return False
         on_host = max(rank.host for rank in estimate.needs)
         return estimate.largest.device <= (self.memory or inf) and on_host <= self.host_memory
 
-    def _step_time(self, found: _Found, asked: PipelineSettings, num_ranks: int) -> str:
-        period = found.candidate.period
+    def _step_time(self, proposal: _Found, asked: PipelineSettings, num_ranks: int) -> str:
+        period = proposal.candidate.period
         assert period is not None
         if self.device is not None:
-            on_top = " and the optimizer's on the host" * found.settings.optimizer_offload
+            on_top = " and the optimizer's on the host" * proposal.settings.optimizer_offload
             return f"a step takes {seconds_text(period)}{on_top}"
         try:
             wanted = [self._option(asked)]
@@ -418,9 +418,9 @@ class ModelPlanner:
             best = min(best, plan.best.score)
             for candidate in plan.candidates:
                 if candidate.fits:
-                    yield self._found(candidate, asked, settings, num_ranks, times)
+                    yield self._proposal(candidate, asked, settings, num_ranks, times)
 
-    def _found(
+    def _proposal(
         self,
         candidate: Candidate,
         asked: PipelineSettings,

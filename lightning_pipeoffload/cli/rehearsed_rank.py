@@ -134,10 +134,10 @@ class RehearsedModel(ModelProbe):
         first = self.cut(1)[0]  # of shapes, from which follows what this rank owns
         with self._precision.train_step_context():
             self.needs = MemoryNeeds.of(pipeline, first, self.states(None))
-        made: dict[int, Tensor] = {}
+        real_tensors: dict[int, Tensor] = {}
         for slot in pipeline.tensors.slots:
             if pipeline.tensors.is_local(slot.name) and isinstance(slot.tensor, ShapeOnly):
-                _fill(slot, made)
+                _fill(slot, real_tensors)
         pipeline.cut_anew(rank, cut)
         return pipeline
 
@@ -159,9 +159,9 @@ class RehearsedModel(ModelProbe):
 
 
 @torch.no_grad()
-def _fill(slot: Slot, made: dict[int, Tensor]) -> None:
+def _fill(slot: Slot, real_tensors: dict[int, Tensor]) -> None:
     """Fill a parameter with harmless values: matrices small, scales 1, the rest 0."""
-    tensor = make_real(slot, made)
+    tensor = make_real(slot, real_tensors)
     for scale in scales_of(tensor):
         scale.zero_()
     if not tensor.is_floating_point():
@@ -185,13 +185,13 @@ def run_rank(config: DictConfig) -> None:
     run = Rehearsal(pipeline, ActivationMemory.on(device, host), model.cut)
     try:
         with model.stepping():
-            found, costs = _run(run, settings, schedule, model.needs, config.num_steps)
+            rehearsed, costs = _run(run, settings, schedule, model.needs, config.num_steps)
     finally:
         pipeline.detach()
     if config.format == "json":
-        print_json({**asdict(found), "fits": found.fits})
+        print_json({**asdict(rehearsed), "fits": rehearsed.fits})
     else:
-        _print(found)
+        _print(rehearsed)
     if config.costs_file is not None:
         write_costs(str(config.costs_file), costs, num_ranks, schedule.num_stages)
 
@@ -215,8 +215,8 @@ def _run(
     """Measure the stages, plan with the measured costs, and run that plan."""
     rank, count = run.pipeline.rank, schedule.num_microbatches
     speed = measure_copy_speed(run.pipeline.device)
-    own = run.measure_stages(schedule, speed)
-    costs = _costs_of_all(needs.costs, own, speed, schedule.num_stages)
+    measured = run.measure_stages(schedule, speed)
+    costs = _costs_of_all(needs.costs, measured, speed, schedule.num_stages)
     plan = lower(plan_of(request_by_name(settings, schedule.num_ranks, count, costs)).schedule)
     run.memory.forget_peaks()
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
@@ -224,12 +224,12 @@ def _run(
     timeline = simulate(plan, costs)
     ledger = run.memory.ledger
     needed = needs.of_ranks(plan)[rank]
-    found = Rehearsed(
+    rehearsed = Rehearsed(
         plan.name,
         plan.num_ranks,
         count,
         rank,
-        {index: stage._asdict() for index, stage in own.items()},
+        {index: stage._asdict() for index, stage in measured.items()},
         seconds,
         _end_of(timeline, rank),
         max(copy_ratios(costs, plan.num_stages)),
@@ -240,20 +240,26 @@ def _run(
         {name: getattr(needed, name) for name in ON_DEVICE},
         settings.limit_bytes,
     )
-    return found, costs
+    return rehearsed, costs
 
 
 def _costs_of_all(
-    shapes: Costs, own: dict[int, StageCosts], speed: CopySpeed, num_stages: int
+    shapes: Costs, measured: dict[int, StageCosts], speed: CopySpeed, num_stages: int
 ) -> Costs:
     """Return the costs of all stages: remote ones in proportion to their operations."""
     seconds: dict[str, Any] = {}
     for name in COMPUTE_TIMES:
         counted = shapes.per_stage(name, num_stages)
-        known = sum(counted[stage] for stage in own)
-        unit = sum(getattr(cost, name) for cost in own.values()) / known if known else 0.0
-        found = {stage: getattr(cost, name) for stage, cost in own.items()}
-        seconds[name] = [found.get(stage, counted[stage] * unit) for stage in range(num_stages)]
+        counted_sum = sum(counted[stage] for stage in measured)
+        unit = (
+            sum(getattr(cost, name) for cost in measured.values()) / counted_sum
+            if counted_sum
+            else 0.0
+        )
+        local_seconds = {stage: getattr(cost, name) for stage, cost in measured.items()}
+        seconds[name] = [
+            local_seconds.get(stage, counted[stage] * unit) for stage in range(num_stages)
+        ]
     sizes = shapes.per_stage("activation", num_stages)
     return replace(
         shapes,
@@ -275,40 +281,46 @@ def _hidden_share(
     """Return the share of a rank's copies by which the step was not longer; None: no copies."""
     events = timeline.events
     copies = [event for event in events if event.rank == rank and event.lane in ("d2h", "h2d")]
-    taken = sum(event.end - event.start for event in copies)
-    if not taken:
+    copy_seconds = sum(event.end - event.start for event in copies)
+    if not copy_seconds:
         return None
     ranks = ([action for action in actions if action.kind not in COPIES] for actions in plan)
     bare = simulate(Schedule.of(ranks, plan.name), costs)
     waited = max(0.0, seconds - _end_of(bare, rank))
-    return max(0.0, 1 - waited / taken)
+    return max(0.0, 1 - waited / copy_seconds)
 
 
-def _print(found: Rehearsed) -> None:
-    sizes = f"rank {found.rank} of {found.num_ranks}, {found.num_microbatches} microbatches"
+def _print(rehearsed: Rehearsed) -> None:
+    sizes = (
+        f"rank {rehearsed.rank} of {rehearsed.num_ranks}, {rehearsed.num_microbatches} microbatches"
+    )
     headings = ("stage", "F", "B", "W", "offload", "reload", "activation")
-    table = bare_table(*headings, title=f"{found.schedule}: {sizes}")
-    for index, stage in found.stages.items():
+    table = bare_table(*headings, title=f"{rehearsed.schedule}: {sizes}")
+    for index, stage in rehearsed.stages.items():
         times = [seconds_text(stage[name]) for name in _TIMES]
         table.add_row(str(index), *times, bytes_text(stage["activation"]))
     console = Console()
     console.print(table)
-    for line in _lines(found):
+    for line in _lines(rehearsed):
         console.print(line, highlight=False)
 
 
-def _lines(found: Rehearsed) -> list[str]:
-    over = found.step_seconds / found.planned_seconds if found.planned_seconds else 1.0
+def _lines(rehearsed: Rehearsed) -> list[str]:
+    over = rehearsed.step_seconds / rehearsed.planned_seconds if rehearsed.planned_seconds else 1.0
     hidden = (
-        "" if found.hidden_share is None else f", {share_text(found.hidden_share)} of copies hidden"
+        ""
+        if rehearsed.hidden_share is None
+        else f", {share_text(rehearsed.hidden_share)} of copies hidden"
     )
-    limit = "" if found.limit_bytes is None else f" of {bytes_text(found.limit_bytes)}"
-    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.memory.items() if size)
+    limit = "" if rehearsed.limit_bytes is None else f" of {bytes_text(rehearsed.limit_bytes)}"
+    parts = ", ".join(
+        f"{name} {bytes_text(size)}" for name, size in rehearsed.memory.items() if size
+    )
     return [
-        f"A step takes {seconds_text(found.step_seconds)}, {over:.3f} times what is planned.",
-        f"k = {found.copy_ratio:.2f}{hidden}.",
-        f"Activations took {bytes_text(found.peak_bytes)}{limit}, planned were "
-        f"{bytes_text(found.planned_peak_bytes)}, and {bytes_text(found.host_bytes)} of the host: "
-        f"{'it fits' if found.fits else 'it does not fit'}.",
+        f"A step takes {seconds_text(rehearsed.step_seconds)}, {over:.3f} times what is planned.",
+        f"k = {rehearsed.copy_ratio:.2f}{hidden}.",
+        f"Activations took {bytes_text(rehearsed.peak_bytes)}{limit}, planned were "
+        f"{bytes_text(rehearsed.planned_peak_bytes)}, and {bytes_text(rehearsed.host_bytes)} of "
+        f"the host: {'it fits' if rehearsed.fits else 'it does not fit'}.",
         f"In all the rank needs {parts}.",
     ]
