@@ -77,7 +77,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Proposal:
     """A plan that fits, and the words of the command line that ask for it."""
 
     candidate: Candidate
@@ -355,7 +355,7 @@ class ModelPlanner:
 
     def _best(
         self, asked: PipelineSettings, num_ranks: int, times: int, changed: Mapping[str, Any]
-    ) -> _Found | None:
+    ) -> _Proposal | None:
         proposals = [*self._search(asked, num_ranks, times, changed)]
         while proposals:
             fastest = min(each.candidate.score for each in proposals)
@@ -366,7 +366,7 @@ class ModelPlanner:
             proposals.remove(best)
         return None
 
-    def _fits(self, proposal: _Found) -> bool:
+    def _fits(self, proposal: _Proposal) -> bool:
         """Whether a plan fits with its messages too."""
         try:
             estimate = self.estimate(proposal.settings, proposal.num_ranks)
@@ -375,7 +375,7 @@ class ModelPlanner:
         on_host = max(rank.host for rank in estimate.needs)
         return estimate.largest.device <= (self.memory or inf) and on_host <= self.host_memory
 
-    def _step_time(self, proposal: _Found, asked: PipelineSettings, num_ranks: int) -> str:
+    def _step_time(self, proposal: _Proposal, asked: PipelineSettings, num_ranks: int) -> str:
         period = proposal.candidate.period
         assert period is not None
         if self.device is not None:
@@ -395,7 +395,7 @@ class ModelPlanner:
 
     def _search(
         self, asked: PipelineSettings, num_ranks: int, times: int, changed: Mapping[str, Any]
-    ) -> Iterator[_Found]:
+    ) -> Iterator[_Proposal]:
         """Yield plans that fit on multiples of the ranks."""
         counts = [self._count * n for n in (1, 2, 4)]
         counts = [c for c in counts if c <= MOST_MICROBATCHES and self.probe.batch_size % c == 0]
@@ -427,7 +427,7 @@ class ModelPlanner:
         settings: PipelineSettings,
         num_ranks: int,
         times: int,
-    ) -> _Found:
+    ) -> _Proposal:
         option, before = candidate.option, self._option(asked)
         offload = asked.offload if candidate.offload == "its own" else settings.offload
         settings = replace(
@@ -457,4 +457,4 @@ class ModelPlanner:
             and not asked.optimizer_offload,
         }
         words = [word for word, is_changed in changes.items() if is_changed]
-        return _Found(candidate, settings, times * num_ranks, words)
+        return _Proposal(candidate, settings, times * num_ranks, words)

@@ -166,10 +166,10 @@ class ModelProbe:
                 self._blocks[key] = needs, self._num_parameters
             except ValueError:
                 self._blocks[key] = None
-        needs_and_sizes = self._blocks[key]
-        if needs_and_sizes is None:  # the step cannot be cut between all of its blocks
+        found = self._blocks[key]
+        if found is None:  # the step cannot be cut between all of its blocks
             return self.needs_of(placement, num_microbatches, settings)
-        needs, sizes = needs_and_sizes
+        needs, sizes = found
         forward, for_input, for_weight = needs.costs.compute(len(chain) + 1).values()
         costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
         stages = cut(chain, costs, placement, settings.split)
@@ -191,9 +191,9 @@ class ModelProbe:
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
         settings = self._make_layers(placement, settings)
-        arguments = placement, settings.blocks, settings.split, settings.recompute
+        given = placement, settings.blocks, settings.split, settings.recompute
         head = settings.heads_to_try[0]
-        with self._cutting(CutSettings(*arguments, head_weight_grad=head)) as pipeline:
+        with self._cutting(CutSettings(*given, head_weight_grad=head)) as pipeline:
             first = self._first_slice(pipeline, self.batch_size // num_microbatches)
             self._num_parameters = pipeline.cut.num_parameters
             self._flops_of_slice = first.record.training_flops, num_microbatches
@@ -276,11 +276,11 @@ class ModelProbe:
 
 def _leave_meta(module: LightningModule) -> None:
     """Let shapes that nothing has loaded, on the meta device, be on the host as the others are."""
-    on_host: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
     for slot in find_slots(module):
         shape = slot.tensor
         if isinstance(shape, RemoteTensor) and shape.is_meta:
-            slot.put(on_host.setdefault(id(shape), shape.on_device(_CPU)))
+            slot.put(made.setdefault(id(shape), shape.on_device(_CPU)))
 
 
 @contextmanager
