@@ -8,6 +8,8 @@ import pytest
 from examples.benchmarks.hangs import (
     QUEUES,
     RUNS,
+    RUNS_OF_TENSOR_RANKS,
+    Devices,
     Variant,
     every_action,
     first_of_each_stage,
@@ -37,6 +39,29 @@ def test_no_variant_of_any_schedule_hangs(name, num_ranks):
     for variant in variants(name, num_ranks):
         # With fewer than 7 a run is refused: gis hangs on 8 ranks.
         assert [*outcomes(variant, RUNS, [7, *QUEUES[1:]])] == [""] * len(RUNS)
+
+
+SHARED = {**ALL_AT_ONCE, "num_tensor_ranks": 2}
+
+
+@pytest.mark.parametrize("name", ["1f1b", *map(slow, SAMPLE[1:])])
+def test_nothing_hangs_where_ranks_share_layers(name):
+    waits = RUNS_OF_TENSOR_RANKS
+    assert [*outcomes(Variant(name, 2, **SHARED), waits, QUEUES)] == [""] * len(waits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_ranks"), [*product(SCHEDULES, (2, 4))])
+def test_no_variant_of_any_schedule_hangs_where_ranks_share_layers(name, num_ranks):
+    waits = RUNS_OF_TENSOR_RANKS
+    for variant in variants(name, num_ranks, num_tensor_ranks=2):
+        assert [*outcomes(variant, waits, [7, *QUEUES[1:]])] == [""] * len(waits)
+
+
+def test_ranks_that_share_layers_hang_by_two_plans():
+    by_two = [Variant(name, 2, num_tensor_ranks=2).enqueue() for name in ("zb_h2", "1f1b")]
+    hosts = [by_two[rank % 2][rank] for rank in range(4)]
+    assert Devices(hosts, QUEUES[-1], nowhere).run().startswith("hangs at")
 
 
 class AllThatMayCome(OpenReceives):

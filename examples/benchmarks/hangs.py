@@ -4,13 +4,14 @@ A host runs the executor, the transport and the stores of one rank over a plan, 
 they enqueue, in program order. A stream's items run in order. Streams share n hardware queues, in
 which an item waits for what its stream has before it, and all behind it wait too. A message ends
 when both of its ends have begun (one that NCCL's buffers hold may be gone sooner), a collective
-when all ranks have. In a **device-wide wait** a host
-enqueues nothing before its device has ended all that it was given: so do a first kernel load,
-compiling, and allocations.
+when all ranks have. Where ranks share layers, an F and a B have collectives on a stream of their
+own, for which the compute stream waits. In a **device-wide wait** a host enqueues nothing before
+its device has ended all that it was given: so do a first kernel load, compiling, and allocations.
 
 The first step runs one microbatch at a time, as on a device; the plan follows, then evaluations::
 
     python -m examples.benchmarks.hangs [--ranks 2 4] [--schedules zb_v]
+    python -m examples.benchmarks.hangs --tensor-ranks 2  # where ranks share the layers of a stage
     python -m examples.benchmarks.hangs --draws 60  # where memory is short in the middle of a plan
 """
 
@@ -61,6 +62,7 @@ from lightning_pipeoffload.schedule import (
 )
 
 CPU = torch.device("cpu")
+_COLLECTIVES = 2  # of an F or B, over the ranks that share layers
 SPEC = TensorSpec(torch.Size((1,)), torch.float32, True, gets_gradient=True)
 QUEUES = (1, 8, 32)
 COLD, PLAN, AGAIN, COLD_EVALUATION, EVALUATION, EVALUATION_AGAIN = range(6)
@@ -73,6 +75,7 @@ class Computing(NamedTuple):
     kind: str
     stage: int
     microbatch: int
+    tensor_rank: int = 0
 
 
 Waits = Callable[[Computing], bool]
@@ -112,9 +115,11 @@ class Host:
         has_memory: Whether it has taken the memory of its plan, and so waits for none in it.
         sends_end: What a host hears that asks whether a message is sent: it may be far ahead of its
             device, or never.
+        tensor_rank: Its rank among those that share its layers.
     """
 
     sends_end: bool = False
+    tensor_rank: int = 0
     has_memory: bool = False
     items: list[Item] = field(default_factory=list)
     buffers: list[int] = field(default_factory=list)
@@ -145,7 +150,8 @@ class Host:
         """Enqueue an F, B or W."""
         label = f"{stage}{kind}{microbatch}"
         if not (self.has_memory and self.step in (PLAN, AGAIN)):
-            self.wait_for_device(label, Computing(self.step, kind, stage, microbatch))
+            computing = Computing(self.step, kind, stage, microbatch, self.tensor_rank)
+            self.wait_for_device(label, computing)
         self.run("compute", label)
 
     def start_together(self, stream: str, label: str, meets: Any, num_meeting: int) -> int:
@@ -214,9 +220,9 @@ class ModelTransport(ProcessGroupTransport):
         return BufferRing(CPU)
 
     def _make_groups(self) -> dict[tuple[int, int], Any]:
-        replica, rank = self._mesh.replica, self._mesh.rank
+        pipeline, rank = self._mesh.pipeline, self._mesh.rank
         own = [edge for edge in sorted(self._edges) if rank in edge]
-        found = {edge: EdgeGroup(self._host, (replica, *edge)) for edge in own}
+        found = {edge: EdgeGroup(self._host, (pipeline, *edge)) for edge in own}
         return {edge: found.get(edge) for edge in self._edges}
 
     def _link(self, group: Any, global_rank: int) -> Link:
@@ -272,8 +278,10 @@ class ModelMemory(HostMemory):
 class ModelStage:
     """A stage that computes nothing and saves a tensor for B and one for W."""
 
-    def __init__(self, host: Host, index: int, num_stages: int) -> None:
-        self._host, self._index = host, index
+    def __init__(
+        self, host: Host, index: int, num_stages: int, layers: SharedLayers | None = None
+    ) -> None:
+        self._host, self._index, self._layers = host, index, layers
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.memories = {0: SavedMemory()}
         self._kept: dict[int, Any] = {}
@@ -298,7 +306,7 @@ class ModelStage:
         """Enqueue an F, once its message is waited for."""
         if not self.is_first:
             receive()
-        self._host.compute("F", self._index, microbatch.index)
+        self._compute("F", microbatch)
         if store:
             saved = store.pack(torch.empty(2)), store.pack_weight_input(torch.empty(2))
             self._kept[microbatch.index] = saved
@@ -309,7 +317,7 @@ class ModelStage:
 
     def backward(self, microbatch: Any, gradients: list[Tensor], fused: bool) -> list[Tensor]:
         """Enqueue a B or BW."""
-        self._host.compute("B", self._index, microbatch.index)
+        self._compute("B", microbatch)
         store = self.in_flight[microbatch.index].store
         if store:
             for_w = self._kept.pop(microbatch.index)[1]
@@ -334,11 +342,34 @@ class ModelStage:
         """Drop its state."""
         del self.in_flight[microbatch.index]
 
+    def _compute(self, kind: str, microbatch: Any) -> None:
+        self._host.compute(kind, self._index, microbatch.index)
+        if self._layers is not None:
+            self._layers.compute(f"{self._index}{kind}{microbatch.index}")
+
+
+class SharedLayers:
+    """The collectives of an F or B over the ranks that share its layers, and what follows each."""
+
+    def __init__(self, host: Host, mesh: RankMesh) -> None:
+        self._host, self._num = host, mesh.num_tensor_ranks
+        self._stage_ranks, self._numbers = (mesh.replica, mesh.rank), count()
+        host._before("shared layers")  # the communicator is there before those of messages
+
+    def compute(self, action: str) -> None:
+        """Enqueue the rest of an action, whose first kernels are enqueued."""
+        for _ in range(_COLLECTIVES):
+            label = f"a sum in {action} over the ranks that share layers"
+            meets = "layers", self._stage_ranks, next(self._numbers), action
+            item = self._host.start_together("shared layers", label, meets, self._num)
+            Work(self._host, item, label).wait()
+            self._host.run("compute", action)
+
 
 class ModelReduction:
     """The sums over replicas, in the same order on all of them."""
 
-    def __init__(self, host: Host, rank: int, num_replicas: int) -> None:
+    def __init__(self, host: Host, rank: tuple[int, int], num_replicas: int) -> None:
         self._host, self._rank, self._num = host, rank, num_replicas
         self._works: list[Work] = []
 
@@ -370,6 +401,7 @@ class Variant:
         num_microbatches: Of a batch; 0: two for each rank.
         sends_end: What hosts hear that ask whether a message is sent.
         takes_memory: Whether hosts wait for no memory in the middle of a plan.
+        num_tensor_ranks: Ranks that share the layers of a stage.
     """
 
     schedule: str
@@ -381,6 +413,7 @@ class Variant:
     num_microbatches: int = 0
     sends_end: bool = False
     takes_memory: bool = False
+    num_tensor_ranks: int = 1
 
     def scheduled(self) -> Schedule:
         """Return the schedule of a training step."""
@@ -411,18 +444,23 @@ class Variant:
     def enqueue(self) -> list[Host]:
         """Let all hosts run all steps; return what they have enqueued."""
         plans = self.plans()
-        return [self._run(rank, plans) for rank in range(self.num_ranks * self.num_replicas)]
+        num_hosts = self.num_ranks * self.num_replicas * self.num_tensor_ranks
+        return [self._run(rank, plans) for rank in range(num_hosts)]
 
     def _run(self, global_rank: int, plans: dict[int, Schedule]) -> Host:
-        host, plan = Host(self.sends_end), plans[PLAN]
-        mesh = RankMesh(plan, global_rank, None, self.num_replicas)
+        plan, num_tensor_ranks = plans[PLAN], self.num_tensor_ranks
+        mesh = RankMesh(
+            plan, global_rank, None, self.num_replicas, num_tensor_ranks=num_tensor_ranks
+        )
+        host = Host(self.sends_end, mesh.tensor_rank)
+        layers = SharedLayers(host, mesh) if num_tensor_ranks > 1 else None
         lanes = CopyLanes(ModelLane(host, "d2h"), ModelLane(host, "h2d"))
         settings = OffloadSettings(CPU, lanes, ModelMemory(host), largest_to_stay=0)
         memory, transport = ActivationMemory(settings), ModelTransport(host, mesh)
         num_stages, own = plan.num_stages, plan.stages_of(mesh.rank)
-        stages: Any = {stage: ModelStage(host, stage, num_stages) for stage in own}
+        stages: Any = {stage: ModelStage(host, stage, num_stages, layers) for stage in own}
         runs = Executor(mesh.rank, stages, transport, ActionTimer(CPU), memory)
-        reduction = ModelReduction(host, mesh.rank, self.num_replicas)
+        reduction = ModelReduction(host, (mesh.rank, mesh.tensor_rank), self.num_replicas)
         reduces: Any = reduction if self.num_replicas > 1 else None
         microbatches: Any = [
             SimpleNamespace(index=i, part=(), has_result=True) for i in range(plan.num_microbatches)
@@ -451,8 +489,10 @@ class Variant:
         groups = [("tied weights' gradients", ends)] if self.ties_weights else []
         for what, ranks in [*groups, ("the norm", {*range(self.num_ranks)})]:
             if mesh.rank in ranks and len(ranks) > 1:
-                meets = what, mesh.replica, host.step
+                meets = what, mesh.pipeline, host.step
                 Work(host, host.start_together(what, what, meets, len(ranks)), what).wait()
+        if self.num_tensor_ranks > 1:
+            SharedLayers(host, mesh).compute(f"the norm of step {host.step}")
         host.run("compute", "the optimizer's step")
 
 
@@ -535,6 +575,11 @@ def every_new_action(computing: Computing) -> bool:
     return computing.step in (COLD, COLD_EVALUATION)
 
 
+def every_new_action_of_one(computing: Computing) -> bool:
+    """In them on the first of the ranks that share layers, as if it alone compiled."""
+    return every_new_action(computing) and not computing.tensor_rank
+
+
 def first_of_each_stage(computing: Computing) -> bool:
     """In the first F, B and W of each stage by the plan itself, as if kernels were loaded there."""
     return computing.step == PLAN and computing.microbatch == 0
@@ -552,6 +597,9 @@ def every_action(computing: Computing) -> bool:
 
 RUNS: tuple[Waits, ...] = (nowhere, every_new_action)
 """Where hosts may wait for their devices as steps are run."""
+
+RUNS_OF_TENSOR_RANKS: tuple[Waits, ...] = (*RUNS, every_new_action_of_one)
+"""Where they may where ranks share the layers of a stage."""
 
 BY_PLAN: tuple[Waits, ...] = (first_of_each_stage, one_microbatch, every_action)
 """Where they would wait if steps with new shapes were run by the plan."""
@@ -607,16 +655,23 @@ def row_of_draws(schedule: str, num_ranks: int, num_draws: int) -> list[int]:
     ]
 
 
-def variants(schedule: str, num_ranks: int) -> list[Variant]:
+def variants(schedule: str, num_ranks: int, num_tensor_ranks: int = 1) -> list[Variant]:
     """Return a schedule with and without offload, replicas and tied weights."""
-    choices = product((False, True), (1, 2), (False, True))
-    return [Variant(schedule, num_ranks, *choice) for choice in choices]
+    return [
+        Variant(schedule, num_ranks, *choice, num_tensor_ranks=num_tensor_ranks)
+        for choice in product((False, True), (1, 2), (False, True))
+    ]
 
 
-def row(schedule: str, num_ranks: int) -> list[str]:
+def columns(num_tensor_ranks: int) -> tuple[Waits, ...]:
+    """Return the kinds of waits to try."""
+    return (*(RUNS_OF_TENSOR_RANKS if num_tensor_ranks > 1 else RUNS), *BY_PLAN)
+
+
+def row(schedule: str, num_ranks: int, num_tensor_ranks: int = 1) -> list[str]:
     """Return for each kind of wait whether all variants of a schedule run, or where one hangs."""
-    waits = (*RUNS, *BY_PLAN)
-    found = [list(outcomes(v, waits, QUEUES)) for v in variants(schedule, num_ranks)]
+    waits, of = columns(num_tensor_ranks), variants(schedule, num_ranks, num_tensor_ranks)
+    found = [list(outcomes(variant, waits, QUEUES)) for variant in of]
     return [next(filter(None, of_wait), "runs") for of_wait in zip(*found, strict=True)]
 
 
@@ -625,6 +680,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES])
+    parser.add_argument("--tensor-ranks", type=int, default=1)
     parser.add_argument("--draws", type=int, default=0)
     arguments = parser.parse_args()
     cases = product(arguments.schedules, arguments.ranks)
@@ -635,11 +691,11 @@ def main() -> None:
             counts = [*case, *row_of_draws(*case, arguments.draws)]
             print("|", " | ".join(map(str, counts)), "|", flush=True)
         return
-    names = [wait.__name__.replace("_", " ") for wait in (*RUNS, *BY_PLAN)]
+    names = [wait.__name__.replace("_", " ") for wait in columns(arguments.tensor_ranks)]
     print("| schedule | ranks |", " | ".join(names), "|")
     print("|---" * (2 + len(names)) + "|")
     for schedule, num_ranks in cases:
-        cells = row(schedule, num_ranks)
+        cells = row(schedule, num_ranks, arguments.tensor_ranks)
         print(f"| {schedule} | {num_ranks} |", " | ".join(cells), "|", flush=True)
 
 
