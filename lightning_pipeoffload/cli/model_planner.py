@@ -329,6 +329,7 @@ class ModelPlanner:
         fits then the number of ranks is another. Of plans that take about as long it is that with
         the fewest changes.
         """
+        self.probe.recomputes = _RECOMPUTES
         for times in _MORE_RANKS:
             for planner, changed in self._places(asked):
                 best = planner._best(asked, num_ranks, times, changed)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,10 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.batch_structure import batch_size
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
+from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.making.construction import make_blueprint
+from lightning_pipeoffload.runtime.making.construction import cut_by_size, make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
 from lightning_pipeoffload.runtime.pipeline import Pipeline
@@ -76,6 +77,8 @@ class ModelProbe:
         self._needs: dict[Any, MemoryNeeds] = {}
         self._chains: dict[str, BlockChain] = {}
         self._blocks: dict[Any, tuple[MemoryNeeds, list[int]] | None] = {}
+        self.recomputes: Sequence[str] = ()  # that a trace of all blocks measures besides its own
+        self._is_in_parts: bool | None = None  # not known before
 
     def _make_module(self) -> None:
         with making_shapes(), self._precision.module_init_context():
@@ -155,18 +158,9 @@ class ModelProbe:
         The model is traced once for all placements. A tensor that several blocks save is counted
         for each of them, so that a stage may appear a little larger than it is.
         """
-        settings = self._make_layers(placement, settings)
+        settings = self._as_made(placement, settings)
         chain = self._find_chain(settings)
-        key = num_microbatches, settings.recompute, settings.master_weights
-        if key not in self._blocks:
-            alone: dict[str, Any] = {"blocks": chain.names, "split": [1] * len(chain) + [0]}
-            each = replace(settings, head_weight_grad="W", **alone)
-            try:
-                needs = self._trace((*range(len(chain) + 1),), num_microbatches, each)
-                self._blocks[key] = needs, self._num_parameters
-            except ValueError:
-                self._blocks[key] = None
-        found = self._blocks[key]
+        found = self._needs_of_blocks(chain, num_microbatches, settings)
         if found is None:  # the step cannot be cut between all of its blocks
             return self.needs_of(placement, num_microbatches, settings)
         needs, sizes = found
@@ -176,6 +170,26 @@ class ModelProbe:
         if settings.head_weight_grad == "B":
             needs = replace(needs, costs=with_head_in_b(needs.costs, len(chain) + 1))
         return needs.joined(stages)
+
+    def _needs_of_blocks(
+        self, chain: BlockChain, num_microbatches: int, settings: PipelineSettings
+    ) -> tuple[MemoryNeeds, list[int]] | None:
+        """Return the needs with each block as a stage, and numbers of parameters; None: no cut."""
+
+        def key(recompute: str) -> Any:
+            return num_microbatches, recompute, settings.master_weights
+
+        if key(settings.recompute) not in self._blocks:
+            alone: dict[str, Any] = {"blocks": chain.names, "split": [1] * len(chain) + [0]}
+            each = replace(settings, head_weight_grad="W", **alone)
+            wanted = dict.fromkeys((settings.recompute, *self.recomputes))
+            self._blocks |= dict.fromkeys(map(key, wanted))
+            with suppress(ValueError):
+                for recompute, needs in self._traces(
+                    (*range(len(chain) + 1),), num_microbatches, each, wanted
+                ):
+                    self._blocks[key(recompute)] = needs, self._num_parameters
+        return self._blocks[key(settings.recompute)]
 
     def _find_chain(self, settings: PipelineSettings) -> BlockChain:
         """Return the blocks, for which the step may have to be traced."""
@@ -190,14 +204,30 @@ class ModelProbe:
     def _trace(
         self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
     ) -> MemoryNeeds:
-        settings = self._make_layers(placement, settings)
+        wanted = [settings.recompute]
+        ((_, needs),) = self._traces(placement, num_microbatches, settings, wanted)
+        return needs
+
+    def _traces(
+        self,
+        placement: tuple[int, ...],
+        num_microbatches: int,
+        settings: PipelineSettings,
+        recomputes: Iterable[str],
+    ) -> Iterator[tuple[str, MemoryNeeds]]:
+        """Trace a step once, and yield the needs with each value of ``recompute``."""
+        settings = self._as_made(placement, settings)
         given = placement, settings.blocks, settings.split, settings.recompute
         head = settings.heads_to_try[0]
         with self._cutting(CutSettings(*given, head_weight_grad=head)) as pipeline:
             first = self._first_slice(pipeline, self.batch_size // num_microbatches)
             self._num_parameters = pipeline.cut.num_parameters
             self._flops_of_slice = first.record.training_flops, num_microbatches
-            return MemoryNeeds.of(pipeline, first, self.states(settings.master_weights))
+            states = self.states(settings.master_weights)
+            for recompute in recomputes:
+                if recompute == "full":
+                    check_recompute_full(first.record, pipeline.chain)
+                yield recompute, MemoryNeeds.of(pipeline, first, states, recompute=recompute)
 
     @contextmanager
     def _cutting(self, cut_settings: CutSettings) -> Iterator[Pipeline]:
@@ -223,26 +253,26 @@ class ModelProbe:
         slices = slice_batch(pipeline, inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
         return slices[0]
 
-    def _make_layers(
-        self, placement: tuple[int, ...], settings: PipelineSettings
-    ) -> PipelineSettings:
-        """Make the layers of ``configure_model``; return settings with the cut that it decides."""
+    def _as_made(self, placement: tuple[int, ...], settings: PipelineSettings) -> PipelineSettings:
+        """Return settings with the cut of a run that makes the layers of ``configure_model``."""
         if not is_overridden("configure_model", self._module):
             return settings
-        self._make_module()  # anew: another cut decides anew
-        with making_shapes(), self._precision.module_init_context():
-            drawn = make_blueprint(
-                self._module,
-                self._module.configure_model,
-                placement,
-                settings.blocks,
-                settings.split,
-            )
-        self._configure_model()
-        if drawn is None:
+        if self._is_in_parts is None:
+            self._is_in_parts = self._make_anew(settings.blocks)
+        if not self._is_in_parts:
             return settings
+        _, stages = cut_by_size(self._module, placement, settings.blocks, settings.split)
         names = find_chain(self._module, settings.blocks).names
-        return replace(settings, blocks=names, split=drawn.counts)
+        return replace(settings, blocks=names, split=[len(stage.blocks) for stage in stages])
+
+    def _make_anew(self, blocks: str | Sequence[str] | None) -> bool:
+        """Return whether ranks of a run make their own parts, whose cut goes by sizes."""
+        self._make_module()  # without the layers that it has now
+        with making_shapes(), self._precision.module_init_context():
+            configure = self._module.configure_model
+            blueprint = make_blueprint(self._module, configure, (0,), blocks, "even")
+        self._configure_model()
+        return blueprint is not None
 
     def states(self, master_weights: str | None) -> dict[int, int]:
         """Return the bytes of optimizer state of each parameter, masters among it."""

@@ -118,7 +118,7 @@ class RehearsedModel(ModelProbe):
         Raises:
             ValueError: The model cannot be cut so.
         """
-        settings = self._make_layers(schedule.placement, settings)
+        settings = self._as_made(schedule.placement, settings)
         self._module = self._precision.convert_module(self._module)
         cut = CutSettings(
             schedule.placement,

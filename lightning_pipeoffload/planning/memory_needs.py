@@ -123,6 +123,7 @@ class MemoryNeeds:
         first: Microbatch,
         states: Mapping[int, int] = MappingProxyType({}),
         num_sharing: int = 1,
+        recompute: str | None = None,
     ) -> MemoryNeeds:
         """Trace the first microbatch by shapes.
 
@@ -131,11 +132,12 @@ class MemoryNeeds:
             first: The first microbatch.
             states: Bytes of optimizer states, by the parameter's id.
             num_sharing: The number of replicas that share them out.
+            recompute: What B computes again; None: as the pipeline's settings have it.
 
         Raises:
             Exception: The step does not run without values.
         """
-        saved, num_slices = measure_shapes(pipeline, first), 1
+        saved, num_slices = measure_shapes(pipeline, first, recompute), 1
         if first.record.sequence is not None:
             num_slices = pipeline.settings.num_sequence_slices
         starts = range(0, len(saved), num_slices)

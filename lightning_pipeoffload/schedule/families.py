@@ -148,7 +148,7 @@ def _built(builder: Callable[..., Schedule], *sizes: int, **options: Any) -> Sch
     return make(builder, *sizes, **options)
 
 
-@lru_cache(maxsize=32)  # A run asks for the same one several times, and some take seconds.
+@lru_cache(maxsize=64)  # A run asks for the same one several times, and some take seconds.
 def _build_once(builder: Callable[..., Schedule], *sizes: int, **options: Any) -> Schedule:
     schedule = builder(*sizes, **options)
     validate(schedule)

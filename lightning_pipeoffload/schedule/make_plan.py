@@ -8,8 +8,8 @@ Several processes may share the work: each calls :func:`make_plan` with the same
 part of the options, and gets the figures of all. What is skipped is decided by what was found in
 earlier phases, which are the same for any number of processes; so is the plan::
 
-    bounds | orders: the best bound, the next 3, the others | orders with copies of their own
-           | copies: the fastest without them, the next 3, the others | searches | postponed W's
+    bounds | orders: the best bound, the next 3, the next 9, ... | orders with copies of their own
+           | copies: the fastest without them, the next 3, ... | searches | postponed W's
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from .actions import MemoryLimitError, ScheduleError
 from .candidates import Candidate, Option, best_of, period_to_compare
@@ -31,15 +31,16 @@ from .passes.transfer import as_it_runs, split_every_backward, split_fused_backw
 from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds
-from .solver.plan_problem import earliest_end, most_work
+from .solver.plan_problem import earliest_end, least_copying, least_in_memory, most_work
 from .text import bytes_text, share_text
 
 __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
 
 # A builder that searches for seconds must promise to gain this share of the best plan's period.
 _WORTH_SEARCHING = 0.02
-# The first options of a phase are planned before the others, which they may show to be slower.
-_PLANNED_FIRST = 1, 3
+# Each phase plans so many times as many options as the one before, which may show that the others
+# are slower.
+_GROWTH = 3
 # Plans whose W's are postponed: those that are fastest but for the optimizer's step.
 _NUM_POSTPONED = 3
 
@@ -185,6 +186,26 @@ def make_plan(request: PlanRequest) -> Plan:
     return Plan(best, best.schedule, trials.costs(best.option), judged)
 
 
+_ORDERS, _COPIED = ("none", "its own"), ("auto", "paged")
+_RECOMPUTES = "none", "cheap", "full"  # each saves more than the one before
+_VARIED = "num_microbatches", "recompute", "head_weight_grad"
+_MANY_TIMES = 1e6
+
+
+def _saving(option: Option) -> tuple[int, int, bool]:
+    """Return numbers of which each saves memory where it is larger."""
+    recompute = _RECOMPUTES.index(option.recompute)
+    return option.num_microbatches, recompute, option.head_weight_grad == "B"
+
+
+class _Bound(NamedTuple):
+    """Seconds that an option takes at least: its work, its order, and the order with copies."""
+
+    work: float = 0.0
+    order: float = 0.0
+    copies: float = 0.0
+
+
 class _Trials:
     """Plans the candidates of a request."""
 
@@ -192,7 +213,7 @@ class _Trials:
         self._request = request
         self._costs: dict[Any, Costs] = {}
         self._places = {option: place for place, option in enumerate(request.options)}
-        self._bounds: dict[Option, float] = {}
+        self._bounds: dict[Option, _Bound] = {}
         self._free_orders: dict[Option, Schedule] = {}
         self._error = ScheduleError("no plan can be made: there are no blocks for any")
         self.candidates: list[Candidate] = []
@@ -244,7 +265,7 @@ class _Trials:
 
     def try_orders(self, options: Sequence[Option]) -> None:
         """Plan the orders of options, those with the best bounds first."""
-        for phase in _phases(sorted(options, key=lambda option: self._bounds[option])):
+        for phase in _phases(self._sorted(options, "order")):
             self._run([(option, self._try_unless_slower) for option in phase])
 
     def _try_order(self, option: Option) -> None:
@@ -276,13 +297,15 @@ class _Trials:
         """Plan copies for options that may become the fastest, the most promising first."""
         if self._request.memory_limit is None or self._request.offload != "auto":
             return
-        seconds = dict(zip(tried, self._ask(self._free, tried), strict=True))
-        may_copy = [option for option in tried if seconds[option] is not None]
-        for phase in _phases(sorted(may_copy, key=lambda option: seconds[option])):
-            self._run([(o, partial(self._try_to_copy, seconds=seconds[o])) for o in phase])
+        for phase in _phases(self._sorted(tried, "copies")):
+            wanted = [o for o in phase if not (self.omits(o) or self._is_slower(o, _COPIED))]
+            seconds = dict(zip(wanted, self._ask(self._free, wanted), strict=True))
+            may_copy = [option for option in wanted if seconds[option] is not None]
+            for part in _phases(sorted(may_copy, key=lambda option: seconds[option])):
+                self._run([(o, partial(self._try_to_copy, seconds=seconds[o])) for o in part])
 
     def _free(self, option: Option) -> float | None:
-        """Return the period of an option without a limit; None if copies cannot help."""
+        """Return a bound on the period of an option's order with copies; None if it needs none."""
         if self._request.recipes[option.schedule].order:  # it has its own
             return None
         try:
@@ -293,13 +316,18 @@ class _Trials:
         if is_planned or schedule.has_copies:
             return None
         self._free_orders[option] = schedule
-        return self._figures(option, schedule)[0]
+        copying, limit = 0.0, self._request.limit_of(option)
+        if limit is not None and option.num_sequence_slices == 1:
+            copying = least_copying(schedule, self.costs(option), limit)
+            if self._is_above(period_to_compare(copying, copies=True)):
+                return copying
+        return max(copying, self._figures(option, schedule)[0])
 
     def _try_to_copy(self, option: Option, seconds: float) -> None:
         best, schedule = best_of(self.candidates), self._free_orders[option]
         try:
             if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
-                raise ScheduleError("even without its copies no faster than the best")
+                raise ScheduleError("with the copies that it needs no faster than the best")
             planned = self._offload(option, schedule, "auto", self._request.limit_of(option))
             self._add(option, "paged" if planned[1].is_paged else "auto", *planned)
         except ScheduleError as error:
@@ -346,7 +374,7 @@ class _Trials:
 
     def best(self) -> Candidate | None:
         """Return the best plan, with its schedule on every process; None if none fits."""
-        best = best_of(self.candidates)
+        best = best_of(sorted(self.candidates, key=lambda each: self._places[each.option]))
         if best is None:
             return None
         place = self.candidates.index(best)
@@ -418,7 +446,7 @@ class _Trials:
     def may_gain(self, option: Option) -> bool:
         """Return whether a search may gain enough; if not, record the reason."""
         request, best, why = self._request, best_of(self.candidates), ""
-        promised = inf if best is None else best.score / (self._bounds[option] or inf) - 1
+        promised = inf if best is None else best.score / (self._bounds[option].order or inf) - 1
         if request.memory_limit is None:
             why = "it is for tight limits, and there is none"
         elif not request.recipes[option.schedule].heeds_limit:
@@ -432,7 +460,42 @@ class _Trials:
 
     def omits(self, option: Option) -> bool:
         """Return whether the bound of an option shows that it is slower than the best."""
-        return self._is_above(self._bounds[option])
+        return self._is_above(period_to_compare(self._bounds[option].copies, copies=True))
+
+    def _sorted(self, options: Sequence[Option], bound: str) -> list[Option]:
+        """Return options with the best bounds first; of about equal ones those of least memory."""
+        least = min((getattr(self._bounds[option], bound) for option in options), default=0.0)
+
+        def key(option: Option) -> tuple[float, Any]:
+            times = getattr(self._bounds[option], bound) / (least or 1.0)
+            return round(min(times, _MANY_TIMES), 2), [-rank for rank in _saving(option)]
+
+        return sorted(options, key=key)
+
+    def _is_slower(self, option: Option, offloads: Sequence[str]) -> bool:
+        """Whether an option that needs less memory shows that this is slower than the best.
+
+        It has the same order, for more microbatches or with more recomputed: it did not fit, or
+        has as much work and took longer than the best.
+        """
+        if self._request.omits_above is None:
+            return False
+        for found in self.candidates:
+            other = found.option
+            sizes = (other.num_microbatches, other.recompute, other.head_weight_grad)
+            varied: dict[str, Any] = dict(zip(_VARIED, sizes, strict=True))
+            is_same = other != option and replace(option, **varied) == other
+            if not is_same or found.offload not in offloads:
+                continue
+            saved = zip(_saving(other), _saving(option), strict=True)
+            if all(more >= less for more, less in saved):
+                is_less_work = self._bounds[other].work <= self._bounds[option].work * (
+                    1 + ROUNDING
+                )
+                is_above = found.fits and is_less_work and self._is_above(found.score)
+                if is_above or found.needs_more_memory:
+                    return True
+        return False
 
     def _is_above(self, bound: float) -> bool:
         if self._request.omits_above is None:
@@ -442,12 +505,13 @@ class _Trials:
         return bound > min(above, self._request.omits_above) * (1 + _WORTH_SEARCHING)
 
     def _try_unless_slower(self, option: Option) -> None:
-        if self.omits(option) or self._is_above(self._bound_with_copies(option)):
+        is_slower = self._is_above(self._bounds[option].order) or self._is_slower(option, _ORDERS)
+        if is_slower or self._is_above(self._bound_of_own_copies(option)):
             self._refuse(option, "none", ScheduleError("nothing of it is faster than the best"))
         else:
             self._try_order(option)
 
-    def _bound_with_copies(self, option: Option) -> float:
+    def _bound_of_own_copies(self, option: Option) -> float:
         """Return a lower bound on the score of an option that copies of its own accord; else 0."""
         order = self._request.recipes[option.schedule].order
         if not order or self._request.omits_above is None:
@@ -459,18 +523,32 @@ class _Trials:
             return 0.0
         return period_to_compare(period, copies=True)
 
-    def _bound(self, option: Option) -> float:
-        """Return a lower bound on the period of an option; 0 if its stages are unknown."""
+    def _bound(self, option: Option) -> _Bound:
+        """Return lower bounds on the period of an option; 0 if its stages are unknown."""
         try:
             costs = self.costs(option)
         except ScheduleError:
-            return 0.0
-        placement = self._placement(option)
+            return _Bound()
+        request, placement = self._request, self._placement(option)
         seconds, hops = costs.compute(len(placement)), costs.hops(placement)
-        # With slices a rank begins sooner: its work alone is the bound then.
-        if self._request.has_barrier(option) and option.num_sequence_slices == 1:
-            return earliest_end(seconds, hops, placement, option.num_microbatches)
-        return most_work(seconds, placement, option.num_microbatches)
+        if option.num_sequence_slices > 1:  # a rank begins sooner: its work alone is the bound
+            work = most_work(seconds, placement, option.num_microbatches)
+            return _Bound(work, work, work)
+        least = (
+            earliest_end(seconds, hops, placement, option.num_microbatches)
+            if request.has_barrier(option)
+            else most_work(seconds, placement, option.num_microbatches)
+        )
+        limit = request.limit_of(option)
+        if limit is None:
+            return _Bound(least, least, least)
+        given = costs, placement, option.num_microbatches, limit
+        copies = max(least, least_in_memory(*given, copies=True))
+        may_stay = (
+            request.offload in ("auto", "none") and not request.recipes[option.schedule].order
+        )
+        order = max(least, least_in_memory(*given, copies=False)) if may_stay else copies
+        return _Bound(least, order, copies)
 
     def no_plan(self) -> ScheduleError:
         """Return an error with the reason why there is no plan."""
@@ -490,7 +568,7 @@ class _Trials:
 
 
 def _phases(options: Sequence[Option]) -> Iterator[Sequence[Option]]:
-    start = 0
-    for size in (*_PLANNED_FIRST, len(options)):
+    start, size = 0, 1
+    while start < len(options):
         yield options[start : start + size]
-        start += size
+        start, size = start + size, size * _GROWTH

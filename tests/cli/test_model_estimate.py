@@ -160,6 +160,20 @@ def test_several_plans_stand_side_by_side(capsys):
     assert refused.startswith("zb_v, 4 ranks: blocks has 4 blocks for 8 stages")
 
 
+def test_a_module_is_made_once_for_all_plans(capsys, monkeypatch):
+    made, configure = [], LateGPT.configure_model
+
+    def configure_model(module):
+        made.append(module)
+        configure(module)
+
+    monkeypatch.setattr(LateGPT, "configure_model", configure_model)
+    late = f"+model._target_={__name__}.LateGPT", "+model.width=8", "num_ranks=[2,4]"
+    plan(composed("plan", *late, *SMALL[4:6], *SMALL[7:], "compare=[zb_h1,zb_v,1f1b,gpipe]"))
+    assert len(json.loads(capsys.readouterr().out)["estimates"]) == 7
+    assert len(made) == 3  # also to see whether it is made in parts
+
+
 def test_what_no_change_makes_fit_is_refused(capsys):
     with pytest.raises(ScheduleError, match="use a smaller model, batch or data type"):
         estimate(capsys, "model.depth=2", "device_memory=1KiB")

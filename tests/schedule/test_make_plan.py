@@ -1,5 +1,6 @@
 """``schedule="auto"`` takes what the best hand would: the fastest plan of all that fit."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -15,7 +16,9 @@ from lightning_pipeoffload.schedule import (
     split_fused_backward,
     validate,
 )
+from lightning_pipeoffload.schedule import make_plan as make_plan_module
 from lightning_pipeoffload.schedule.candidates import Option, best_of, options
+from lightning_pipeoffload.schedule.families import build_by
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
@@ -214,6 +217,26 @@ def test_what_bounds_leave_out_is_never_the_best(longer, limit):
     assert (fewer.best, fewer.schedule) == (table.best, table.schedule)
     assert {c.option for c in fewer.candidates} == {*wanted}
     assert sum(c.fits for c in fewer.candidates) < sum(c.fits for c in table.candidates)
+
+
+def test_what_needs_least_memory_shows_that_others_need_not_be_built(monkeypatch):
+    built = []
+
+    def build_one(*arguments, **more):
+        built.append(arguments)
+        return build_by(*arguments, **more)
+
+    monkeypatch.setattr(make_plan_module, "build_by", build_one)
+    kept = {"none": 17.0, "cheap": 12.0, "full": 3.0}
+
+    def costs_of(option):
+        costs, size = costs_by_chunk()(option), kept[option.recompute] / option.num_chunks
+        return replace(costs, activation=size, weight_residue=size)
+
+    wanted = options([4, 8], recompute=kept)
+    found = planned(2, wanted, costs_of, 10.0, omits_above=inf)
+    assert found.best.option.recompute == "full"
+    assert len(built) < 0.6 * len(wanted)
 
 
 @pytest.mark.parametrize("offload", ["none", 0.0])

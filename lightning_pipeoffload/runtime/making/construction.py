@@ -175,11 +175,7 @@ class _Draft(RegisteredParameters):
         registered = {name: index for name, index in indices.items() if index is not None}
         if all(index < self.num_found for index in registered.values()):
             return None
-        chain = find_chain(self._module, blocks)
-        slots = find_slots(self._module)
-        segments = find_segments(slots, chain, StepRecord(len(chain) + 1))
-        costs = costs_by_size(slots, chain, segments)
-        stages = cut(chain, costs, stage_ranks, split)
+        segments, stages = cut_by_size(self._module, stage_ranks, blocks, split)
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,
@@ -238,6 +234,22 @@ def _refuse_pretrained() -> None:
             f"and call lightning_pipeoffload.load_weights(self, path), which reads what each rank "
             f"owns"
         )
+
+
+def cut_by_size(
+    module: nn.Module,
+    stage_ranks: Sequence[int],
+    blocks: str | Sequence[str] | None = None,
+    split: str | Sequence[int] = "auto",
+) -> tuple[dict[str, set[int]], list[Stage]]:
+    """Cut a module in parts, before any step has run; see :func:`make_blueprint`.
+
+    Returns:
+        The segments that need each parameter and buffer, by name, and the stages.
+    """
+    chain, slots = find_chain(module, blocks), find_slots(module)
+    segments = find_segments(slots, chain, StepRecord(len(chain) + 1))
+    return segments, cut(chain, costs_by_size(slots, chain, segments), stage_ranks, split)
 
 
 # The second run

@@ -1,9 +1,9 @@
 """Bytes that each stage saves of a microbatch, measured by running F and B on shapes alone.
 
 The step runs as in the trace, but of alike blocks of a stage two run, the second of which counts
-for the others. Each stage has a store for the tensors that autograd saves, weight
-gradients wait for W, and blocks are checkpointed as configured. So the bytes are the same as those
-that the stages' stores count later on the device.
+for the others; where each block is a stage, two of alike stages. Each stage has a store for the
+tensors that autograd saves, weight gradients wait for W, and blocks are checkpointed as configured.
+So the bytes are the same as those that the stages' stores count later on the device.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ class StageStores(WeightInputKeeper):
         return self.running.unpack_for_b(packed)
 
 
-def measure_shapes(pipeline: Pipeline, part: Microbatch) -> list[SavedMemory]:
+def measure_shapes(
+    pipeline: Pipeline, part: Microbatch, recompute: str | None = None
+) -> list[SavedMemory]:
     """Return the saved bytes of every stage for one microbatch, from a run without values.
 
     Where blocks run on slices of sequences, they are of all slices of a stage, then of the next.
@@ -132,15 +134,19 @@ def measure_shapes(pipeline: Pipeline, part: Microbatch) -> list[SavedMemory]:
     Args:
         pipeline: One rank's pipeline; its module is not changed.
         part: A microbatch of that pipeline.
+        recompute: What B computes again; None: as the pipeline's settings have it.
 
     Raises:
         ValueError: The step needs values, or there is no loss.
     """
-    return _measure(pipeline, part, pipeline.records.kernels.copy())
+    recompute = recompute or pipeline.settings.recompute
+    return _measure(pipeline, part, recompute, pipeline.records.kernels.copy())
 
 
-def _measure(pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> list[SavedMemory]:
-    measuring = _MeasuringPass(pipeline, part, kernels)
+def _measure(
+    pipeline: Pipeline, part: Microbatch, recompute: str, kernels: KernelsOnZeros
+) -> list[SavedMemory]:
+    measuring = _MeasuringPass(pipeline, part, recompute, kernels)
     try:
         with measuring.running():
             # As F does: sizes may depend on the step's random numbers.
@@ -151,7 +157,7 @@ def _measure(pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> l
             measuring.run_backward(loss_in(result))
     except (ValueNeededError, RuntimeError) as error:
         if kernels.take_in(error, pipeline.chain.blocks):  # in a backward
-            return _measure(pipeline, part, kernels)
+            return _measure(pipeline, part, recompute, kernels)
         if not isinstance(error, ValueNeededError):
             raise
         raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
@@ -161,18 +167,23 @@ def _measure(pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> l
 
 
 class _MeasuringPass(StepTrace):
-    def __init__(self, pipeline: Pipeline, part: Microbatch, kernels: KernelsOnZeros) -> None:
+    def __init__(
+        self, pipeline: Pipeline, part: Microbatch, recompute: str, kernels: KernelsOnZeros
+    ) -> None:
         options: Any = {"observes": False, "calls": part.record.calls}
         super().__init__(pipeline.module, pipeline.chain, part.device, kernels, **options)
         stages = pipeline.cut.stages
         self._part = part
         self._left_to_b, self._at_once = pipeline.left_to_b, pipeline.at_once
-        self._recompute = pipeline.settings.recompute
+        self._recompute = recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self._stage_of[len(self.chain)] = len(stages) - 1
         alike = self._find_alike(pipeline)
         self.outputs = {index: part.record.outputs[index] for index in alike}
-        self._num_alike = Counter(alike.values())  # how many others a block counts for
+        is_alone = self._is_stage_each(pipeline)
+        self._alike_stages = alike if is_alone else {}
+        # How many others of its stage a block counts for.
+        self._num_alike = Counter(() if is_alone else alike.values())
         self._slices: Sequence[SequenceSlice] = ()
         if part.record.sequence is not None:
             of_slices = part.record.in_slices(pipeline.settings.num_sequence_slices)
@@ -188,7 +199,12 @@ class _MeasuringPass(StepTrace):
         if self._recompute == "cheap":  # which recomputes a block's values from those before it
             return {}
         blocks = [stage.blocks for stage in pipeline.cut.stages]
+        if self._is_stage_each(pipeline):
+            blocks = [range(len(self.chain))]
         return find_alike_saving(self.chain, self._part.record, blocks)
+
+    def _is_stage_each(self, pipeline: Pipeline) -> bool:
+        return all(len(stage.blocks) <= 1 for stage in pipeline.cut.stages)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -360,7 +376,9 @@ class _MeasuringPass(StepTrace):
     @property
     def memories(self) -> list[SavedMemory]:
         """The bytes of every stage, or of all slices of a stage, then of the next."""
-        return [memory for of_stage in self._of_stages for memory in of_stage]
+        alike = self._alike_stages
+        of_stages = (self._of_stages[alike.get(n, n)] for n in range(len(self._of_stages)))
+        return [memory for of_stage in of_stages for memory in of_stage]
 
     def let_go(self) -> None:
         """Remove the hooks: Python cannot collect a cycle through autograd, which holds them."""

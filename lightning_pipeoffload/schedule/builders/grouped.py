@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from math import gcd
 from typing import NamedTuple
@@ -132,6 +133,7 @@ class _Group(NamedTuple):
     start: int
 
 
+@lru_cache(maxsize=64)  # the search for a plan asks again for other costs
 def _repeated(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> Schedule:
     """Repeat the building block for one group after the other, and drop the slots that stay empty.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
 from math import floor, gcd, inf
 
 from ..actions import ACTIVATION, COMPUTE_LANE, COPIES, KINDS, WAITING, Action, Kind, Part
@@ -23,6 +25,8 @@ __all__ = [
     "WholeCosts",
     "earliest_end",
     "earliest_starts",
+    "least_copying",
+    "least_in_memory",
     "most_work",
 ]
 
@@ -67,6 +71,77 @@ def most_work(seconds: _Seconds, placement: tuple[int, ...], num_microbatches: i
     """Return the seconds of a step's work on the rank that has most of it."""
     ranks = range(max(placement) + 1)
     return num_microbatches * max(_work(seconds, placement, rank) for rank in ranks)
+
+
+def least_in_memory(
+    costs: Costs, placement: tuple[int, ...], num_microbatches: int, limit: float, copies: bool
+) -> float:
+    """Return the seconds that a step takes at least, since a rank holds no more than ``limit``.
+
+    From F to B of a stage an activation waits for the F and B of all later stages. Activations
+    times these seconds have to fit into the step times the limit, but for those that the copy lanes
+    take away meanwhile, where there are copies: those that wait longest.
+    """
+    num_stages = len(placement)
+    seconds, hops = costs.compute(num_stages), costs.hops(placement)
+    pairs = zip(seconds[Kind.F], seconds[Kind.B], hops, strict=True)
+    waits = [*accumulate(f + b + 2 * hop for f, b, hop in [*pairs][::-1])][::-1]
+    moves, sizes = _move_seconds(costs, num_stages), costs.per_stage("activation", num_stages)
+
+    def least(rank: int) -> float:
+        of_stages = [(sizes[s] * waits[s], moves[s]) for s in stages_on(placement, rank)]
+        held, moved = sum(size for size, _ in of_stages), 0.0
+        for size, move in sorted(of_stages, key=_time_saved, reverse=True) if copies else ():
+            if held - size <= limit * (moved + move):
+                share = (held - limit * moved) / ((size + limit * move) or 1.0)
+                return moved + max(0.0, share) * move
+            held, moved = held - size, moved + move
+        return max(moved, held / limit) if limit else inf
+
+    return num_microbatches * max(map(least, range(max(placement) + 1)))
+
+
+def least_copying(schedule: Schedule, costs: Costs, limit: float) -> float:
+    """Return the seconds of a rank's copies at least, so that its order keeps a limit.
+
+    What exceeds the limit leaves the activations whose B is last, for these are away longest.
+    """
+    moves = _move_seconds(costs, schedule.num_stages)
+    sizes = costs.per_stage("activation", schedule.num_stages)
+    most = 0.0
+    for rank, order in enumerate(schedule):
+        ends = {a[1:]: i for i, a in enumerate(order) if a.kind in (Kind.B, Kind.BW)}
+        there: dict[int, float] = {}  # bytes on the device, by the place of their B
+        latest: list[int] = []
+        total = moved = 0.0
+        for place, action in enumerate(order):
+            if action.kind is Kind.F:
+                end, size = ends[action[1:]], sizes[action.stage]
+                there[end], total = size, total + size
+                heappush(latest, -end)
+                while total > limit and latest:
+                    away = min(there[-latest[0]], total - limit)
+                    there[-latest[0]] -= away
+                    total, moved = total - away, moved + away
+                    if not there[-latest[0]]:
+                        heappop(latest)
+            elif action.kind in (Kind.B, Kind.BW):
+                total -= there[place]
+                there[place] = 0.0
+        rates = [moves[s] / sizes[s] for s in schedule.stages_of(rank) if sizes[s]]
+        most = max(most, moved * min(rates, default=0.0))
+    return most
+
+
+def _move_seconds(costs: Costs, num_stages: int) -> list[float]:
+    there, back = (costs.per_stage(name, num_stages) for name in ("offload", "reload"))
+    of_both = sum if costs.copy_lanes == 1 else max
+    return [of_both(pair) for pair in zip(there, back, strict=True)]
+
+
+def _time_saved(of_stage: tuple[float, float]) -> float:
+    held, move = of_stage
+    return held / move if move else inf
 
 
 def _work(seconds: _Seconds, placement: tuple[int, ...], rank: int) -> float:
