@@ -251,7 +251,7 @@ CASES = {
     ),
     "optimizer on the host": ((2, 2), {"pipeline": {"optimizer_offload": True}}),
     "loss_parallel": ((2, 2), {"kind": LossOfShards, "module": {"plan": "torchtitan"}}),
-    "auto": ((2, 2), {"pipeline": {"schedule": "auto"}}),
+    "auto": ((2, 2), {"pipeline": {"schedule": "auto", "num_microbatches": "auto"}}),
     "auto of replicas": ((1, 2, 2), {"pipeline": {"schedule": "auto"}}),
     "auto alone": ((1, 4), {"pipeline": {"schedule": "auto"}}),
     "optpipe": ((2, 2), {"pipeline": {"schedule": "optpipe", "solver_seconds": 0.1}}),

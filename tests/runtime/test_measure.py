@@ -20,14 +20,19 @@ from lightning_pipeoffload.runtime.executor import Executor
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BlockMeasurement,
+    RankCosts,
     SampledCut,
+    SliceCosts,
+    StageCosts,
     beside_blocks,
     costs_of_blocks,
+    costs_of_pipelines,
     costs_of_stages,
 )
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
+from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater
 from lightning_pipeoffload.runtime.memory.stage_store import Held, OffloadSettings
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
@@ -66,6 +71,23 @@ def cut(*lengths):
         Stage(index, range(end - length, end), frozenset(range(end - length, end)))
         for index, (end, length) in enumerate(zip(ends, lengths, strict=True))
     ]
+
+
+def costs_of_rank(index, seconds, num_bytes):
+    stage = StageCosts(*[seconds] * 3, *[num_bytes] * 3, seconds, seconds)
+    return RankCosts({index: [SliceCosts(stage, KeptForLater())]}, num_bytes, {index: seconds})
+
+
+def test_all_pipelines_cost_what_the_largest_does():
+    of_all = costs_of_pipelines(
+        [
+            [costs_of_rank(0, 1.0, 8), costs_of_rank(1, 4.0, 1)],
+            [costs_of_rank(0, 2.0, 4), costs_of_rank(1, 3.0, 2)],
+        ]
+    )
+    assert of_all.per_stage("forward", 2) == of_all.per_stage("communication", 2) == (2.0, 4.0)
+    assert of_all.per_stage("activation", 2) == (8, 2)
+    assert of_all.copy_lanes == 1
 
 
 def test_blocks_are_measured_with_the_casts_that_a_step_shares():
