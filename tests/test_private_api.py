@@ -332,7 +332,7 @@ def test_torchs_checkpoint_has_the_result_in_a_variable_when_its_generator_goes_
     assert "            next(gen)\n        except StopIteration:\n            return ret" in source
 
 
-def test_a_frame_of_python_is_around_the_forward_of_an_autograd_function():
+def test_a_frame_shows_the_forward_of_an_autograd_function():
     found = []
 
     class Noting(torch.autograd.Function):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
@@ -16,6 +16,7 @@ from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight
+from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import code_of, subclasses_of
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
 from lightning_pipeoffload.runtime.users_code.users_lines import (
@@ -133,13 +134,13 @@ class CallChecks:
                 yield index
 
 
-# Its frame shows that a function's forward runs; one with a setup_context gets no ctx.
-_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
 def is_in_function() -> bool:
     """Whether the forward of an autograd function is running, such as a reentrant checkpoint."""
-    return not torch.is_grad_enabled() and any(f.f_code is _APPLY for f in running_frames())
+    if torch.is_grad_enabled():
+        return False
+    # With a setup_context it gets no ctx; what calls it has no frame from torch 2.14 on.
+    forwards = {id(code_of(function.forward)) for function in subclasses_of(Function)}
+    return any(id(frame.f_code) in forwards for frame in running_frames())
 
 
 def _count_hooks(block: nn.Module) -> int:

@@ -205,17 +205,19 @@ def _function_of(frame: FrameType) -> Any:
         first = next(iter(first), None)
     if isinstance(first, BackwardCFunction):
         return first._forward_cls  # type: ignore[attr-defined]
-    functions = _subclasses_of(Function)  # with a setup_context, forward gets no context
-    return next((f for f in functions if _code_of(f.forward) is code), None)
+    functions = subclasses_of(Function)  # with a setup_context, forward gets no context
+    return next((f for f in functions if code_of(f.forward) is code), None)
 
 
-def _subclasses_of(kind: Any) -> Iterator[Any]:
+def subclasses_of(kind: Any) -> Iterator[Any]:
+    """Yield all classes that derive from ``kind``."""
     for subclass in kind.__subclasses__():
         yield subclass
-        yield from _subclasses_of(subclass)
+        yield from subclasses_of(subclass)
 
 
-def _code_of(function: Any) -> Any:
+def code_of(function: Any) -> Any:
+    """Return the code of a function, also of a decorated one; None if it is not Python's."""
     return getattr(inspect.unwrap(function), "__code__", None)
 
 
