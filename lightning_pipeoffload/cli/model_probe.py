@@ -160,10 +160,10 @@ class ModelProbe:
         """
         settings = self._as_made(placement, settings)
         chain = self._find_chain(settings)
-        found = self._needs_of_blocks(chain, num_microbatches, settings)
-        if found is None:  # the step cannot be cut between all of its blocks
+        needs_and_sizes = self._needs_of_blocks(chain, num_microbatches, settings)
+        if needs_and_sizes is None:  # the step cannot be cut between all of its blocks
             return self.needs_of(placement, num_microbatches, settings)
-        needs, sizes = found
+        needs, sizes = needs_and_sizes
         forward, for_input, for_weight = needs.costs.compute(len(chain) + 1).values()
         costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
         stages = cut(chain, costs, placement, settings.split)
@@ -217,9 +217,9 @@ class ModelProbe:
     ) -> Iterator[tuple[str, MemoryNeeds]]:
         """Trace a step once, and yield the needs with each value of ``recompute``."""
         settings = self._as_made(placement, settings)
-        given = placement, settings.blocks, settings.split, settings.recompute
+        arguments = placement, settings.blocks, settings.split, settings.recompute
         head = settings.heads_to_try[0]
-        with self._cutting(CutSettings(*given, head_weight_grad=head)) as pipeline:
+        with self._cutting(CutSettings(*arguments, head_weight_grad=head)) as pipeline:
             first = self._first_slice(pipeline, self.batch_size // num_microbatches)
             self._num_parameters = pipeline.cut.num_parameters
             self._flops_of_slice = first.record.training_flops, num_microbatches
@@ -306,11 +306,11 @@ class ModelProbe:
 
 def _leave_meta(module: LightningModule) -> None:
     """Let shapes that nothing has loaded, on the meta device, be on the host as the others are."""
-    made: dict[int, Tensor] = {}
+    on_host: dict[int, Tensor] = {}
     for slot in find_slots(module):
         shape = slot.tensor
         if isinstance(shape, RemoteTensor) and shape.is_meta:
-            slot.put(made.setdefault(id(shape), shape.on_device(_CPU)))
+            slot.put(on_host.setdefault(id(shape), shape.on_device(_CPU)))
 
 
 @contextmanager

@@ -480,20 +480,20 @@ class _Trials:
         """
         if self._request.omits_above is None:
             return False
-        for found in self.candidates:
-            other = found.option
+        for candidate in self.candidates:
+            other = candidate.option
             sizes = (other.num_microbatches, other.recompute, other.head_weight_grad)
             varied: dict[str, Any] = dict(zip(_VARIED, sizes, strict=True))
             is_same = other != option and replace(option, **varied) == other
-            if not is_same or found.offload not in offloads:
+            if not is_same or candidate.offload not in offloads:
                 continue
             saved = zip(_saving(other), _saving(option), strict=True)
             if all(more >= less for more, less in saved):
                 is_less_work = self._bounds[other].work <= self._bounds[option].work * (
                     1 + ROUNDING
                 )
-                is_above = found.fits and is_less_work and self._is_above(found.score)
-                if is_above or found.needs_more_memory:
+                is_above = candidate.fits and is_less_work and self._is_above(candidate.score)
+                if is_above or candidate.needs_more_memory:
                     return True
         return False
 
@@ -542,12 +542,12 @@ class _Trials:
         limit = request.limit_of(option)
         if limit is None:
             return _Bound(least, least, least)
-        given = costs, placement, option.num_microbatches, limit
-        copies = max(least, least_in_memory(*given, copies=True))
+        arguments = costs, placement, option.num_microbatches, limit
+        copies = max(least, least_in_memory(*arguments, copies=True))
         may_stay = (
             request.offload in ("auto", "none") and not request.recipes[option.schedule].order
         )
-        order = max(least, least_in_memory(*given, copies=False)) if may_stay else copies
+        order = max(least, least_in_memory(*arguments, copies=False)) if may_stay else copies
         return _Bound(least, order, copies)
 
     def no_plan(self) -> ScheduleError:
