@@ -126,7 +126,7 @@ def _help_of(config_name: str) -> str:
     header, _, text = (folder / f"{config_name}.yaml").read_text().partition("defaults:\n")
     groups = []
     for group, default, comment in re.findall(r"^ +- (\w+): (\S+) *(.*)$", text, re.MULTILINE):
-        names = " ".join(sorted(path.stem for path in (folder / group).glob("*.yaml")))
+        names = " ".join(_names_in(group))
         groups.append(f"\n{group}={default}   ({names})")
         groups += [f"    {comment}"] * bool(comment)
         file = folder / group / f"{default}.yaml"
@@ -177,6 +177,11 @@ def _name_similar(message: str, config_name: str) -> str:
     from hydra import compose, initialize_config_dir  # noqa: PLC0415 - see the module's docstring
     from omegaconf import OmegaConf  # noqa: PLC0415
 
+    of_group = re.search(r"Could not find '(\w+)/([^']+)'", message)
+    if of_group is not None:
+        group, name = of_group.groups()
+        similar = get_close_matches(name.lower(), _names_in(group), n=1, cutoff=0.7)
+        return f"{message.rstrip()}; did you mean {group}={similar[0]}?" if similar else message
     match = re.match(r"Could not override '([^']+)'", message)
     if match is None:
         return message
@@ -184,14 +189,18 @@ def _name_similar(message: str, config_name: str) -> str:
     with initialize_config_dir(str(configuration_directory()), version_base=None):
         there = OmegaConf.select(compose(config_name), path) if path else compose(config_name)
     if path and there is None and (configuration_directory() / path).is_dir():
-        options = sorted(file.stem for file in (configuration_directory() / path).glob("*.yaml"))
-        return f"{match[0]}: no {path} is chosen; add {path}=NAME, of {', '.join(options)}"
+        options = ", ".join(_names_in(path))
+        return f"{match[0]}: no {path} is chosen; add {path}=NAME, of {options}"
     groups = [] if path else [each.name for each in configuration_directory().iterdir()]
     names = {*groups, *(map(str, there) if isinstance(there, Mapping) else ())}
     similar = get_close_matches(name, names, n=1)
     return (
         f"{match[0]}; did you mean {f'{path}.' * bool(path)}{similar[0]}?" if similar else message
     )
+
+
+def _names_in(group: str) -> list[str]:
+    return sorted(file.stem for file in (configuration_directory() / group).glob("*.yaml"))
 
 
 def _refuse(message: str, status: int = REFUSED) -> NoReturn:

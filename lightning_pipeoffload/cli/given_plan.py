@@ -412,7 +412,7 @@ class _MemorySweep:
 
     def table(self, title: str, units: Units) -> Table:
         """Return a row per family and a column per limit, the last rows the fastest of all."""
-        heads = map(units.write_memory, self.limits)
+        heads = (units.write_memory(limit, max(self.limits)) for limit in self.limits)
         table = bare_table(Column("limit", no_wrap=True), *heads, title=title, is_narrow=True)
         best = [self._fastest(limit) for limit in self.limits]
         for name in self.plans:

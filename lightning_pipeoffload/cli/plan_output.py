@@ -190,7 +190,9 @@ def _rank_table(step: PlannedStep, units: Units) -> Table:
     for rank, (busy, peak) in enumerate(zip(timeline.busy, timeline.peak_memory, strict=True)):
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         times = map(units.write_time, (busy, timeline.makespan - busy))
-        table.add_row(str(rank), stages, *times, units.write_memory(peak))
+        table.add_row(
+            str(rank), stages, *times, units.write_memory(peak, max(timeline.peak_memory))
+        )
     return table
 
 
@@ -217,20 +219,23 @@ def comparison_table(rows: Iterable[Mapping[str, Any]], title: str, units: Units
     """
     columns = (Column("schedule", no_wrap=True), *_HEADINGS)
     table = bare_table(*columns, title=title + units.words, is_narrow=True)
+    rows = [*rows]
+    memories = ("peak_memory", "peak_host_memory")
+    most = max((max(row[m]) for row in rows if "refused" not in row for m in memories), default=0)
     for row in rows:
-        cells = ["-"] * len(_HEADINGS) if "refused" in row else _cells(row, units)
+        cells = ["-"] * len(_HEADINGS) if "refused" in row else _cells(row, units, most)
         table.add_row(row["schedule"], *cells)
     return table
 
 
-def _cells(row: Mapping[str, Any], units: Units) -> list[str]:
+def _cells(row: Mapping[str, Any], units: Units, most: float) -> list[str]:
     return [
         str(row["num_chunks"]),
         units.write_time(row["period"]),
         share_text(row["period_bubble"]),
         units.write_time(row["makespan"]),
         share_text(row["bubble"]),
-        units.write_memory(max(row["peak_memory"])),
-        units.write_memory(max(row["peak_host_memory"])),
+        units.write_memory(max(row["peak_memory"]), most),
+        units.write_memory(max(row["peak_host_memory"]), most),
         str(sum(row["messages"])),
     ]

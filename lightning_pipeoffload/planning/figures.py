@@ -57,8 +57,9 @@ class Units(NamedTuple):
     def write_time(self, value: float) -> str:
         return seconds_text(value) if self.is_measured else f"{value:.6g}"
 
-    def write_memory(self, value: float) -> str:
-        return bytes_text(value) if self.is_measured else f"{value:.6g}"
+    def write_memory(self, value: float, beside: float = 0.0) -> str:
+        """Write memory; ``beside`` is the largest of the same column."""
+        return bytes_text(value, beside) if self.is_measured else f"{value:.6g}"
 
     def sentence(self, value: float) -> str:
         """Write a time with its unit."""
@@ -127,7 +128,7 @@ def bare_table(*columns: Column | str, title: str, is_narrow: bool = False) -> T
     return table
 
 
-def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
+def choice_table(plan: Plan, seconds: Write, memory: Callable[[float, float], str]) -> Table:
     """Return a table of the candidates that fit, the fastest first.
 
     Plans that differ in how many W's are postponed are one row, with the figures of the fastest.
@@ -145,6 +146,7 @@ def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
     title = f"Plans that fit: {len(fitting)} of {num_tried}"
     head = Column("schedule", no_wrap=True)
     table = bare_table(head, *columns, title=title, is_narrow=True)
+    most = max((each.peak_memory or 0.0 for each in fitting.values()), default=0.0)
     rows: dict[tuple[str, ...], list[str]] = {}  # names of schedules with the same figures
     for candidate in fitting.values():
         assert candidate.period is not None
@@ -154,7 +156,7 @@ def choice_table(plan: Plan, seconds: Write, memory: Write) -> Table:
         cells += [str(option.num_microbatches)] * has_counts + [option.recompute] * recomputes
         cells += [option.head_weight_grad] * heads
         cells += [candidate.offload, seconds(candidate.period)]
-        cells += [share_text(candidate.bubble or 0.0), memory(candidate.peak_memory)]
+        cells += [share_text(candidate.bubble or 0.0), memory(candidate.peak_memory, most)]
         rows.setdefault((*cells, candidate.reason or "taken"), []).append(option.schedule)
     for figures, names in rows.items():
         table.add_row(", ".join(dict.fromkeys(names)), *figures)

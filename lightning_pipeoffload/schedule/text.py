@@ -87,9 +87,13 @@ def _fit(label: str, action: Action, width: int) -> str:
     return shown[:width].ljust(width)
 
 
-def bytes_text(num_bytes: float) -> str:
-    """Format bytes, rounded up: "1.50 MiB", from 10 GiB on "12.25 GiB"."""
-    size, unit = (_GIB, "GiB") if num_bytes >= 10 * _GIB else (_MIB, "MiB")
+def bytes_text(num_bytes: float, beside: float = 0.0) -> str:
+    """Format bytes, rounded up: "1.50 MiB", from 10 GiB on "12.25 GiB".
+
+    ``beside``: the largest figure of the same column, in whose unit all are.
+    """
+    is_large = max(num_bytes, beside) >= 10 * _GIB
+    size, unit = (_GIB, "GiB") if is_large else (_MIB, "MiB")
     return f"{ceil(num_bytes / size * 100) / 100:,.2f} {unit}"
 
 

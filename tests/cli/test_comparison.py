@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lightning_pipeoffload.cli.plan_output import comparison_table
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.planning.figures import Units
+from lightning_pipeoffload.planning.figures import MEASURED, Units
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from tests.support.composed import composed
 
@@ -75,6 +75,15 @@ def test_the_table_has_a_row_for_each(compare, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["1f1b", "1", "30", "20.0", "%", "30", "20.0", "%", "4", "0", "48"] in lines
     assert ["zb_h2", *["-"] * 8] in lines
+
+
+def test_a_table_has_one_unit_of_memory(compare, capsys):
+    rows = compare(["gpipe", "1f1b"], Costs(1, 1, 1, activation=2 * 2**30), **SIZES)
+    Console(width=120).print(comparison_table(rows, "title", MEASURED))
+    text = capsys.readouterr().out
+    assert "16.00 GiB" in text
+    assert "8.00 GiB" in text
+    assert "MiB" not in text
 
 
 def test_offload_variants_stand_beside_the_schedule(compare):
