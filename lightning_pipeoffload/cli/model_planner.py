@@ -99,6 +99,10 @@ _COUNTING = {
 }
 _INSTEAD = {
     "memory_limit": "write device_memory, of which weights and messages take their part",
+    "tensor_parallel_size": (
+        "plans are of whole layers: leave it out, and read the bytes of shards in "
+        'trainer.strategy.report()["memory"] of a run, which are there before its first step'
+    ),
     **SIZES_INSTEAD,
 }
 
@@ -369,6 +373,7 @@ class ModelPlanner:
 
     def _fits(self, proposal: _Proposal) -> bool:
         """Whether a plan fits with its messages too."""
+        self.probe.recomputes = ()  # its own suffices
         try:
             estimate = self.estimate(proposal.settings, proposal.num_ranks)
         except ValueError:
