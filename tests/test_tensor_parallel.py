@@ -497,6 +497,11 @@ class DropsBoth(Inner):
         return self.down(nn.functional.dropout(self.up(nn.functional.dropout(x))))
 
 
+class ReadsApart(Net):
+    def on_train_start(self):
+        self.trainer.train_dataloader.dataset.tensors[0].fill_(self.global_rank % 2)
+
+
 REFUSED = {
     "a whole weight": (
         {"module": {"inner": Scaled}},
@@ -517,6 +522,10 @@ REFUSED = {
     "dropout of a shard and the whole": (
         {"module": {"inner": DropsBoth}},
         "draws random numbers for a shard of a layer and for what all tensor ranks have",
+    ),
+    "other batches": (
+        {"kind": ReadsApart},
+        "ranks that share a stage's layers read another batch in training_step than each other",
     ),
     "no sum": ({"module": {"plan": "no sum"}}, "mat1 and mat2 shapes cannot be multiplied"),
     "a shard of the logits": (

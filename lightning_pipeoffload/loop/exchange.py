@@ -189,11 +189,14 @@ class Exchange:
         group = self._group
         checksums = dict(zip(group.global_ranks, group.gather(sent.checksum), strict=True))
         apart = [rank for rank in sorted(checksums) if checksums[rank] != checksums[group.root]]
+        kind = sent.batch.kind
+        difference = f"global ranks {apart} read another {kind} than global rank {group.root}"
+        if not apart:  # each rank agrees with its pipeline
+            difference = f"ranks that share a stage's layers read another {kind} than each other"
         raise RuntimeError(
-            f"global ranks {apart} read another {sent.batch.kind} than global rank {group.root}; "
-            f"the ranks of a pipeline must read the same data in the same order: call "
-            f"L.seed_everything(...) before the data is made, seed generators of your own alike in "
-            f"every process, and share samples out by nothing but "
+            f"{difference}; the ranks of a pipeline must read the same data in the same order: "
+            f"call L.seed_everything(...) before the data is made, seed generators of your own "
+            f"alike in every process, and share samples out by nothing but "
             f"lightning_pipeoffload.data_parallel_rank()"
         )
 
