@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
 from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping
@@ -17,6 +17,7 @@ from lightning_pipeoffload.cli.plan_output import drawn, print_plan
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, Units
 from lightning_pipeoffload.schedule import ScheduleError
+from lightning_pipeoffload.schedule.families import check_sizes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,6 +50,7 @@ def plan(config: DictConfig) -> None:
                 f"{name} ({config[name]}) counts beside a device; add device=h100 and model=NAME, "
                 f"or leave it out"
             )
+    _check_tensor_ranks(config.tensor_parallel_size, config.get("model") is not None)
     if config.device is not None or config.get("model") is not None:
         _plan_model(config)
         return
@@ -73,6 +75,20 @@ def plan(config: DictConfig) -> None:
         step, figures = plans.plan(is_json)
         picture.draw([step])
         print_plan(step, figures, plans.units, is_json)
+
+
+def _check_tensor_ranks(size: Any, has_model: bool) -> None:
+    if size == "auto":
+        raise ScheduleError(
+            "tensor_parallel_size (auto) is not searched; plan two or three sizes, as with "
+            "tensor_parallel_size=2 and tensor_parallel_size=4, and compare their figures"
+        )
+    check_sizes(tensor_parallel_size=size)
+    if size > 1 and not has_model:
+        raise ScheduleError(
+            f"tensor_parallel_size ({size}) is for a model, whose layers it divides: add "
+            f"model=NAME, or leave it out, and give costs of one of the ranks that share a stage"
+        )
 
 
 def _plan_model(config: DictConfig) -> None:

@@ -59,6 +59,7 @@ IMPORTED = {
     ),
     "torch.distributed": "_functional_collectives",
     "torch._C._distributed_c10d": "_resolve_process_group",
+    "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.distributed.checkpoint._nested_dict": "unflatten_state_dict",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.nn.modules.module": "_global_forward_hooks _global_forward_pre_hooks",

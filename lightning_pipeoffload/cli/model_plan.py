@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import wraps
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -17,6 +18,7 @@ from lightning_pipeoffload.cli.plan_output import described, print_choice, print
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
 from lightning_pipeoffload.planning.limits import bytes_writer
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
+from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
 from lightning_pipeoffload.schedule import (
     MemoryLimitError,
     ScheduleError,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["estimate_model", "plan_for_device"]
 
+Result = TypeVar("Result")
+
 _GIB, _MIB = 1 << 30, 1 << 20
 # Slices of sequences are proposed for a gain of this share, and not if shorter than so many tokens.
 _NUMBERS_OF_SLICES, _LEAST_GAIN, _LEAST_TOKENS = (2, 4, 8, 16), 0.05, 512
@@ -46,6 +50,16 @@ _HEADS = {
 """Headings with which a table of plans fits into 80 columns."""
 
 
+def _beside_tensor_ranks(plan: Callable[[DictConfig], Result]) -> Callable[[DictConfig], Result]:
+    @wraps(plan)
+    def plan_beside(config: DictConfig) -> Result:
+        with beside_absent_ranks(config.tensor_parallel_size):
+            return plan(config)
+
+    return plan_beside
+
+
+@_beside_tensor_ranks
 def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
     """Return the fastest plan that fits a device, and what JSON and the text say of it.
 
@@ -72,6 +86,7 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
         )
     figures = {
         "device": device.name,
+        "tensor_parallel_size": planner.settings.tensor_parallel_size,
         "precision": precision,
         "efficiency": config.efficiency,
         "flops_per_second": planner.flops,
@@ -101,7 +116,8 @@ def _proposed_slices(
 ) -> dict[str, Any] | None:
     """Return the fewest slices of sequences that gain about as much as any; None if they do not."""
     length, before = planner.probe.num_tokens_of_sequence, plan.best.period
-    if planner.num_slices > 1 or length is None or not before:
+    is_fixed = planner.num_slices > 1 or planner.settings.tensor_parallel_size > 1
+    if is_fixed or length is None or not before:
         return None
     periods: dict[int, float] = {}
     whole = replace(plan.best.option, schedule="seq_zb", num_chunks=1)
@@ -156,7 +172,8 @@ def _answer(
     rates.append(f"MFU {share_text(speed['mfu'] or 0.0)} of the data sheet's rate")
     most = max(rank.device for rank in needs)
     replicas = int(planner.settings.data_parallel_size)
-    hosts = [rank.host for rank in needs] * replicas
+    size = planner.settings.tensor_parallel_size
+    hosts = [rank.host for rank in needs for _ in range(size)] * replicas
     reserve = planner.device.memory - planner.memory
     beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
     per_machine = max(
@@ -166,10 +183,20 @@ def _answer(
     fits = "it fits" if most <= planner.memory else "with its messages it does not fit"
     return [
         f"{', '.join(rates)}, with {replicas * planner.probe.batch_size} samples a step",
+        *_about_tensor_ranks(len(needs), size, replicas),
         f"the fullest rank needs {bytes_text(most)} of {bytes_text(planner.memory)}{beside}: "
         f"{fits}",
         f"host memory: {bytes_text(max(hosts))} of the rank that needs most, "
         f"{bytes_text(per_machine)} of a machine",
+    ]
+
+
+def _about_tensor_ranks(num_ranks: int, size: int, replicas: int) -> list[str]:
+    if size == 1:
+        return []
+    return [
+        f"{replicas * num_ranks * size} devices: {size} share the layers of each rank, and have "
+        f"its memory each; their collectives take no time here"
     ]
 
 
@@ -209,6 +236,7 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
         ) from None
 
 
+@_beside_tensor_ranks
 def estimate_model(config: DictConfig) -> None:
     """Print what each rank needs for the model of ``config``, in one plan or several.
 
@@ -285,6 +313,7 @@ def _describe(plan: Estimate) -> dict[str, Any]:
     return {
         "schedule": plan.name,
         "num_ranks": plan.num_ranks,
+        "tensor_parallel_size": plan.settings.tensor_parallel_size,
         "num_microbatches": plan.num_microbatches,
         "recompute": plan.settings.recompute,
         "bubble": plan.step.timeline.bubble,
@@ -307,6 +336,11 @@ def _print_estimates(
             f"{share_text(plan.step.bubble)} by the operations that are counted",
             highlight=False,
         )
+    settings = estimates[0].settings
+    sizes = settings.tensor_parallel_size, int(settings.data_parallel_size)
+    for num_ranks in dict.fromkeys(plan.num_ranks for plan in estimates):
+        for line in _about_tensor_ranks(num_ranks, *sizes):
+            console.out(line, highlight=False)
     for line in refusals:
         console.out(line, highlight=False)
 

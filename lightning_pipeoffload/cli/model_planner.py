@@ -99,10 +99,7 @@ _COUNTING = {
 }
 _INSTEAD = {
     "memory_limit": "write device_memory, of which weights and messages take their part",
-    "tensor_parallel_size": (
-        "plans are of whole layers: leave it out, and read the bytes of shards in "
-        'trainer.strategy.report()["memory"] of a run, which are there before its first step'
-    ),
+    "tensor_parallel_size": "set tensor_parallel_size, without strategy.",
     **SIZES_INSTEAD,
 }
 
@@ -131,7 +128,9 @@ class ModelPlanner:
         chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
         counts = {"num_microbatches": self._count, "num_sequence_slices": self.num_slices}
         check_sizes(**counts, **chunks)
-        self.settings = settings_of(config, _COUNTING, _INSTEAD, schedule="auto")
+        size = {"tensor_parallel_size": config.get("tensor_parallel_size", 1)}
+        PipelineSettings(num_sequence_slices=self.num_slices, **size)  # which it may refuse
+        self.settings = settings_of(config, _COUNTING, _INSTEAD, schedule="auto", **size)
         self._has_barrier = has_barrier(config)
         self._is_clipped = needs_all_gradients(config)
         self._needs: dict[Any, MemoryNeeds] = {}
@@ -225,21 +224,26 @@ class ModelPlanner:
         self, sent: Sequence[int], placement: Sequence[int], device: Device
     ) -> list[float]:
         """Return the seconds of each stage's message to the next stage, by where that is."""
-        machines = [rank // self._config.devices_per_machine for rank in placement]
+        machines = [self._machine_of(rank) for rank in placement]
         pairs = zip(machines, [*machines[1:], machines[-1]], strict=True)
         rates = [device.link_rate if a == b else device.network_rate for a, b in pairs]
         return [size / rate for size, rate in zip(sent, rates, strict=True)]
+
+    def _machine_of(self, rank: int) -> int:
+        """Return the machine of a rank, whose tensor ranks are neighbours; replicas follow."""
+        return rank * self.settings.tensor_parallel_size // int(self._config.devices_per_machine)
 
     def _reduce_seconds(
         self, needs: MemoryNeeds, option: Option, num_ranks: int, replicas: int
     ) -> list[float]:
         """Return the seconds in which replicas add up each stage's gradients around a ring."""
         assert self.device is not None
-        seconds, size = [], self._config.devices_per_machine
+        seconds = []
         for gradients, rank in zip(
             needs.gradient_bytes(), option.placement(num_ranks), strict=True
         ):
-            is_near = rank // size == (rank + (replicas - 1) * num_ranks) // size
+            last = rank + (replicas - 1) * num_ranks
+            is_near = self._machine_of(rank) == self._machine_of(last)
             rate = self.device.link_rate if is_near else self.device.network_rate
             seconds.append(2 * (replicas - 1) / replicas * gradients / rate)
         return seconds

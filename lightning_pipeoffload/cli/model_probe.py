@@ -32,11 +32,18 @@ from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.making.construction import cut_by_size, make_blueprint
-from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
+from lightning_pipeoffload.runtime.making.registered_parameters import (
+    ParameterShape,
+    making_shapes,
+    parameters_in,
+)
 from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
 from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import mesh_of_absent_ranks
+from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 if TYPE_CHECKING:
@@ -69,8 +76,10 @@ class ModelProbe:
             self._trainer: Trainer = build(config, "trainer", **_QUIET)
         self._precision = self._trainer.precision_plugin
         self._config = config
+        size = config.get("tensor_parallel_size", 1)
+        self._mesh = mesh_of_absent_ranks(size) if size > 1 else None
         self._make_module()
-        if is_overridden("configure_model", self._module):
+        if self._mesh is not None or is_overridden("configure_model", self._module):
             self._configure_model()  # its errors are no reasons against one plan
         self._data: LightningDataModule = build(config, "data")
         self._data.trainer = self._trainer
@@ -81,13 +90,27 @@ class ModelProbe:
         self._is_in_parts: bool | None = None  # not known before
 
     def _make_module(self) -> None:
-        with making_shapes(), self._precision.module_init_context():
+        with self._making_shapes():
             self._module: LightningModule = build(self._config, "model")
         self._module.trainer = self._trainer
 
     def _configure_model(self) -> None:
-        with making_shapes(), self._precision.module_init_context():
-            self._module.configure_model()
+        with self._making_shapes():
+            if self._mesh is None:
+                self._module.configure_model()
+                return
+            self._module._device_mesh = self._mesh  # private: as Lightning sets it
+            with drawing_whole(self._module):
+                self._module.configure_model()
+            keep_local_parts(self._module, self._mesh["tensor_parallel"])
+            _make_shapes(self._module)
+
+    @contextmanager
+    def _making_shapes(self) -> Iterator[None]:
+        # Torch sends no part of a tensor on the meta device to tensor ranks, which are absent.
+        device = None if self._mesh is None else torch.device("meta")
+        with making_shapes(device), self._precision.module_init_context():
+            yield
 
     @cached_property
     def _batch(self) -> Any:
@@ -255,7 +278,7 @@ class ModelProbe:
 
     def _as_made(self, placement: tuple[int, ...], settings: PipelineSettings) -> PipelineSettings:
         """Return settings with the cut of a run that makes the layers of ``configure_model``."""
-        if not is_overridden("configure_model", self._module):
+        if self._mesh is not None or not is_overridden("configure_model", self._module):
             return settings
         if self._is_in_parts is None:
             self._is_in_parts = self._make_anew(settings.blocks)
@@ -302,6 +325,15 @@ class ModelProbe:
         except ValueError as error:
             return False, str(error)
         return all(map(may_step_by_bucket, optimizers)), ""
+
+
+def _make_shapes(module: LightningModule) -> None:
+    """Replace the local parts of distributed parameters, on the meta device, with shapes."""
+    shapes: dict[int, Tensor] = {}
+    for slot in parameters_in(module):
+        if not isinstance(slot.tensor, RemoteTensor):
+            shape = ParameterShape.like_parameter(slot.tensor, slot.name)
+            slot.put(shapes.setdefault(id(slot.tensor), shape))
 
 
 def _leave_meta(module: LightningModule) -> None:

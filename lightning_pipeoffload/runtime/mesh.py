@@ -371,10 +371,7 @@ class RankMesh:
 
     def make_device_mesh(self) -> DeviceMesh:
         """Make the mesh of all processes with its groups, for ``configure_model``."""
-        # Private: DTensors are placed by the first of all meshes that are equal, whose groups may
-        # have ended with an earlier run.
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
+        forget_meshes()
         alone = [(rank,) for row in self.pipelines for rank in row]
         groups = [
             self._make_groups("mesh", self._columns, {}),
@@ -424,6 +421,14 @@ class RankMesh:
             group = self.groups.get(use, tuple(members), options, connects, make_options)
             group_of_rank = group if self.global_rank in members else group_of_rank
         return group_of_rank
+
+
+def forget_meshes() -> None:
+    """Have DTensors use the groups of the meshes that are made from now on."""
+    # Private: DTensors are placed by the first of all meshes that are equal, whose groups may have
+    # ended with an earlier run.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 def _table_of(schedule: Schedule, num_replicas: int, rank_order: str) -> list[list[int]]:

@@ -210,7 +210,7 @@ def test_layers_of_configure_model_are_made_of_shapes(capsys, kind, weight):
         ("costs_file=costs.json", "a model's shapes tell no seconds"),
         ("strategy.memory_limit=1GiB", "changes nothing here; write device_memory"),
         ("+strategy.num_sequence_slices=8", "changes nothing here; set num_sequence_slices, w"),
-        ("+strategy.tensor_parallel_size=2", "changes nothing here; plans are of whole layers: le"),
+        ("+strategy.tensor_parallel_size=2", "changes nothing here; set tensor_parallel_size, w"),
         ("+strategy.widht=1", "strategy.widht (1) is no argument"),
         ("~model", "device_memory (80GiB) is for a model"),
     ],

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
@@ -41,13 +42,15 @@ class ParameterShape(RemoteTensor):
     """
 
     @classmethod
-    def like_parameter(cls, parameter: Tensor, origin: str) -> Self:
+    def like_parameter(
+        cls, parameter: Tensor, origin: str, device: torch.device | None = None
+    ) -> Self:
         """Make a shape like ``parameter``, with its own memory and ``origin`` as its origin."""
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         refuse_other_quantized(origin, parameter)
-        shape = cls.like_weight(parameter, meta, parameter.device, origin)
+        shape = cls.like_weight(parameter, meta, device or parameter.device, origin)
         shape._is_param = True  # private: see RemoteTensor
         return shape
 
@@ -87,6 +90,7 @@ class RegisteredParameters:
 
     Args:
         module: The module before its construction.
+        device: The device of shapes; None: that of the parameter.
 
     Attributes:
         appeared: The parameters in order; the existing ones come first.
@@ -97,7 +101,8 @@ class RegisteredParameters:
     # Observed operations draw no random numbers, and hold no results.
     rules = StepRules(observe=lambda func, args, result: None)
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
+        self._device = device
         self.appeared: list[Appearance] = []
         self._freed = FreedMemory()
         self._indices: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -154,6 +159,8 @@ class RegisteredParameters:
         return kept
 
     def _register(self, module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+        if self._device is not None and isinstance(parameter, DTensor):
+            return parameter  # of a shape there
         index = self.index_of(parameter)
         if index is None:
             index = self._count(name, type(module).__qualname__, parameter)
@@ -181,7 +188,7 @@ class RegisteredParameters:
 
     def _shape(self, index: int, parameter: Tensor) -> ParameterShape:
         if index not in self._shapes:
-            shape = ParameterShape.like_parameter(parameter, self.label(index))
+            shape = ParameterShape.like_parameter(parameter, self.label(index), self._device)
             self._shapes[index] = shape
         return self._shapes[index]
 
@@ -209,9 +216,13 @@ def _making_subclass(plain: Callable[..., Any]) -> Any:
 
 
 @contextmanager
-def making_shapes() -> Iterator[None]:
-    """Make modules whose parameters have no values; buffers have values."""
-    with forked_randomness(), RegisteredParameters(nn.Module()).following():
+def making_shapes(device: torch.device | None = None) -> Iterator[None]:
+    """Make modules whose parameters have no values; buffers have values.
+
+    Args:
+        device: The device of parameters; None: where the module makes them.
+    """
+    with forked_randomness(), RegisteredParameters(nn.Module(), device).following():
         yield
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
 from lightning_pipeoffload.runtime.shapes.sharding import (
     OF_SHARD,
     Sharding,
@@ -106,7 +106,7 @@ def _sharding_of(name: str, tensor: DTensor, mesh: DeviceMesh) -> Sharding:
 def _local_of(slot: Slot, sharding: Sharding) -> Tensor:
     dtensor: Any = slot.tensor
     local = dtensor.to_local().detach()
-    if local.untyped_storage().nbytes() > local.nbytes:  # a view of the whole
+    if storage_of(local).nbytes() > local.nbytes:  # a view of the whole
         local = local.clone()
     if slot.kind == "_parameters":
         local = nn.Parameter(local, dtensor.requires_grad)

@@ -1,0 +1,46 @@
+"""The first of several tensor ranks in a process alone, in which a module runs without values.
+
+Layers are distributed and called as on the first of the ranks; what collectives would send has no
+values either, so that the other ranks need not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_pipeoffload.runtime.mesh import MESH_DIMENSIONS, forget_meshes
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
+    install_collectives,
+    remove_collectives,
+)
+
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def beside_absent_ranks(num_tensor_ranks: int) -> Iterator[None]:
+    """Within the context, have a process group whose other ranks are absent; of one rank: none."""
+    if num_tensor_ranks == 1:
+        yield
+        return
+    # Private: registers the backend, and the only store that it takes.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - for tests
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_tensor_ranks)
+    install_collectives(_CPU)
+    try:
+        yield
+    finally:
+        remove_collectives()
+        dist.destroy_process_group()
+
+
+def mesh_of_absent_ranks(num_tensor_ranks: int) -> DeviceMesh:
+    """Return the mesh that ``configure_model`` gets, of one pipeline rank and one replica."""
+    forget_meshes()
+    return init_device_mesh(_CPU.type, (1, 1, 1, num_tensor_ranks), mesh_dim_names=MESH_DIMENSIONS)

@@ -1,0 +1,85 @@
+"""``pipeoffload-plan tensor_parallel_size=...`` plans stages whose layers ranks share."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+
+from lightning_pipeoffload.plan import plan
+from lightning_pipeoffload.schedule import ScheduleError
+from tests import test_tensor_parallel as fits
+from tests.support.composed import composed
+from tests.test_tensor_parallel import LONG, Run, fit, loader
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return loader(**LONG)
+
+
+def words(kind="Net", *overrides, size=2):
+    return (
+        *(f"+model._target_=tests.test_tensor_parallel.{kind}", "schedule=zb_h1", *overrides),
+        *(f"data._target_={__name__}.Data", "num_ranks=2", "num_microbatches=4", "format=json"),
+        f"tensor_parallel_size={size}",
+    )
+
+
+def planned(capsys, *overrides, **sizes):
+    plan(composed("plan", *words(*overrides, **sizes)))
+    assert not dist.is_initialized()
+    return json.loads(capsys.readouterr().out)
+
+
+CASES = {
+    "tensor": ("Net", {}),
+    "sequence": ("Net", {"plan": "sequence"}),
+    "llama": ("Llama", {}),
+}
+
+
+def memory_of_a_run(folder):
+    found = {}
+    for case, (kind, module) in CASES.items():
+        run = Run()
+        options = {"kind": getattr(fits, kind), "module": module, "pipeline": {"offload": "none"}}
+        fit((2, 2), folder, callbacks=[run], **options, **LONG)
+        found[case] = run.strategy.report()["memory"]
+    return found
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_run(ranks, capsys, tmp_path):
+    measured = ranks(4).run(memory_of_a_run, tmp_path)[0]
+    for case, (kind, module) in CASES.items():
+        arguments = [f"+model.{name}={value}" for name, value in module.items()]
+        memory = planned(capsys, kind, *arguments)["memory"]
+        assert {name: memory[name] for name in measured[case]} == measured[case], case
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "message"),
+    [
+        ((), "auto", r"size \(auto\) is not searched; plan two or three sizes, as with tensor_par"),
+        ((), 0, r"tensor_parallel_size \(0\) must be a whole number from 1 on"),
+        ((), 3, "cannot be shared in equal parts by tensor_parallel_size=3 along"),
+        (("Net", "+strategy.tensor_parallel_size=2"), 1, "here; set tensor_parallel_size, without"),
+        (
+            ("Net", "num_sequence_slices=2"),
+            2,
+            "num_sequence_slices=2 is not supported with .*2: blocks of shards do not run on",
+        ),
+        (("Llama",), 4, "the step of Llama does not run without values: RuntimeError: shape"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(capsys, asked, size, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        planned(capsys, *asked, size=size)
+    assert "\n" not in str(refused.value)
+    assert not dist.is_initialized()
+
+
+def test_without_a_model_no_layers_are_shared():
+    with pytest.raises(ScheduleError, match=r"tensor_parallel_size \(2\) is for a model, whose"):
+        plan(composed("plan", "tensor_parallel_size=2"))
