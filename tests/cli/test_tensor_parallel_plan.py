@@ -58,6 +58,16 @@ def test_memory_is_that_of_a_run(ranks, capsys, tmp_path):
         assert {name: memory[name] for name in measured[case]} == measured[case], case
 
 
+def test_the_devices_of_a_plan_are_counted_over_machines(capsys):
+    of_device = "device=h100", "network=1MB", "devices_per_machine="
+    near, far = (
+        planned(capsys, "Net", *of_device[:2], f"{of_device[2]}{number}") for number in (4, 2)
+    )
+    assert far["period"] > near["period"] + 2 * near["memory"]["messages"][0] / 4 / 1e6
+    plan(composed("plan", *words("Net", *of_device[:1]), "format=text"))
+    assert "4 devices: 2 share the layers of each rank" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("asked", "size", "message"),
     [
