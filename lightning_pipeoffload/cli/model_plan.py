@@ -172,7 +172,7 @@ def _answer(
     rates.append(f"MFU {share_text(speed['mfu'] or 0.0)} of the data sheet's rate")
     most = max(rank.device for rank in needs)
     replicas = int(planner.settings.data_parallel_size)
-    size = planner.settings.tensor_parallel_size
+    size, rate = planner.settings.tensor_parallel_size, planner.tensor_rate / 1e9
     hosts = [rank.host for rank in needs for _ in range(size)] * replicas
     reserve = planner.device.memory - planner.memory
     beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
@@ -183,7 +183,9 @@ def _answer(
     fits = "it fits" if most <= planner.memory else "with its messages it does not fit"
     return [
         f"{', '.join(rates)}, with {replicas * planner.probe.batch_size} samples a step",
-        *_about_tensor_ranks(len(needs), size, replicas),
+        *_about_tensor_ranks(
+            len(needs), size, replicas, f"F and B wait for collectives at {rate:.4g} GB/s"
+        ),
         f"the fullest rank needs {bytes_text(most)} of {bytes_text(planner.memory)}{beside}: "
         f"{fits}",
         f"host memory: {bytes_text(max(hosts))} of the rank that needs most, "
@@ -191,12 +193,12 @@ def _answer(
     ]
 
 
-def _about_tensor_ranks(num_ranks: int, size: int, replicas: int) -> list[str]:
+def _about_tensor_ranks(num_ranks: int, size: int, replicas: int, collectives: str) -> list[str]:
     if size == 1:
         return []
     return [
         f"{replicas * num_ranks * size} devices: {size} share the layers of each rank, and have "
-        f"its memory each; their collectives take no time here"
+        f"its memory each; {collectives}"
     ]
 
 
@@ -339,7 +341,7 @@ def _print_estimates(
     settings = estimates[0].settings
     sizes = settings.tensor_parallel_size, int(settings.data_parallel_size)
     for num_ranks in dict.fromkeys(plan.num_ranks for plan in estimates):
-        for line in _about_tensor_ranks(num_ranks, *sizes):
+        for line in _about_tensor_ranks(num_ranks, *sizes, "collectives take no time here"):
             console.out(line, highlight=False)
     for line in refusals:
         console.out(line, highlight=False)

@@ -191,6 +191,10 @@ class ModelPlanner:
         if self.device is None:
             copies = [sum(work) / 2 for work in zip(*compute.values(), strict=True)]
             return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
+        for name, kind in (("forward", Kind.F), ("backward_input", Kind.B)):
+            sizes = needs.collectives[kind]
+            pairs = zip(compute[name], sizes, strict=True)
+            compute[name] = [seconds + size / self.tensor_rate for seconds, size in pairs]
         if option.num_sequence_slices > 1:
             compute["slices"] = self._slices(needs, option)
         sizes = needs.costs.per_stage("activation", num_stages)
@@ -228,6 +232,13 @@ class ModelPlanner:
         pairs = zip(machines, [*machines[1:], machines[-1]], strict=True)
         rates = [device.link_rate if a == b else device.network_rate for a, b in pairs]
         return [size / rate for size, rate in zip(sent, rates, strict=True)]
+
+    @property
+    def tensor_rate(self) -> float:
+        """Bytes per second that a rank sends to one that shares its layers."""
+        assert self.device is not None
+        is_near = self._config.devices_per_machine % self.settings.tensor_parallel_size == 0
+        return self.device.link_rate if is_near else self.device.network_rate
 
     def _machine_of(self, rank: int) -> int:
         """Return the machine of a rank, whose tensor ranks are neighbours; replicas follow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -105,6 +105,7 @@ class MemoryNeeds:
         num_sharing: The number of replicas that share out optimizer states.
         stand_ins: The tensors that the optimizer steps in place of parameters; None: it has none.
         slices: How the costs divide among slices of a sequence, where that is known.
+        collectives: Bytes that F and B of each stage send to tensor ranks.
     """
 
     owned: Sequence[Mapping[int, tuple[int, int, int]]]
@@ -115,6 +116,7 @@ class MemoryNeeds:
     num_sharing: int = 1
     stand_ins: StandIns | None = None
     slices: Slices = Slices()
+    collectives: Mapping[Kind, Sequence[float]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -153,7 +155,12 @@ class MemoryNeeds:
         )
         sent, unit = _sent(pipeline, first.record), pipeline.cut.segment_costs.unit
         workspace = [max(part.workspace_bytes for part in of) for of in stages]
-        return cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
+        collectives = {
+            kind: [sum(part.collective_bytes[kind] for part in of) for of in stages]
+            for kind in (Kind.F, Kind.B)
+        }
+        needs = cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
+        return replace(needs, collectives=collectives)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
         """Return the needs of stages that have several blocks.
@@ -165,7 +172,12 @@ class MemoryNeeds:
         sent = {k: [self.sent[k][end(s.segments)] for s in stages] for k, end in ends.items()}
         owned = [self._tensors_of(sorted(stage.segments)) for stage in stages]
         workspace = [max(self.workspace[segment] for segment in s.segments) for s in stages]
+        collectives = {
+            kind: [sum(sizes[segment] for segment in s.segments) for s in stages]
+            for kind, sizes in self.collectives.items()
+        }
         joined = replace(self, owned=owned, costs=costs, sent=sent, workspace=workspace)
+        joined = replace(joined, collectives=collectives)
         return replace(joined, slices=self._slices_of(stages, costs))
 
     def _slices_of(self, stages: Sequence[Stage], joined: Costs) -> Slices:
@@ -208,8 +220,12 @@ class MemoryNeeds:
         sent = {kind: [int(size * factor) for size in sizes] for kind, sizes in self.sent.items()}
         costs = replace(self.costs, **kept)
         workspace = [size * factor for size in self.workspace]
+        collectives = {
+            kind: [size * factor for size in sizes] for kind, sizes in self.collectives.items()
+        }
         flops = self.flops_of_one * factor
-        return replace(self, costs=costs, sent=sent, flops_of_one=flops, workspace=workspace)
+        scaled = replace(self, costs=costs, sent=sent, flops_of_one=flops, workspace=workspace)
+        return replace(scaled, collectives=collectives)
 
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a lowered plan of these stages."""

@@ -6,8 +6,11 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 
+from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.schedule import ScheduleError
+from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
+from lightning_pipeoffload.schedule import Kind, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Option
 from tests import test_tensor_parallel as fits
 from tests.support.composed import composed
 from tests.test_tensor_parallel import LONG, Run, fit, loader
@@ -66,6 +69,18 @@ def test_the_devices_of_a_plan_are_counted_over_machines(capsys):
     assert far["period"] > near["period"] + 2 * near["memory"]["messages"][0] / 4 / 1e6
     plan(composed("plan", *words("Net", *of_device[:1]), "format=text"))
     assert "4 devices: 2 share the layers of each rank" in capsys.readouterr().out
+
+
+def test_collectives_in_f_and_b_take_the_time_of_their_bytes():
+    """Per block one all-reduce in F, and two in B, for the inputs of up and gate."""
+    words_of_device = words("Net", "device=h100", "link=1GB", "efficiency=1")
+    with beside_absent_ranks(2):
+        planner, option = ModelPlanner(composed("plan", *words_of_device)), Option("zb_h1", 1, 4)
+        needs, settings = planner.needs_of(option, 2), planner.settings
+        costs = planner.costs_of(option, 2, settings).compute(2)
+    message = 2 * 192 * fits.WIDTH * 8  # an all-reduce of two ranks sends half of it twice
+    assert [sum(needs.collectives[kind]) for kind in (Kind.F, Kind.B)] == [4 * message, 8 * message]
+    assert sum(map(sum, costs.values())) == pytest.approx(12 * message / 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage import backward_on
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import sent_bytes
 from lightning_pipeoffload.runtime.users_code.snapshot import private_copy
 from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -56,7 +57,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, us
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, mark_at_once
-from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.schedule.actions import Kind, Part
 
 
 class _ShapeStore(ActivationStore):
@@ -268,6 +269,13 @@ class _MeasuringPass(StepTrace):
             yield
         memory = self._of_stages[self._stores.turn][self._stores.place]
         memory.workspace_bytes = max(memory.workspace_bytes, live.peak)
+
+    @override
+    def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        super()._observe(func, args, result)
+        sent = sent_bytes(func, args) * self._stores.running.num_alike
+        memory = self._of_stages[self._stores.turn][self._stores.place]
+        memory.collective_bytes[Kind.B if self._is_backward else Kind.F] += sent
 
     @override
     def _drop(self, written: Tensor) -> bool:

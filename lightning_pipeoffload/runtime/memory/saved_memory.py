@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
-from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.schedule.actions import Kind, Part
 
 
 class KeptForLater(NamedTuple):
@@ -34,6 +34,7 @@ class SavedMemory:
         deferred_flops: Floating-point operations of the weight gradients left for W.
         workspace_bytes: Taken by the chunks of a loss in F and B, and freed there; counted on
             shapes only.
+        collective_bytes: Sent to tensor ranks by F and by B; counted on shapes only.
         measures_all: Whether to measure every microbatch of this step.
     """
 
@@ -44,6 +45,7 @@ class SavedMemory:
         self.for_later = KeptForLater()
         self.deferred_flops: int | None = None
         self.workspace_bytes = 0
+        self.collective_bytes = {Kind.F: 0.0, Kind.B: 0.0}
         self.measures_all = False
 
     @property

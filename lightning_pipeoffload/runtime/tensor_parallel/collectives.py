@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group  # private: by name, as DTensors do
 from torch.distributed import _functional_collectives as functional  # private: DTensors call it
 
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -43,6 +44,16 @@ def remove_collectives() -> None:
     """Restore torch's own functions."""
     remove_host_collectives()
     functional._maybe_wrap_tensor = _wrap
+
+
+def sent_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> float:
+    """Return the bytes that a rank sends around a ring in an operation; 0: it is no collective."""
+    if func.namespace != "_c10d_functional" or len(args) == 1:  # which waits
+        return 0.0
+    tensor, size = args[0], _resolve_process_group(args[-1]).size()
+    name = func.overloadpacket.__name__
+    times = {"all_reduce": 2 / size, "all_gather_into_tensor": 1}.get(name, 1 / size)
+    return float((size - 1) * times * tensor.nbytes)
 
 
 def gather_whole(part: Tensor, sharding: Sharding) -> Tensor:
