@@ -112,7 +112,7 @@ SLOW_COPIES = ("schedule=uniform", "costs.offload=3", "costs.reload=3")
                 "stay: there is no time for more copies",
             ],
         ),
-        (("schedule=auto", *TIGHT), ["Plans that fit: ", " taken", "needs more memory."]),
+        (("schedule=auto", *TIGHT), ["Plans that fit: ", " taken", ": needs more"]),
         (("schedule=auto", "memory_limit=3"), ["Copies of a stage out and back", "k 1: "]),
         (("compare=[1f1b,zb_h2]", "memory_limit=4"), ["20.0 %", "zb_h2: memory_limit (4) is less"]),
         *(

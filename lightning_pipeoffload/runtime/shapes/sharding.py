@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
+TENSOR_RANKS = ("tensor_parallel",)
+"""The names of the dimensions of a mesh of tensor ranks."""
+
 _SHARDING = "_pipeoffload_sharding"
 
 OF_SHARD = frozenset(("a shard",))
@@ -82,7 +85,7 @@ def whole_value(value: Any) -> Any:
     Raises:
         ValueError: Tensor ranks have different parts of it.
     """
-    if not isinstance(value, DTensor):
+    if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names != TENSOR_RANKS:
         return value
     if not all(placement.is_replicate() for placement in value.placements):
         raise ValueError(
