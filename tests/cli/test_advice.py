@@ -81,6 +81,7 @@ def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, aske
     assert taken.score <= 1.05 * fastest(planner, advised.num_ranks)
 
 
+@pytest.mark.slow
 def test_more_ranks_are_named_only_where_nothing_fits():
     sizes = "num_microbatches=2", "data.batch_size=2", "model.width=64", "model.depth=8"
     asked = *GPT, "schedule=1f1b", *sizes

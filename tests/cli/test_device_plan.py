@@ -252,6 +252,7 @@ def test_slices_of_a_model_take_equal_time_by_its_attention():
     assert costs.slices.end_forward[:3] == (0, 0, 0) < costs.slices.end_forward[3:]
 
 
+@pytest.mark.slow
 def test_advice_for_slices_that_do_not_fit_can_be_followed(capsys):
     sizes = (*AUTO, "num_sequence_slices=4")
     memory = 0.9 * max(planned(capsys, *sizes)["memory"]["device"])

@@ -129,7 +129,7 @@ PROBLEM = PlanProblem(6, (0, 1, 2), COSTS, 34.0)
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (2, {"accumulate": 2}),
+        pytest.param(2, {"accumulate": 2}, marks=pytest.mark.slow),
         pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(1, {}, marks=pytest.mark.slow),
     ],

@@ -300,7 +300,7 @@ def make(name):
         ("gpt_dropout", "zb_h1", 2, "none"),
         ("gpt_deep_tied", "zb_h1", 2, "none"),
         ("gpt_deep_dropout", "zb_h1", 2, "full"),
-        ("gpt_deep_dropout", "zb_h1", 10, "none"),  # each block is a stage
+        slow(("gpt_deep_dropout", "zb_h1", 10, "none")),  # each block is a stage
         slow(("gpt_deep_dropout", "zb_h1", 10, "full")),
         ("gpt_tied", "zb_v", 2, "none"),
         ("gpt_plain", "zb_v", 2, "cheap"),

@@ -81,6 +81,7 @@ def test_slices_of_several_stages_of_a_rank_are_exact():
     assert_same(found, run_plain(module, batch, 4))
 
 
+@pytest.mark.slow
 def test_sequences_of_other_lengths_are_cut_as_those_that_were_traced():
     torch.manual_seed(0)
     module = DemoGPT(context=32).double()

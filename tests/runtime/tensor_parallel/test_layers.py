@@ -181,7 +181,7 @@ def _run(net, x, gradient):
 CASES = [
     *((plan, False, False) for plan in PLANS),
     ("sequence", False, True),
-    ("sequence", True, False),
+    slow(("sequence", True, False)),
     slow(("sequence", True, True)),
     *(slow((plan, True, False)) for plan in PLANS if plan != "sequence"),
 ]
