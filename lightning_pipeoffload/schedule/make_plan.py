@@ -14,6 +14,7 @@ earlier phases, which are the same for any number of processes; so is the plan::
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -188,7 +189,6 @@ def make_plan(request: PlanRequest) -> Plan:
 
 _ORDERS, _COPIED = ("none", "its own"), ("auto", "paged")
 _RECOMPUTES = "none", "cheap", "full"  # each saves more than the one before
-_VARIED = "num_microbatches", "recompute", "head_weight_grad"
 _MANY_TIMES = 1e6
 
 
@@ -196,6 +196,10 @@ def _saving(option: Option) -> tuple[int, int, bool]:
     """Return numbers of which each saves memory where it is larger."""
     recompute = _RECOMPUTES.index(option.recompute)
     return option.num_microbatches, recompute, option.head_weight_grad == "B"
+
+
+def _order_of(option: Option) -> tuple[Any, ...]:
+    return option.schedule, option.num_chunks, option.num_sequence_slices
 
 
 class _Bound(NamedTuple):
@@ -218,6 +222,8 @@ class _Trials:
         self._error = ScheduleError("no plan can be made: there are no blocks for any")
         self.candidates: list[Candidate] = []
         self._new: list[Candidate] = []  # of the job that runs
+        self._by_order: defaultdict[Any, list[Candidate]] = defaultdict(list)
+        self._num_grouped = 0  # candidates that are in the groups by order
 
     def costs(self, option: Option) -> Costs:
         computed = option.recompute, option.head_weight_grad
@@ -480,12 +486,9 @@ class _Trials:
         """
         if self._request.omits_above is None:
             return False
-        for candidate in self.candidates:
+        for candidate in self._of_same_order(option):
             other = candidate.option
-            sizes = (other.num_microbatches, other.recompute, other.head_weight_grad)
-            varied: dict[str, Any] = dict(zip(_VARIED, sizes, strict=True))
-            is_same = other != option and replace(option, **varied) == other
-            if not is_same or candidate.offload not in offloads:
+            if other == option or candidate.offload not in offloads:
                 continue
             saved = zip(_saving(other), _saving(option), strict=True)
             if all(more >= less for more, less in saved):
@@ -496,6 +499,13 @@ class _Trials:
                 if is_above or candidate.needs_more_memory:
                     return True
         return False
+
+    def _of_same_order(self, option: Option) -> list[Candidate]:
+        """Return the candidates that differ from an option only in what :func:`_saving` counts."""
+        for candidate in self.candidates[self._num_grouped :]:
+            self._by_order[_order_of(candidate.option)].append(candidate)
+        self._num_grouped = len(self.candidates)
+        return self._by_order[_order_of(option)]
 
     def _is_above(self, bound: float) -> bool:
         if self._request.omits_above is None:
