@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import sent_bytes
 from lightning_pipeoffload.schedule import Kind, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option
 from tests import test_tensor_parallel as fits
@@ -108,3 +110,18 @@ def test_sizes_that_cannot_be_are_refused(capsys, asked, size, message):
 def test_without_a_model_no_layers_are_shared():
     with pytest.raises(ScheduleError, match=r"tensor_parallel_size \(2\) is for a model, whose"):
         plan(composed("plan", "tensor_parallel_size=2"))
+
+
+def test_bytes_around_a_ring_are_those_of_each_collective():
+    ops, whole = torch.ops._c10d_functional, torch.empty(8)  # 32 bytes
+    calls = [
+        (ops.all_reduce.default, (whole, "sum"), 2 * 3 / 4 * 32),
+        (ops.all_reduce_coalesced.default, ([whole, whole], "sum"), 2 * 2 * 3 / 4 * 32),
+        (ops.all_gather_into_tensor.default, (whole, 4), 3 * 32),
+        (ops.reduce_scatter_tensor.default, (whole, "sum", 4), 3 / 4 * 32),
+    ]
+    with beside_absent_ranks(4):
+        name = dist.group.WORLD.group_name
+        for func, arguments, expected in calls:
+            assert sent_bytes(func, (*arguments, name)) == expected
+    assert sent_bytes(ops.wait_tensor.default, (whole,)) == 0

@@ -50,10 +50,11 @@ def sent_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> float:
     """Return the bytes that a rank sends around a ring in an operation; 0: it is no collective."""
     if func.namespace != "_c10d_functional" or len(args) == 1:  # which waits
         return 0.0
-    tensor, size = args[0], _resolve_process_group(args[-1]).size()
-    name = func.overloadpacket.__name__
-    times = {"all_reduce": 2 / size, "all_gather_into_tensor": 1}.get(name, 1 / size)
-    return float((size - 1) * times * tensor.nbytes)
+    size, name = _resolve_process_group(args[-1]).size(), func.overloadpacket.__name__
+    tensors = args[0] if isinstance(args[0], list) else args[:1]  # several are coalesced
+    is_gathered = name.startswith("all_gather")
+    times = 1.0 if is_gathered else (1 + name.startswith("all_reduce")) / size
+    return (size - 1) * times * sum(tensor.nbytes for tensor in tensors)
 
 
 def gather_whole(part: Tensor, sharding: Sharding) -> Tensor:
