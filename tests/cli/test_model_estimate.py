@@ -15,7 +15,6 @@ from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError, build
 from tests.support.composed import composed
 from tests.support.in_process import InProcessPipeline
-from tests.support.pairs import slow
 
 SMALL = [
     *("model=gpt_tiny", "model.width=64", "model.heads=2", "model.dropout=0", "data.context=32"),
@@ -141,9 +140,10 @@ REPLICAS = ("+trainer.precision=bf16-mixed", "+strategy.data_parallel_size=4")
 MASTERS = "++trainer.precision=bf16-true", "+strategy.master_weights=float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "changes"),
-    [((), (ON_HOST,)), slow((REPLICAS, ("+strategy.sharding=optimizer", *MASTERS)))],
+    [((), (ON_HOST,)), (REPLICAS, ("+strategy.sharding=optimizer", *MASTERS))],
 )
 def test_an_optimizer_steps_masters_or_on_the_host_where_nothing_fits_else(capsys, asked, changes):
     memory = estimate(capsys, *asked, *changes, *LEAST)["memory"]
