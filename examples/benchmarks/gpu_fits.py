@@ -143,11 +143,11 @@ def be_one_of_two_replicas(device: torch.device) -> Iterator[str]:
 def two_processes(device: torch.device) -> Iterator[str]:
     """A fit of two processes on one device, over gloo, saved and resumed: the loss of one."""
     with tempfile.TemporaryDirectory() as folder:
-        found = _losses(be_one_of_two, device, {"FOLDER": folder})
+        found = losses_of_two(be_one_of_two, device, {"FOLDER": folder})
         # Afterwards: processes are forked from one that has not used the device.
         plain = partial(train, device, strategy="auto")
         expected = _loss(_resumed(plain, str(Path(folder) / "plain.ckpt"))[1])
-    yield _compared("trained, saved, resumed", found, expected, 1e-3)
+    yield compared("trained, saved, resumed", found, expected, 1e-3)
 
 
 def ways_of_two_processes(device: torch.device) -> Iterator[str]:
@@ -155,20 +155,22 @@ def ways_of_two_processes(device: torch.device) -> Iterator[str]:
     tolerances: dict[Function, float] = {
         be_one_of_two_in_float16: 2e-2, be_one_of_two_replicas: 1e-3,
     }  # fmt: skip
-    losses = {function: _losses(function, device) for function in tolerances}
+    losses = {function: losses_of_two(function, device) for function in tolerances}
     expected = _loss(train(device))
     for function, tolerance in tolerances.items():
-        yield _compared(function.__name__, losses[function], expected, tolerance)
+        yield compared(function.__name__, losses[function], expected, tolerance)
 
 
-def _losses(
+def losses_of_two(
     function: Function, device: torch.device, environment: dict[str, str] | None = None
 ) -> list[str]:
+    """Return the loss that each of two processes yields; raise its error where one has none."""
     return [*map(_row_of, run_two(function, device, 40, environment))]
 
 
-def _compared(name: str, found: list[str], expected: str, tolerance: float) -> str:
-    row = f"{name}: validation losses {found}, of one process {expected}"
+def compared(name: str, found: list[str], expected: str, tolerance: float) -> str:
+    """Return a row of two losses; raise it as an ``AssertionError`` where one is another."""
+    row = f"{name}: losses {found}, of one process {expected}"
     if any(abs(float(loss) - float(expected)) >= tolerance for loss in found):
         raise AssertionError(row)
     return row

@@ -16,14 +16,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from examples.benchmarks import gpu_llama
+from examples.benchmarks.gpu_fits import compared, losses_of_two
 from examples.benchmarks.gpu_llama import Size
-from examples.benchmarks.gpu_process import (
-    error_of,
-    is_accelerated,
-    needing,
-    rows_of,
-    run_two,
-)
+from examples.benchmarks.gpu_process import is_accelerated, needing
 from examples.tensor_parallel import Llama
 from lightning_pipeoffload import PipeOffloadStrategy
 
@@ -81,11 +76,8 @@ def be_one_of_two_tensor_ranks(device: torch.device) -> Iterator[str]:
 @needing("transformers")
 def tensor_ranks(device: torch.device) -> Iterator[str]:
     """Two tensor ranks on one device, over gloo and the host, come to the loss of one rank."""
-    both = run_two(be_one_of_two_tensor_ranks, device)
-    found = [(rows_of(said) or [error_of(said)])[0] for said in both]
-    expected = _train_llama(device, strategy="auto")
-    yield f"losses of two tensor ranks: {found}, of one device: {expected}"
-    assert all(abs(float(loss) - float(expected)) < _ROUNDING for loss in found)
+    losses = losses_of_two(be_one_of_two_tensor_ranks, device)
+    yield compared("two tensor ranks", losses, _train_llama(device, strategy="auto"), _ROUNDING)
 
 
 _ROUNDING = 1e-3  # of float32, with sums over two shards

@@ -159,8 +159,8 @@ class MemoryNeeds:
             kind: [sum(part.collective_bytes[kind] for part in of) for of in stages]
             for kind in (Kind.F, Kind.B)
         }
-        needs = cls(_owned(pipeline, states), costs, sent, unit, workspace, num_sharing)
-        return replace(needs, collectives=collectives)
+        owned = _owned(pipeline, states)
+        return cls(owned, costs, sent, unit, workspace, num_sharing, collectives=collectives)
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
         """Return the needs of stages that have several blocks.
@@ -176,8 +176,14 @@ class MemoryNeeds:
             kind: [sum(sizes[segment] for segment in s.segments) for s in stages]
             for kind, sizes in self.collectives.items()
         }
-        joined = replace(self, owned=owned, costs=costs, sent=sent, workspace=workspace)
-        joined = replace(joined, collectives=collectives)
+        joined = replace(
+            self,
+            owned=owned,
+            costs=costs,
+            sent=sent,
+            workspace=workspace,
+            collectives=collectives,
+        )
         return replace(joined, slices=self._slices_of(stages, costs))
 
     def _slices_of(self, stages: Sequence[Stage], joined: Costs) -> Slices:
@@ -224,8 +230,14 @@ class MemoryNeeds:
             kind: [size * factor for size in sizes] for kind, sizes in self.collectives.items()
         }
         flops = self.flops_of_one * factor
-        scaled = replace(self, costs=costs, sent=sent, flops_of_one=flops, workspace=workspace)
-        return replace(scaled, collectives=collectives)
+        return replace(
+            self,
+            costs=costs,
+            sent=sent,
+            flops_of_one=flops,
+            workspace=workspace,
+            collectives=collectives,
+        )
 
     def of_ranks(self, plan: Schedule) -> list[RankNeeds]:
         """Return what each rank needs for a lowered plan of these stages."""

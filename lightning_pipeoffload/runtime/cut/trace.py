@@ -53,6 +53,7 @@ from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.payload import BlockOutput
+from lightning_pipeoffload.runtime.shapes.drawing_modules import note_draw
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
@@ -63,7 +64,6 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     memory_of,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.shapes.shard_draws import note_draw
 from lightning_pipeoffload.runtime.shapes.shard_origins import noting_shards
 from lightning_pipeoffload.runtime.shapes.sharding import (
     refuse_loss_of_shard,

@@ -179,9 +179,11 @@ class _MeasuringPass(StepTrace):
         self._recompute = recompute
         self._stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self._stage_of[len(self.chain)] = len(stages) - 1
-        alike = self._find_alike(pipeline)
+        is_alone = all(len(stage.blocks) <= 1 for stage in stages)  # each block is a stage
+        blocks = [range(len(self.chain))] if is_alone else [stage.blocks for stage in stages]
+        # Cheap recomputation computes a block's values from those before it.
+        alike = {} if recompute == "cheap" else find_alike_saving(self.chain, part.record, blocks)
         self.outputs = {index: part.record.outputs[index] for index in alike}
-        is_alone = self._is_stage_each(pipeline)
         self._alike_stages = alike if is_alone else {}
         # How many others of its stage a block counts for.
         self._num_alike = Counter(() if is_alone else alike.values())
@@ -195,17 +197,6 @@ class _MeasuringPass(StepTrace):
         self._is_backward = False
         self._cheap: CheapRecompute | None = None
         self._hooks: list[RemovableHandle] = []
-
-    def _find_alike(self, pipeline: Pipeline) -> dict[int, int]:
-        if self._recompute == "cheap":  # which recomputes a block's values from those before it
-            return {}
-        blocks = [stage.blocks for stage in pipeline.cut.stages]
-        if self._is_stage_each(pipeline):
-            blocks = [range(len(self.chain))]
-        return find_alike_saving(self.chain, self._part.record, blocks)
-
-    def _is_stage_each(self, pipeline: Pipeline) -> bool:
-        return all(len(stage.blocks) <= 1 for stage in pipeline.cut.stages)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:

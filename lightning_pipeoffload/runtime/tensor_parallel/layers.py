@@ -198,6 +198,7 @@ def _share_other(layer: nn.Module, name: str, shardings: Mapping[str, Sharding])
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kept: list[tuple[dict[str, Any], str, Tensor]] = []
+        # Not swapped() of slots: a compiler traces this.
         registries: tuple[dict[str, Any], ...] = layer._parameters, layer._buffers
         try:
             for tensors in registries:
