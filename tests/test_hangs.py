@@ -19,7 +19,7 @@ from examples.benchmarks.hangs import (
     variants,
 )
 from examples.benchmarks.message_buffers import held, planned
-from lightning_pipeoffload.runtime import mailbox
+from lightning_pipeoffload.runtime.run import mailbox
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.schedule.messages import OpenReceives
 from tests.support.pairs import slow

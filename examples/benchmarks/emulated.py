@@ -63,7 +63,7 @@ from examples.benchmarks.torch_pipeline import (
     csv_peer,
 )
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Costs, build

@@ -34,16 +34,16 @@ from examples.benchmarks.gpu_process import (
     rows_of,
     run_two,
 )
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
-from lightning_pipeoffload.runtime.batch_structure import batch_size
+from lightning_pipeoffload.runtime.batch.structure import batch_size
+from lightning_pipeoffload.runtime.comm.mesh import RankMesh
+from lightning_pipeoffload.runtime.comm.transport import ProcessGroupTransport
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import placed
-from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
 from lightning_pipeoffload.schedule import COPIES, Schedule, build, lower, one_at_a_time
 
 NUM_MICROBATCHES = 4

@@ -24,16 +24,16 @@ from examples.benchmarks.harness import FEATURES, EmulatedBlock
 from examples.benchmarks.late_lane import LateLane
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.cli.rehearsal import AbsentNeighbours
-from lightning_pipeoffload.runtime.accelerator import CopyLanes
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.device.accelerator import CopyLanes
+from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import placed
-from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,

@@ -40,15 +40,15 @@ from torch.nn import functional
 
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.accelerator import make_lanes
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
+from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,

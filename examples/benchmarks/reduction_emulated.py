@@ -37,7 +37,7 @@ from examples.benchmarks.harness import (
 )
 from examples.benchmarks.memory import print_table
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime import replicas, sums_to_owners
+from lightning_pipeoffload.runtime.comm import replicas, sums_to_owners
 
 KINDS = "none", "optimizer"
 WARM_UP = 5  # steps: the buckets are made in the first, the plan in the fourth

@@ -29,8 +29,8 @@ from lightning_pipeoffload.pictures.measured_step import MeasuredStep
 from lightning_pipeoffload.pictures.picture_file import to_measured_trace
 from lightning_pipeoffload.pictures.timelines import draw_measured
 from lightning_pipeoffload.planning.report import print_timeline
+from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule, simulate
 from lightning_pipeoffload.schedule.text import seconds_text, share_text
 from lightning_pipeoffload.strategy import PipeOffloadStrategy

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch_structure import batch_size
-from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
+from lightning_pipeoffload.runtime.batch.structure import batch_size
+from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
 
 __all__ = ["OptimizerStep", "count_batch", "figures_to_log"]
 

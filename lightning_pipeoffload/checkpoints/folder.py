@@ -50,10 +50,10 @@ from lightning_pipeoffload.checkpoints.file import (
     replacing,
     showing_first_error,
 )
-from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
-from lightning_pipeoffload.runtime.transport import blaming_peers
 
 META_FILE = "meta.pt"
 _METADATA_FILE = ".metadata"

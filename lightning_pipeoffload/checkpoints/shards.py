@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.checkpoints.saved_values import shapes_of
 from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, number_optimizer_state
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import gather_whole

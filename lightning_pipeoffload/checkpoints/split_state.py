@@ -25,18 +25,18 @@ from lightning_pipeoffload.optimizers.optimizer_state import (
     plain_layout,
     read_states,
 )
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 from lightning_pipeoffload.runtime.cut.remote_values import (
     absent_in,
     explain_absent,
     make_real,
     settle,
 )
-from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.host_group import HostGroup
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.quantized_weight import take_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 

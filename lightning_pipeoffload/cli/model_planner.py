@@ -29,7 +29,7 @@ from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, RankNeeds, StandIns
 from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
+from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES

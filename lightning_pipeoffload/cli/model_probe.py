@@ -25,8 +25,7 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
 )
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
-from lightning_pipeoffload.runtime.batch_structure import batch_size
+from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
@@ -38,7 +37,8 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     parameters_in,
 )
 from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import mesh_of_absent_ranks

@@ -16,16 +16,16 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.accelerator import accelerator_module
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.comm.transport import Transport
+from lightning_pipeoffload.runtime.device.accelerator import accelerator_module
+from lightning_pipeoffload.runtime.device.timing import ActionTimer, finished_at
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts, measure_costs
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
-from lightning_pipeoffload.runtime.timing import ActionTimer, finished_at
-from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.schedule import (
     COMPUTE,
     Action,

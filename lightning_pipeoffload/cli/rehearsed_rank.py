@@ -26,14 +26,14 @@ from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
 from lightning_pipeoffload.planning.plan_request import plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.accelerator import make_lanes
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.cut.remote_values import make_real
+from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts

@@ -37,7 +37,7 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
     cut_by_costs,
     with_head_in_b,
 )
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import Costs, ScheduleError

@@ -26,9 +26,9 @@ from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation, Scaling
 from lightning_pipeoffload.planning.training_plan import Accumulation
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of

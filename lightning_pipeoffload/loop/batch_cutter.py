@@ -16,15 +16,15 @@ from lightning_pipeoffload.loop.data import (
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.report import Progress
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch_slicer import trace_parts
-from lightning_pipeoffload.runtime.batch_structure import (
+from lightning_pipeoffload.runtime.batch.structure import (
     BatchParts,
     BatchStructure,
     Collation,
     batch_size,
 )
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.batch_slicer import trace_parts
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 

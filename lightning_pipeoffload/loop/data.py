@@ -34,11 +34,11 @@ from torch.utils.data import (
 )
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch_structure import refuse_unclear_list
-from lightning_pipeoffload.runtime.mesh import RankMesh
-from lightning_pipeoffload.runtime.microbatch import start_checksum
+from lightning_pipeoffload.runtime.batch.parts import start_checksum
+from lightning_pipeoffload.runtime.batch.structure import refuse_unclear_list
+from lightning_pipeoffload.runtime.comm.mesh import RankMesh
+from lightning_pipeoffload.runtime.comm.replicas import Replicas
 from lightning_pipeoffload.runtime.randomness import mix_seed, seeded
-from lightning_pipeoffload.runtime.replicas import Replicas
 from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
 from lightning_pipeoffload.texts.index_groups import GroupSampler
 from lightning_pipeoffload.texts.minibatch import MinibatchSampler

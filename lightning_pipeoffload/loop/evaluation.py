@@ -10,8 +10,8 @@ from typing import Any
 from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
-from lightning_pipeoffload.runtime.batch_structure import batch_size
-from lightning_pipeoffload.runtime.microbatch import merge_outputs, shape_signature
+from lightning_pipeoffload.runtime.batch.parts import merge_outputs, shape_signature
+from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.runtime.step.autocast import without_fused_layers
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.users_code.attributes import GlobalWriteError

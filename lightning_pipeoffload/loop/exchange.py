@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeoffload.processes.rank_differences import StepOptions, refuse_differences
-from lightning_pipeoffload.runtime.microbatch import start_checksum
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.batch.parts import start_checksum
+from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 
 _SET_ALIKE = (
     "set options of optimizers, freeze parameters and call optimizer.step alike on all ranks; a "

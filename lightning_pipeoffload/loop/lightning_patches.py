@@ -32,7 +32,7 @@ from lightning_pipeoffload.loop.backward import GradientTotals, scaler_of
 from lightning_pipeoffload.loop.data import group_sampler_of
 from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.randomness import draw_seed
 from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.batch_tree import batch_leaves
-from lightning_pipeoffload.runtime.microbatch import weigh_parts
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.batch.parts import weigh_parts
+from lightning_pipeoffload.runtime.batch.tree import batch_leaves
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL

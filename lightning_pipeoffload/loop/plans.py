@@ -37,8 +37,8 @@ from lightning_pipeoffload.planning.plan_request import (
 from lightning_pipeoffload.planning.report import print_anew
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
-from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,

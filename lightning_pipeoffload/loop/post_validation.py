@@ -35,9 +35,9 @@ from torch.optim.optimizer import (
 )
 
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, is_torchs
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
 from lightning_pipeoffload.runtime.late_values import is_on_accelerator, start_reading
-from lightning_pipeoffload.runtime.replicas import PendingParameters
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
 from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 

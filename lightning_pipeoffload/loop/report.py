@@ -21,7 +21,7 @@ from lightning_pipeoffload.planning.report import (
     print_prediction,
     print_reads,
 )
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Schedule
 
 

@@ -9,7 +9,7 @@ from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.plan_request import keeps_limits
 from lightning_pipeoffload.planning.report import print_gain
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem

@@ -29,16 +29,16 @@ from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch_structure import BatchParts
-from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.gradient_reduction import GradientReduction
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.batch.structure import BatchParts
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.replicas import SavedBuffers
+from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.replicas import SavedBuffers
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.gradient_reduction import GradientReduction
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.timing import ActionTimer
 from lightning_pipeoffload.schedule import Schedule
 
 

@@ -28,9 +28,9 @@ from lightning_pipeoffload.loop.post_validation import PostValidation, clips_by_
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
-from lightning_pipeoffload.runtime.executor import Settle
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.replicas import SettlingMode
+from lightning_pipeoffload.runtime.comm.replicas import SettlingMode
+from lightning_pipeoffload.runtime.run.executor import Settle
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lightning_pipeoffload.loop.stops import JointStop
 from lightning_pipeoffload.metrics.log_capture import LogCapture, ignore_log
+from lightning_pipeoffload.runtime.batch.parts import merge_outputs
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.leaves import map_output
-from lightning_pipeoffload.runtime.microbatch import merge_outputs
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.shapes.sharding import whole_value
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipeoffload.metrics.metric_values import CallValue, WholeBatchValues
-from lightning_pipeoffload.runtime.microbatch import in_mean
+from lightning_pipeoffload.runtime.batch.parts import in_mean
 from lightning_pipeoffload.runtime.shapes.sharding import whole_value
 
 _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.max}

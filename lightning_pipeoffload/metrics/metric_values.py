@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_pipeoffload.runtime.replicas import Replicas
+from lightning_pipeoffload.runtime.comm.replicas import Replicas
 
 _PLAIN = Metric.sync
 _PLAIN_SETUP = Strategy.setup_environment

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.metrics.publisher import Numbers, Publisher, start_fetching
 from lightning_pipeoffload.runtime import late_values
-from lightning_pipeoffload.runtime.mesh import RankMesh
+from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 
 _Metrics = dict[str, Any]
 

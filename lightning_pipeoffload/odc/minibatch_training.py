@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_pipeoffload.loop.backward import BackwardHooks
 from lightning_pipeoffload.metrics.log_capture import LogCapture, combine_logged
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
-from lightning_pipeoffload.runtime.batch_structure import batch_size
+from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.texts.minibatch import Minibatch
 
 _ROUNDING = 1e-4  # of a sum of many weights

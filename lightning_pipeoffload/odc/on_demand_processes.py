@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.joint_strategy import JointStrategy
 from lightning_pipeoffload.processes.replica import set_replica
-from lightning_pipeoffload.runtime.host_group import HostGroup
-from lightning_pipeoffload.runtime.mesh import GroupLayout, ProcessGroups
+from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.mesh import GroupLayout, ProcessGroups
 
 
 class OnDemandProcesses(JointStrategy, ModelParallelStrategy):

@@ -55,7 +55,7 @@ from lightning_pipeoffload.odc.sharding import (
     whole_state,
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
-from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 

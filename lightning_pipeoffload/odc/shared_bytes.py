@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from lightning_pipeoffload.runtime.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
 
 

@@ -27,8 +27,8 @@ from typing_extensions import override
 
 from lightning_pipeoffload.odc.sharding import ShardedGroup
 from lightning_pipeoffload.odc.shared_bytes import OwnerLocks, share_bytes
-from lightning_pipeoffload.runtime.host_group import HostGroup
-from lightning_pipeoffload.runtime.transport import blaming_peers
+from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 
 _ALIGNMENT = 64
 _MOST_PUSHES = 2  # whose gradients are whole at once

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep
-from lightning_pipeoffload.runtime.groups import PipelineGroup
-from lightning_pipeoffload.runtime.replicas import Bundle, Replicas, in_buckets, share_out
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, in_buckets, share_out
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 

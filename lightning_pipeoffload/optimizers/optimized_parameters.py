@@ -41,7 +41,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import (
     gradient_bytes,
     staging_bytes,
 )
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.schedule.text import bytes_text
 

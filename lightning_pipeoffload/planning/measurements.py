@@ -9,8 +9,8 @@ from typing import Any
 from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
 from lightning_pipeoffload.planning.limits import MachineLimits, device_limit, reserve_memory
 from lightning_pipeoffload.planning.report import join_measurements, measure
-from lightning_pipeoffload.runtime.accelerator import make_lanes
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.device.accelerator import make_lanes
+from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
 from lightning_pipeoffload.runtime.measure.block_costs import (
     RankCosts,
     costs_of_pipelines,
@@ -23,9 +23,9 @@ from lightning_pipeoffload.runtime.measure.link_speed import (
     measure_copy_speed,
     measure_latencies,
 )
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import Ledger
-from lightning_pipeoffload.runtime.timing import ActionTimer, TimedStep
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import Ledger
 from lightning_pipeoffload.schedule import Costs, Schedule
 
 # The first microbatch allocates and warms caches; the median of three excludes it.

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_pipeoffload.planning.report import join_measurements
+from lightning_pipeoffload.runtime.comm.replicas import share_out
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import (
@@ -19,8 +20,7 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.memory.host_memory import gradient_bytes, staging_bytes
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.replicas import share_out
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.quantized_weight import bytes_on_device
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Costs,

@@ -20,8 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_pipeoffload.planning.figures import PlannedStep, choice_table, lines_of_refused
-from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share
 from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text

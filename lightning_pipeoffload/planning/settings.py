@@ -15,12 +15,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pipeoffload.planning.limits import bytes_writer, parse_bytes
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.groups import PipelineGroup
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.runtime.memory.recompute import check_recompute
-from lightning_pipeoffload.runtime.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import (
     TRANSFERS,
     Schedule,

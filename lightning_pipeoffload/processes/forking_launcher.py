@@ -52,7 +52,7 @@ from lightning_pipeoffload.processes.returned_state import (
     shapes_in,
 )
 from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.mesh import ProcessGroups
+from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups
 from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
 
 _WEIGHTS_FILE = "pipeoffload_notebook.ckpt"

@@ -30,8 +30,8 @@ from lightning_pipeoffload.processes.joint_strategy import JointStrategy
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.processes.replica import set_replica
-from lightning_pipeoffload.runtime.cuda_settings import prepare_cuda
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.device.cuda_settings import prepare_cuda
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots

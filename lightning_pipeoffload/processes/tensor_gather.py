@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.transport import blaming_peers
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_pipeoffload.loop import solver_search
 from lightning_pipeoffload.planning import measurements
-from lightning_pipeoffload.runtime.transport import ProcessGroupTransport
+from lightning_pipeoffload.runtime.comm.transport import ProcessGroupTransport
 from lightning_pipeoffload.schedule import Costs, accept, build, offload_activations
 from lightning_pipeoffload.schedule.solver import plan_solver
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families

@@ -11,8 +11,8 @@ import torch
 from lightning_pipeoffload.loop.auto_choice import ChoiceCache
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.timing import ActionTimer
+from lightning_pipeoffload.runtime.device.timing import ActionTimer
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, build
 from tests.support import fits
 from tests.support.auto_fits import (

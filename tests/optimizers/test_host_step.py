@@ -19,7 +19,7 @@ from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_
 from lightning_pipeoffload.optimizers import host_step, master_step
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_table import refuse_stand_ins
-from lightning_pipeoffload.runtime.accelerator import CopyLanes
+from lightning_pipeoffload.runtime.device.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
 from lightning_pipeoffload.schedule import tails
 from tests.support import fits

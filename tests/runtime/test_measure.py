@@ -13,10 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeoffload.demos.gpt import GPT
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
-from lightning_pipeoffload.runtime.accelerator import make_lanes
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BlockMeasurement,
@@ -34,8 +32,10 @@ from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater
 from lightning_pipeoffload.runtime.memory.stage_store import Held, OffloadSettings
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Action,

@@ -1,6 +1,6 @@
 import torch
 
-from lightning_pipeoffload.runtime import accelerator
+from lightning_pipeoffload.runtime.device import accelerator
 from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
 
 

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
-from lightning_pipeoffload.runtime.batch_structure import batch_size
+from lightning_pipeoffload.runtime.batch.structure import batch_size
+from lightning_pipeoffload.runtime.comm.transport import Transport
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
-from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
 from lightning_pipeoffload.schedule import Action, Schedule, lower
 from lightning_pipeoffload.schedule.actions import RECVS

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_pipeoffload.runtime.accelerator import Lane, make_lanes
+from lightning_pipeoffload.runtime.device.accelerator import Lane, make_lanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
 from lightning_pipeoffload.schedule.actions import Part
 

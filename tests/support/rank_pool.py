@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_pipeoffload.processes import failure_board
 from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.mesh import ProcessGroups
+from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups
 from tests.support.caches import new_caches
 from tests.support.forks import FORKS, fork
 

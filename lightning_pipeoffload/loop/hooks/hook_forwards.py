@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_pipeoffload.processes.run_store import Meeting
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch_tree import batch_leaves, map_batch
+from lightning_pipeoffload.runtime.batch.tree import batch_leaves, map_batch
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.payload import BlockOutput

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.batch_tree import batch_leaves
+from lightning_pipeoffload.runtime.batch.parts import shape_signature
+from lightning_pipeoffload.runtime.batch.tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.alike_blocks import AlikeBlocks
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
@@ -28,7 +29,6 @@ from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.sequence_dims import find_dims
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
-from lightning_pipeoffload.runtime.microbatch import shape_signature
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
 from lightning_pipeoffload.runtime.sequence.slices import SequenceDims

@@ -25,6 +25,7 @@ from torch.nn.modules import module as torchs
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pipeoffload.runtime.batch.parts import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
 from lightning_pipeoffload.runtime.contexts import without_collection
 from lightning_pipeoffload.runtime.cut.alike_blocks import AlikeBlocks
@@ -51,7 +52,6 @@ from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
-from lightning_pipeoffload.runtime.microbatch import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.drawing_modules import note_draw
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (

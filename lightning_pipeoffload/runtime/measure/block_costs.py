@@ -21,17 +21,17 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from lightning_pipeoffload.runtime.comm.transport import Transport
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage, cut
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.executor import Executor
+from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
 from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater, SavedMemory
-from lightning_pipeoffload.runtime.pipeline import Pipeline
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import forget_casts, sharing_casts
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
-from lightning_pipeoffload.runtime.timing import ActionTimer
-from lightning_pipeoffload.runtime.transport import Transport
 from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
 from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.schedule import (

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.accelerator import make_lanes
-from lightning_pipeoffload.runtime.executor import Executor
-from lightning_pipeoffload.runtime.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.transport import Transport, blaming_peers
+from lightning_pipeoffload.runtime.device.accelerator import make_lanes
+from lightning_pipeoffload.runtime.device.timing import finished_at
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.timing import finished_at
-from lightning_pipeoffload.runtime.transport import Transport, blaming_peers
+from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.schedule import Action, Kind, Schedule
 
 _BYTES = 32 << 20

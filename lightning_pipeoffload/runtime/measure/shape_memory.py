@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see run
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.accelerator import make_lanes
-from lightning_pipeoffload.runtime.batch_tree import batch_leaves
+from lightning_pipeoffload.runtime.batch.tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
+from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.leaves import output_tensors, tensors_in
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
@@ -39,8 +39,8 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
     address_of,
 )
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
-from lightning_pipeoffload.runtime.pipeline import Pipeline
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
 from lightning_pipeoffload.runtime.sequence.slices import Dims, EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros

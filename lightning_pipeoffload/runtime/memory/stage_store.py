@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.accelerator import CopyLanes, Lane, is_on
+from lightning_pipeoffload.runtime.device.accelerator import CopyLanes, Lane, is_on
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, Slab
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
     Cast,

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
+from lightning_pipeoffload.runtime.batch.parts import weighted
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.record import StageRecord
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
-from lightning_pipeoffload.runtime.microbatch import weighted
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
 from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass

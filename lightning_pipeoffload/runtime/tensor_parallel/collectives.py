@@ -15,13 +15,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group  # private: by name, as DTensors do
 from torch.distributed import _functional_collectives as functional  # private: DTensors call it
 
+from lightning_pipeoffload.runtime.comm.transport import blaming_peers, goes_through_host
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import Sharding
 from lightning_pipeoffload.runtime.tensor_parallel.through_host import (
     install_host_collectives,
     remove_host_collectives,
 )
-from lightning_pipeoffload.runtime.transport import blaming_peers, goes_through_host
 
 _wrap: Any = functional._maybe_wrap_tensor
 

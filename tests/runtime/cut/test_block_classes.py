@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.block_classes import find_classes
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from tests.support.small_modules import Regression, users_step
 
 CPU = torch.device("cpu")

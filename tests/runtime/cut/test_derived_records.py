@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs

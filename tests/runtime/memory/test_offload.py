@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime import timing
-from lightning_pipeoffload.runtime.accelerator import CopyError, CopyLanes, Lane
+from lightning_pipeoffload.runtime.device import timing
+from lightning_pipeoffload.runtime.device.accelerator import CopyError, CopyLanes, Lane
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.schedule import Costs, build
 from lightning_pipeoffload.schedule.actions import Part
 from lightning_pipeoffload.schedule.passes.offload import offload_activations

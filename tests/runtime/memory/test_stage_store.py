@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.accelerator import is_on, make_lanes
+from lightning_pipeoffload.runtime.device.accelerator import is_on, make_lanes
 from lightning_pipeoffload.runtime.memory import host_memory
 from lightning_pipeoffload.runtime.memory.host_memory import (
     HostBudget,

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
+from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.address_kernels import Cubed, Gate, Silu, memory, seeded, silu

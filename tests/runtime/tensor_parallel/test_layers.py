@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import profile
 
-from lightning_pipeoffload.runtime.accelerator import make_lanes
 from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
+from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import (
     ActivationStore,

@@ -1,0 +1,1 @@
+"""Communication between ranks: the mesh of processes, messages, sums over replicas."""

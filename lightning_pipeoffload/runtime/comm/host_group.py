@@ -1,0 +1,89 @@
+"""Collectives over gloo for Python objects and host tensors, within a pipeline or a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipeoffload.runtime.comm.mesh import RankMesh
+from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+
+_NO_LIMIT = timedelta(days=7)
+
+
+class HostGroup:
+    """Collectives over a gloo process group.
+
+    Attributes:
+        host_group: The gloo group; replaced when the processes reconnect.
+        side_group: A second gloo group, whose collectives overlap with those of a step.
+    """
+
+    def __init__(self, group: Any, side_group: Any = None) -> None:
+        self.host_group = group
+        self.side_group = side_group
+
+    @property
+    def num_processes(self) -> int:
+        return dist.get_world_size(self.host_group)
+
+    def barrier(self) -> None:
+        with blaming_peers("lost a rank in a barrier"):
+            dist.barrier(group=self.host_group)
+
+    def broadcast(self, obj: Any, src: int) -> Any:
+        """Return the object of global rank ``src``."""
+        objects = [obj]
+        with blaming_peers("lost a rank in a broadcast"):
+            dist.broadcast_object_list(objects, src, group=self.host_group)
+        return objects[0]
+
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the objects of all processes, in the order of their global ranks."""
+        objects: list[Any] = [None] * self.num_processes
+        with blaming_peers("lost a rank while gathering"):
+            dist.all_gather_object(objects, obj, group=self.host_group)
+        return objects
+
+    def agree(self, decision: bool, unanimous: bool) -> bool:
+        """Return whether all processes pass True if ``unanimous``, else whether any does."""
+        votes = self.gather(decision)
+        return all(votes) if unanimous else any(votes)
+
+    def start_sharing(self, number: int, src: int) -> Callable[[], int]:
+        """Start a broadcast from global rank ``src``; return a function that waits for it."""
+        message = torch.tensor([int(number)])
+        # The group's own method: that of torch.distributed takes twice as long.
+        work = self.side_group.broadcast(message, dist.get_group_rank(self.side_group, src))
+
+        def wait() -> int:
+            with blaming_peers("lost a rank while deciding together"):
+                work.wait()
+            return int(message)
+
+        return wait
+
+
+class World(HostGroup):
+    """All processes of a run, of every replica."""
+
+    def __init__(self, mesh: RankMesh) -> None:
+        groups = [mesh.make_world_group(use, backend="gloo") for use in ("world", "world side")]
+        super().__init__(*groups)
+        self._mesh = mesh
+
+    @contextmanager
+    def waiting_as_long_as_it_takes(self) -> Iterator[None]:
+        """Wait for all processes on leaving the context, without the timeout of the run."""
+        if self.num_processes == 1:
+            yield
+            return
+        group = self._mesh.make_world_group("no limit", backend="gloo", timeout=_NO_LIMIT)
+        yield
+        with blaming_peers("lost a rank while it compiled"):
+            dist.barrier(group=group)

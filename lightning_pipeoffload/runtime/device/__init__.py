@@ -1,0 +1,1 @@
+"""The device: streams, events, settings of CUDA, and times of a plan's actions on it."""

@@ -1,0 +1,73 @@
+"""Makes microbatches of a batch: each a slice of it, with the record of a step on its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_pipeoffload.runtime.batch.structure import BatchParts, BatchStructure
+from lightning_pipeoffload.runtime.cut.checks import check_shared_weights
+from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.users_code.step_call import (
+    CallOnCopies,
+    StepCall,
+    UsersStep,
+    without_shared,
+)
+
+
+def slice_batch(
+    pipeline: Pipeline, batch: Any, size: int, step: UsersStep, kind: str, seed: int
+) -> list[Microbatch]:
+    """Cut a batch into microbatches of ``size`` samples; see :func:`trace_parts`."""
+    return trace_parts(pipeline, BatchStructure().split(batch, size), batch, step, kind, seed)
+
+
+def trace_parts(
+    pipeline: Pipeline, cut: BatchParts, batch: Any, step: UsersStep, kind: str, seed: int
+) -> list[Microbatch]:
+    """Make microbatches of a batch's parts, and trace the step for those with new shapes.
+
+    Args:
+        pipeline: The module, which is cut at the first batch.
+        cut: The parts.
+        batch: The batch: any pytree.
+        step: The user's step.
+        kind: The kind of the step, such as "train".
+        seed: The seed of the batch.
+
+    Raises:
+        ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
+    """
+    pipeline.notice_frozen()
+    slices: list[Microbatch] = []
+    for index, (part, num_samples) in enumerate(zip(cut.parts, cut.sizes, strict=True)):
+        own_seed = mix_seed(seed, index)
+        # Parts of one size have the same shapes; what depends on values differs.
+        if (
+            index > 0
+            and cut.are_alike
+            and num_samples == cut.sizes[0]
+            and slices[0].record.holds_for_shapes
+        ):
+            record = slices[0].record
+        else:
+            record = pipeline.step_record(kind, part, step, own_seed)
+        run: Callable[[StepCall], Any] = partial(step, part)
+        if record.changes_batch:
+            batch_of_part = without_shared(part, batch) if index < len(cut.parts) - 1 else part
+            run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * pipeline.num_slices)
+        is_new = not record.has_run
+        slices.append(
+            Microbatch(part, num_samples, run, record, pipeline.device, own_seed, is_new=is_new)
+        )
+    if torch.is_grad_enabled():
+        check_shared_weights(pipeline.tensors.shared_weights)
+    for each in slices:
+        each.record.has_run = True
+    return slices

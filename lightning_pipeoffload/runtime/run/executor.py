@@ -1,0 +1,344 @@
+"""Runs one rank's part of a plan, action by action.
+
+Each kind of action has one method, found in a table. One microbatch on a stage in the middle::
+
+    plan      RECV_F    F         SEND_F    RECV_B    B         SEND_B    W
+    messages  posted -> taken     sent ->   posted -> taken     sent ->
+    memory              [==== the activation ========][= inputs for W ====]
+
+A receive is posted when its message may come soon by the plan and its edge is free, at the latest
+by its RECV; F and B wait for their messages, RECV does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
+from lightning_pipeoffload.runtime.comm.transport import Transport
+from lightning_pipeoffload.runtime.device.timing import ActionTimer
+from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime.run.mailbox import Mailbox
+from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.step.autocast import forget_casts
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.step.stage import StageRunner
+from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
+from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, tails
+from lightning_pipeoffload.schedule.actions import COPIES, FINAL, RECVS, SENDS
+from lightning_pipeoffload.schedule.messages import actions_ahead
+
+_BACKWARD = {Kind.B, Kind.BW}
+_LAST = {Kind.W, Kind.BW}
+
+Settle = Callable[[], bool]
+"""Waits until the weights for the step are final; returns whether they have changed meanwhile."""
+
+
+class Executor:
+    """One rank of a pipeline.
+
+    Args:
+        rank: The pipeline rank.
+        stages: The stages of the rank, by index.
+        transport: Sends and receives messages.
+        timer: Measures the actions.
+        memory: Stores activations.
+        pending: Parameters that the first F of a step waits for.
+
+    Attributes:
+        mailbox: The rank's messages.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: dict[int, StageRunner],
+        transport: Transport,
+        timer: ActionTimer,
+        memory: ActivationMemory,
+        pending: PendingParameters | None = None,
+    ) -> None:
+        self.rank = rank
+        self.stages = stages
+        self.mailbox = Mailbox(transport, self._specs_of)
+        self.timer = timer
+        self.memory = memory
+        self.current: Action | None = None
+        self._pending = pending
+        self._reduction: FinalGradients | None = None
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.BW: self._backward,
+            Kind.W: self._weight,
+            **dict.fromkeys(FINAL, self._declare_final),
+            **dict.fromkeys(COPIES, self._move),
+            **dict.fromkeys(SENDS, self.mailbox.send),
+            **dict.fromkeys(RECVS, self.mailbox.reach),
+        }
+        self._results: dict[int, Any] = {}
+        self._microbatches: dict[int, Microbatch] = {}
+        self._regrouped: set[Action] = set()
+        self._plan = Schedule.of(())
+        self._rest: Iterator[Action] = iter(())
+        self._costs = self._used_costs = Costs.unit()
+
+    @property
+    def results(self) -> list[Any]:
+        """The return values of the user's step, by microbatch; see :meth:`run`."""
+        return [self._results[index] for index in sorted(self._results)]
+
+    @property
+    def plan(self) -> Schedule:
+        """The plan of the last step."""
+        return self._plan
+
+    @property
+    def transport(self) -> Transport:
+        """Sends and receives the messages."""
+        return self.mailbox.transport
+
+    @property
+    def microbatches(self) -> Sequence[Microbatch]:
+        """Those of the last step."""
+        return [*self._microbatches.values()]
+
+    def place(self, rank: int, transport: Transport) -> None:
+        """Run another rank's actions from the next plan on."""
+        self.rank, self.mailbox.transport = rank, transport
+
+    def time_by(self, timer: ActionTimer) -> None:
+        """Measure the next steps by another timer, which has none of those before."""
+        self.timer = timer
+
+    def run(self, plan: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:
+        """Execute the rank's actions of a lowered plan; one without backwards evaluates.
+
+        Returns:
+            The return values of the user's step, by microbatch; empty without the last stage.
+        """
+        self.run_to_backward(plan, microbatches)
+        return self.run_rest()
+
+    def run_to_backward(
+        self,
+        plan: Schedule,
+        microbatches: Sequence[Microbatch],
+        settle: Settle | None = None,
+        reduction: FinalGradients | None = None,
+    ) -> list[Any]:
+        """Execute the rank's actions before its first backward; :meth:`run_rest` goes on there.
+
+        Args:
+            plan: A lowered plan.
+            microbatches: The microbatches of the batch.
+            settle: Called when the actions that need no final weights have run; None: the weights
+                are final.
+            reduction: Averages gradients over replicas, or steps them; None: neither is done.
+
+        Returns:
+            As :meth:`run`, as far as there are results by then.
+        """
+        self.start(plan, microbatches, reduction)
+        actions: Sequence[Action] = plan[self.rank]
+        if settle is not None:
+            actions = self._run_ahead(settle, actions)
+        self.expect(actions)
+        self._rest = iter(actions)
+        for action in self._rest:
+            if action.kind in _BACKWARD:
+                self._rest = chain((action,), self._rest)
+                break
+            self.current = action
+            self._handlers[action.kind](action)  # as execute(), with one frame less
+        return self.results
+
+    def run_rest(self) -> list[Any]:
+        """Execute the other actions; see :meth:`run`."""
+        for action in self._rest:
+            self.current = action
+            self._handlers[action.kind](action)
+        self.end()
+        return self.results
+
+    def start(
+        self,
+        plan: Schedule,
+        microbatches: Sequence[Microbatch],
+        reduction: FinalGradients | None = None,
+    ) -> None:
+        """Begin a step whose actions :meth:`execute` runs one by one."""
+        # By identity: every step passes the same object, and comparing all actions takes time.
+        if plan is not self._plan or self._costs is not self._used_costs:
+            self._use(plan)
+        self._reduction = reduction
+        self._keep = not plan.is_forward_only
+        self._microbatches = {microbatch.index: microbatch for microbatch in microbatches}
+        self._results.clear()
+        self.mailbox.start_step()
+        if self._keep:
+            self.timer.start_step()
+            self.memory.start_step(plan[self.rank], self.stages, plan.num_sequence_slices)
+
+    def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
+        """Plan how many messages an edge holds, and when receives are posted, of later steps.
+
+        Args:
+            schedule: The schedule of a training step, or its lowered plan.
+            costs: Of its stages; times in any unit.
+        """
+        self.mailbox.limit_pending(schedule, self.rank)
+        self._costs = costs
+
+    def expect(self, actions: Sequence[Action]) -> None:
+        """Expect the messages of the next actions; each edge delivers them in this order."""
+        self.mailbox.expect(actions)
+
+    def execute(self, action: Action) -> None:
+        """Run the next action of a step that has started."""
+        self.current = action
+        self._handlers[action.kind](action)
+
+    def end(self) -> None:
+        """End a step after its last action."""
+        self.current = None
+        if self._keep:
+            self.timer.end_step()
+        self.mailbox.end_step()
+
+    def _use(self, plan: Schedule) -> None:
+        self._plan, self._used_costs = plan, self._costs
+        by_tail = (tail.weights for tail in tails(plan[self.rank]))
+        self._tails = {weights[0]: weights for weights in by_tail if weights}
+        self._ahead: list[Action] | None = None
+        self.mailbox.use(plan, self.rank, self._costs)
+
+    def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
+        """Run the actions that need no final weights, again if weights change; return the rest."""
+        if self._ahead is None:
+            self._ahead = actions_ahead(self._plan)[self.rank]
+        there = {*actions}
+        ahead = [action for action in self._ahead if action in there]
+        there.difference_update(ahead)
+        put_back = next(iter(self.stages.values())).keep_writes()
+        self._run_forwards(ahead)
+        if settle():
+            self._take_back()
+            put_back()
+            self._run_forwards(ahead)
+        return [action for action in actions if action in there]
+
+    def _run_forwards(self, actions: Sequence[Action]) -> None:
+        self.expect(actions)
+        for action in actions:
+            self.execute(action)
+        self.current = None
+
+    def _take_back(self) -> None:
+        """Undo this step's forwards on all ranks, after receiving their messages."""
+        self.mailbox.take_back()
+        self._results.clear()
+        self.memory.take_back()
+        for stage in self.stages.values():
+            stage.take_back()
+        self.timer.start_step()
+        forget_casts()
+
+    def abandon(self) -> None:
+        """Drop an unfinished step, after an error."""
+        self.current = None
+        self._regrouped.clear()
+        self.mailbox.abandon()
+        self.memory.abandon()
+        for stage in self.stages.values():
+            stage.abandon()
+
+    # What each kind of action does
+
+    def _begin(self, *actions: Action) -> None:
+        # Before the clock starts: the time of an action does not include waits.
+        for action in actions:
+            self.memory.arrive(action)
+        self.timer.start()
+
+    def _finish(self, *actions: Action) -> None:
+        if self._keep:
+            self.timer.record(*actions)
+            for action in actions:
+                self.memory.record(action)
+                if action.kind in _LAST:
+                    self.stages[action.stage].free(self._microbatches[action.microbatch])
+
+    def _forward(self, action: Action) -> None:
+        self.mailbox.receives.begin(action)
+        self.timer.start()  # nothing that an F needs is offloaded
+        stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
+        store = self.memory.open(action, microbatch) if self._keep else None
+        # The stage takes the message as late as possible, after the beginning of the step.
+        receive: Callable[[], list[Tensor]] = partial(self.mailbox.take, action, self.timer)
+        if self._pending:
+            receive = self._with_weights(receive)
+        output = stage.forward(microbatch, receive, self._keep, store)
+        if not self.mailbox.give(action, output) and microbatch.has_result:
+            self._results[action.microbatch] = output
+        self._finish(action)
+
+    def _with_weights(self, receive: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+        """Wait for the message, if there is one, then for the pending parameters."""
+        assert self._pending is not None
+        received = receive()
+        self.timer.pause()
+        self._pending.settle()
+        self.timer.resume()
+        return lambda: received
+
+    def _backward(self, action: Action) -> None:
+        self.mailbox.receives.begin(action)
+        self._begin(action)
+        stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
+        gradients = self.mailbox.take(action, self.timer)
+        gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
+        self.mailbox.give(action, gradients)
+        self._finish(action)
+
+    def _weight(self, action: Action) -> None:
+        """Run a W; the first W of a REDUCE's or STEP's tail runs all of it, by parameter."""
+        self.mailbox.receives.begin(action)
+        tail = self._tails.get(action, ())
+        if action in self._regrouped:
+            self._regrouped.remove(action)
+        elif self._reduction is not None and tail:
+            self._run_tail([each for each in tail if each.microbatch in self._microbatches])
+        else:
+            self._begin(action)
+            self.stages[action.stage].weight(self._microbatches[action.microbatch])
+            self._finish(action)
+
+    def _run_tail(self, actions: list[Action]) -> None:
+        assert self._reduction is not None
+        first, *others = actions
+        microbatches = [self._microbatches[action.microbatch] for action in actions]
+        self._begin(*actions)
+        self.stages[first.stage].last_weights(microbatches, self._reduction)
+        self._finish(*actions)
+        self._regrouped.update(others)
+
+    def _declare_final(self, action: Action) -> None:
+        """Declare all gradients of the stage final; waits for no replica and no step."""
+        if self._reduction is not None:
+            self._reduction.expect(action.stage)
+
+    def _move(self, action: Action) -> None:
+        self.memory.move(action)
+        self.memory.record(action)
+
+    def _specs_of(self, receive: Action) -> list[TensorSpec]:
+        microbatch = self._microbatches[receive.microbatch]
+        record = self.stages[receive.stage].record_of(microbatch)
+        return record.specs_in if receive.kind is Kind.RECV_F else record.gradient_specs
