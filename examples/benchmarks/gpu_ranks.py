@@ -137,7 +137,7 @@ def gradients_of_rank(
             pipeline.commit()
         executor.stages = pipeline.stages
         pipeline.module.zero_grad()
-        memory.measures_all = measures
+        memory.measure_all(measures)
         with forked_randomness():
             weights = [batch_size(cut.part) / batch_size(batch) for cut in slices]
             executor.run(lower(step), placed(slices, weights))

@@ -467,7 +467,7 @@ class Variant:
         ]
         runs.plan_messages(self.scheduled(), Costs.unit())
         for host.step, step_plan in plans.items():
-            memory.measures_all = host.step == COLD
+            memory.measure_all(host.step == COLD)
             if host.step == PLAN and not self.as_planned:
                 host.wait_for_device("the memory of plans, which is taken")
                 host.has_memory = self.takes_memory

@@ -196,7 +196,7 @@ class PipelineMonitor(Callback):
         last, self._last = self._last, None
         if timer is not self._timer:  # the plan was made anew, which is no part of a step
             self._timer = timer
-            (self._step if last is None else last).has_period = False
+            (self._step if last is None else last).omit_period()
         if last is not None:
             last.follow_with(self._first_plan(timer))
             self._wait_for(last)

@@ -33,7 +33,6 @@ class OptimizerStep:
         plans: The measured plan of each batch that accumulates.
         breaks: The start and end of interruptions, such as validation.
         figures: Its figures by its end: numbers, or tensors that may still be computed.
-        has_period: Whether the time from its start to the next one's is its own, but for breaks.
     """
 
     def __init__(self, number: int, is_logged: bool) -> None:
@@ -42,7 +41,7 @@ class OptimizerStep:
         self.plans: list[TimedStep] = []
         self.breaks: list[tuple[Any, Any]] = []
         self.figures: dict[str, Any] = {}
-        self.has_period = True
+        self._has_period = True
         self._following: TimedStep | None = None
 
     def add(self, name: str, number: Any) -> None:
@@ -53,6 +52,10 @@ class OptimizerStep:
         """End the period where the next step's first plan has started."""
         self._following = plan
 
+    def omit_period(self) -> None:
+        """Leave the period out: up to the next step's start it holds more than this step."""
+        self._has_period = False
+
     def has_passed(self, timer: ActionTimer) -> bool:
         """Whether its times can be read without waiting."""
         last = self.plans[-1].end if self._following is None else self._following.start
@@ -62,7 +65,7 @@ class OptimizerStep:
         """Return all of its figures; those of the period only where that is known."""
         seconds = timer.clock.seconds
         figures = {"step_seconds": sum(seconds(plan.start, plan.end) for plan in self.plans)}
-        if self._following is not None and self.has_period:
+        if self._following is not None and self._has_period:
             period = seconds(self.plans[0].start, self._following.start)
             period -= sum(seconds(start, end) for start, end in self.breaks)
             busy = sum(map(timer.busy_seconds, self.plans))

@@ -197,6 +197,10 @@ class NarrowedOptimizer:
         self._adopted.append(parameter.became)
         return parameter.became
 
+    def step_by(self, stand_ins: StandInStep | None) -> None:
+        """Step other tensors in place of parameters; None: the parameters."""
+        self.stand_ins = stand_ins
+
     def share_out(self, shares: StepShares | None) -> None:
         """Divide the step among replicas, and drop the state of the others' parameters.
 

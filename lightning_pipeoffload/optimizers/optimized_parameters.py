@@ -112,7 +112,7 @@ class OptimizedParameters:
         age = self._pipeline.gradient_age
         self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
         for narrowed in self._narrowed:
-            narrowed.stand_ins = self._make_stand_ins(narrowed.optimizer)
+            narrowed.step_by(self._make_stand_ins(narrowed.optimizer))
 
     def _make_stand_ins(self, optimizer: Optimizer) -> StandInStep | None:
         if not self._on_host and self._masters is None:

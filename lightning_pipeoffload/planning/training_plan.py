@@ -163,7 +163,7 @@ class TrainingPlan:
     def expect(self, shapes_are_new: bool, estimate: Costs) -> None:
         """Prepare for a batch, before it runs; ``estimate`` stands for costs not yet measured."""
         self.is_cold = shapes_are_new and self._on_accelerator
-        self._executor.memory.measures_all = self.is_cold
+        self._executor.memory.measure_all(self.is_cold)
         current = self.current
         self._executor.plan_messages(current.schedule, current.costs or estimate)
         # A larger microbatch may break the limit: what each of these keeps is measured.

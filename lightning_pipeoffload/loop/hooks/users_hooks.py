@@ -211,7 +211,8 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
             parameter.know_gradient(kind != _ABSENT, size)
         elif isinstance(parameter.grad, RemoteGradient):
             parameter.grad.know(size)
-            pipeline.gradient_age.sizes += [] if size is None else [size]
+            if size is not None:
+                pipeline.gradient_age.expire_with_change(size)
 
 
 def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:

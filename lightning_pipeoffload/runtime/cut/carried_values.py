@@ -60,6 +60,15 @@ class Crossing:
     """Pairs of segments between which the loss leads back to it; None: all."""
     stride: tuple[int, ...] | None = None  # see TensorSpec
 
+    def use(self, position: int, trains_from: int | None) -> None:
+        """Add a use; ``trains_from`` is where the value requires a gradient by now."""
+        self.used_in = max(self.used_in, position)
+        self.trains_from = trains_from
+
+    def lead_back(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Set between which segments the loss leads back to the value."""
+        self.led_back = sorted(pairs)
+
     def crosses(self, block: int) -> bool:
         """Return whether the value crosses the cut before ``block``."""
         return self.made_in < block <= self.used_in

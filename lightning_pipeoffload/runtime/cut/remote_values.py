@@ -118,7 +118,7 @@ def make_real(slot: Slot, by_shape: dict[int, Tensor]) -> Tensor:
             else:
                 by_shape[id(shape)] = tensor
         if isinstance(shape, RemoteTensor):
-            shape.became = by_shape[id(shape)]
+            shape.become(by_shape[id(shape)])
     slot.put(by_shape[id(shape)])
     forget_state(slot)
     return by_shape[id(shape)]

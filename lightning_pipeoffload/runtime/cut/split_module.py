@@ -219,7 +219,7 @@ class SplitModule:
             slot.put(value)
             if isinstance(value, RemoteTensor):
                 forget_state(slot)
-                value.age = age
+                value.share_age(age)
         self.assign(self.owners, self.slots)
 
     def _is_lost(self, slot: Slot) -> bool:

@@ -322,7 +322,7 @@ class ValueTrace(CallCounter):
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._crossings.items():
-            crossing.led_back = sorted(self._reach.spans(self._edges[key]))
+            crossing.lead_back(self._reach.spans(self._edges[key]))
         outputs = self._record.outputs
         for index, edges in enumerate(self._handed_on):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
@@ -387,8 +387,7 @@ class ValueTrace(CallCounter):
         edge = _edge_of(tensor)
         if edge is not None:
             self._edges[key].add(edge)
-        crossing.used_in = max(crossing.used_in, position)
-        crossing.trains_from = source.trains_from
+        crossing.use(position, source.trains_from)
 
     def _check_memory(self, tensor: Any) -> None:
         for written, written_in in self._written.get(memory_of(tensor), ()):

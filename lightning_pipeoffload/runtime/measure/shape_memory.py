@@ -258,8 +258,7 @@ class _MeasuringPass(StepTrace):
     def around_chunks(self) -> Iterator[None]:
         with LiveBytes() as live:
             yield
-        memory = self._of_stages[self._stores.turn][self._stores.place]
-        memory.workspace_bytes = max(memory.workspace_bytes, live.peak)
+        self._of_stages[self._stores.turn][self._stores.place].add_workspace(live.peak)
 
     @override
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:

@@ -35,10 +35,9 @@ class SavedMemory:
         workspace_bytes: Taken by the chunks of a loss in F and B, and freed there; counted on
             shapes only.
         collective_bytes: Sent to tensor ranks by F and by B; counted on shapes only.
-        measures_all: Whether to measure every microbatch of this step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, measures_all: bool = False) -> None:
         self.activation_bytes: int | None = None
         self.weight_input_bytes: int | None = None
         self.residue_bytes: int | None = None
@@ -46,7 +45,15 @@ class SavedMemory:
         self.deferred_flops: int | None = None
         self.workspace_bytes = 0
         self.collective_bytes = {Kind.F: 0.0, Kind.B: 0.0}
-        self.measures_all = False
+        self._measures_all = measures_all
+
+    def measure_all(self, measures_all: bool) -> None:
+        """Set whether to measure every microbatch of the next step."""
+        self._measures_all = measures_all
+
+    def add_workspace(self, peak: int) -> None:
+        """Count what the chunks of one more loss take at once."""
+        self.workspace_bytes = max(self.workspace_bytes, peak)
 
     @property
     def all_bytes(self) -> int:
@@ -56,7 +63,7 @@ class SavedMemory:
     @property
     def is_due(self) -> bool:
         """Whether to measure the next microbatch."""
-        return self.measures_all or self.activation_bytes is None
+        return self._measures_all or self.activation_bytes is None
 
     def measure_forward(
         self, store: ActivationStore | None, for_later: KeptForLater | None = None
@@ -83,7 +90,7 @@ class SavedMemory:
         """Measure the bytes kept for W after B, of a microbatch that was measured after F."""
         if store:
             store.leave_for_weight()
-            if self.measures_all or self.residue_bytes is None:
+            if self._measures_all or self.residue_bytes is None:
                 # A fused backward keeps nothing for W.
                 least = self.residue_bytes or 0, self.weight_input_bytes or 0
                 self.residue_bytes = max(store.saved_bytes(), *least)

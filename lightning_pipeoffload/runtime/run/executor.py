@@ -111,7 +111,8 @@ class Executor:
 
     def place(self, rank: int, transport: Transport) -> None:
         """Run another rank's actions from the next plan on."""
-        self.rank, self.mailbox.transport = rank, transport
+        self.rank = rank
+        self.mailbox.send_through(transport)
 
     def time_by(self, timer: ActionTimer) -> None:
         """Measure the next steps by another timer, which has none of those before."""

@@ -58,6 +58,10 @@ class Mailbox:
         self._schedule: Schedule | None = None
         self._most_pending: dict[int, int] = {}
 
+    def send_through(self, transport: Transport) -> None:
+        """Send and receive by another transport from the next plan on."""
+        self.transport = transport
+
     def limit_pending(self, schedule: Schedule, rank: int) -> None:
         """Limit pending messages to the number that a training schedule, or its plan, needs."""
         if schedule is not self._schedule:  # by identity: comparing all actions takes time

@@ -142,15 +142,10 @@ class Ledger:
 
 
 class ActivationMemory:
-    """The saved tensors of one rank: makes and moves the stores of microbatches in flight.
-
-    Attributes:
-        measures_all: Whether every microbatch is measured, not only the first of each stage.
-    """
-
-    measures_all = False
+    """The saved tensors of one rank: makes and moves the stores of microbatches in flight."""
 
     def __init__(self, settings: OffloadSettings) -> None:
+        self._measures_all = False
         self.settings = settings
         self._there: dict[_Key, Part] = {}
         self.ledger = Ledger(self._measured_after, self._kept_for_later)
@@ -166,6 +161,10 @@ class ActivationMemory:
         """Make the memory of a device; both copy directions share a lane until measured."""
         host = HostMemory(pinned=device.type != "cpu", budget=budget)
         return cls(OffloadSettings(device, make_lanes(device, count=1), host))
+
+    def measure_all(self, measures_all: bool) -> None:
+        """Set whether every microbatch is measured, or only the first of each stage."""
+        self._measures_all = measures_all
 
     def use_lanes(self, lanes: CopyLanes) -> None:
         """Use other lanes for copies from the next step on."""
@@ -224,7 +223,7 @@ class ActivationMemory:
         key = action.stage, action.microbatch
         stage = self._stages[action.stage]
         memory = stage.memory_of(action.microbatch % self._num_slices)
-        is_measured = self.measures_all or memory.is_due
+        is_measured = self._measures_all or memory.is_due
         if key not in self._offloaded and not is_measured:
             return None
         if not self._owned:

@@ -35,6 +35,10 @@ class KnownSize:
     largest: float
     is_current: bool = True
 
+    def expire(self) -> None:
+        """End what is known: the gradient is written."""
+        self.is_current = False
+
 
 @dataclass(frozen=True)
 class Derived:
@@ -186,7 +190,7 @@ class RemoteGradient(ShapeOnly):
     def _forget(self) -> None:
         """Discard the known size after a write."""
         if self.derived is not None and self.derived.is_memory:
-            self.derived.size.is_current = False
+            self.derived.size.expire()
         else:
             self.derived = None
 

@@ -39,19 +39,22 @@ class GradientAge:
     Attributes:
         num_changes: The number of backwards, clippings and calls that set gradients to zero.
         are_none: Whether the last change set all gradients to None.
-        sizes: Sizes that are known until the next change, of gradients that another replica has.
     """
 
     num_changes: int = 0
     are_none: bool = True
-    sizes: list[KnownSize] = field(default_factory=list)
+    _sizes: list[KnownSize] = field(default_factory=list)
+
+    def expire_with_change(self, size: KnownSize) -> None:
+        """Let the size of a gradient that another replica has be known until the next change."""
+        self._sizes.append(size)
 
     def change(self, are_none: bool = False) -> None:
         """Invalidate the known sizes of all gradients."""
         self.num_changes += 1
         self.are_none = are_none
-        while self.sizes:
-            self.sizes.pop().is_current = False
+        while self._sizes:
+            self._sizes.pop().expire()
 
 
 class RemoteTensor(ShapeOnly):
@@ -107,6 +110,14 @@ class RemoteTensor(ShapeOnly):
     @override
     def written_from(self, origins: frozenset[str]) -> None:
         """Do nothing: the owner runs the same write, so the tensor has the same origins."""
+
+    def share_age(self, age: GradientAge) -> None:
+        """Follow the age that all remote parameters of the rank share."""
+        self.age = age
+
+    def become(self, tensor: Tensor) -> None:
+        """Remember the real tensor that replaces it, for optimizers that hold it."""
+        self.became = tensor
 
     @property
     def grad(self) -> Tensor | None:

@@ -69,15 +69,14 @@ class StageRunner:
     def memory_of(self, place: int) -> SavedMemory:
         """Return the measured memory of slice ``place`` of a microbatch; 0 if it is not sliced."""
         if place not in self.memories:
-            self.memories[place] = SavedMemory()
-            self.memories[place].measures_all = self._measures_all
+            self.memories[place] = SavedMemory(self._measures_all)
         return self.memories[place]
 
     def measure_all(self, measures_all: bool) -> None:
         """Set whether to measure every microbatch of the next step, or only unmeasured slices."""
         self._measures_all = measures_all
         for memory in self.memories.values():
-            memory.measures_all = measures_all
+            memory.measure_all(measures_all)
 
     @cached_property
     def _sender(self) -> str:
@@ -123,9 +122,9 @@ class StageRunner:
             flight.earlier = self._earlier_of(flight)
             step = SlicedPass(context, flight, receive)
         if context.writes.may_write_tensors:
-            queue.operands = set()
+            queue.note_operands()
             self._keep_seen()
-        context.writes.num_forwards += 1
+        context.writes.begin_forward()
         if not keep:
             with context.around():
                 output = step.run()
@@ -185,7 +184,7 @@ class StageRunner:
         flight = self.in_flight[microbatch.index]
         received = flight.received
         assert received is not None
-        flight.queue.immediate = fused
+        flight.queue.compute_at_once(fused)
         with self._around_backward(flight), flight.queue:
             self._differentiate(flight, gradients)
         flight.awaits_weight = True

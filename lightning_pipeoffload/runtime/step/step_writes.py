@@ -103,6 +103,10 @@ class StepWrites:
         self.may_write_tensors = False
         self.num_forwards = 0
 
+    def begin_forward(self) -> None:
+        """Count a forward that begins."""
+        self.num_forwards += 1
+
     @property
     def last_stage(self) -> int:
         """The last stage of the rank."""

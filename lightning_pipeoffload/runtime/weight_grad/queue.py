@@ -78,6 +78,14 @@ class WeightGradQueue:
         self.operands: set[int] | None = None
         self._entries: list[WeightGrad] = []
 
+    def note_operands(self) -> None:
+        """Note the memory that deferred gradients read, from now on."""
+        self.operands = set()
+
+    def compute_at_once(self, is_immediate: bool) -> None:
+        """Set whether the next gradients are computed where they are put here, not in W."""
+        self.immediate = is_immediate
+
     def __enter__(self) -> None:
         _QUEUES.append(self)
 
