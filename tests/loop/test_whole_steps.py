@@ -159,3 +159,38 @@ def _validate_late(fails):
 def test_all_ranks_run_a_step_as_a_whole_that_one_cannot_trace(ranks):
     (expected, _), found = ranks(2).run(_validate_late, False), ranks(2).run(_validate_late, True)
     assert found == pytest.approx([expected] * 2)
+
+
+class Alternating(fits.Net):
+    """Keeps a number of each batch; of small ones how often blocks run depends on values."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0, depth=4)
+        self.seen = []
+        self.last_size = 0
+
+    def validation_step(self, batch, batch_idx):
+        hidden = self.embed(batch["x"])
+        times = 1 + int(batch["x"].sum()) % 2 if len(batch["x"]) < 8 else 1
+        for _ in range(times):
+            for block in self.blocks:
+                hidden = block(hidden)
+        self.seen.append(hidden.mean())
+        self.last_size = len(batch["x"])
+
+
+def _validate_alternating(num_devices):
+    L.seed_everything(7, verbose=False)
+    module, data = Alternating(), fits.samples(36)
+    batches = [fits.collate([data[i] for i in part]) for part in torch.arange(36).split([8, 4] * 3)]
+    trainer = fits.trainer(num_devices, {"num_microbatches": 1} if num_devices else {})
+    trainer.validate(module, DataLoader(batches, None), verbose=False)
+    return [float(value) for value in module.seen], module.last_size
+
+
+def test_what_batches_leave_behind_in_turns_cut_and_whole_is_there_once(ranks):
+    (plain,) = ranks(1).run(_validate_alternating, 0)
+    assert len(plain[0]) == 6
+    for seen, last_size in ranks(2).run(_validate_alternating, 2):
+        assert seen == pytest.approx(plain[0])
+        assert last_size == plain[1]
