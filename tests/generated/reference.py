@@ -125,7 +125,10 @@ def cut(batch, size):
 
 def _part(batch, rows):
     if isinstance(batch, dict):
-        return {name: _field(field, rows) for name, field in batch.items()}
+        parts = {name: _field(field, rows) for name, field in batch.items()}
+        if "inputs" in batch:  # columns, in a list where torch has converted their tuple
+            parts["inputs"] = [_field(each, rows) for each in batch["inputs"]]
+        return parts
     if dataclasses.is_dataclass(batch):
         part = copy.copy(batch)
         vars(part).update({name: _field(field, rows) for name, field in vars(batch).items()})
@@ -135,8 +138,6 @@ def _part(batch, rows):
 
 
 def _field(field, rows):
-    if isinstance(field, tuple):
-        return tuple(_field(each, rows) for each in field)
     is_column = isinstance(field, list) or isinstance(field, torch.Tensor) and field.ndim
     part = field[rows] if is_column else field
     return part.clone() if isinstance(part, torch.Tensor) else part  # the step may write it
