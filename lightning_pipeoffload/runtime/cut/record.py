@@ -216,6 +216,18 @@ class StepRecord:
         self._of_stages: dict[tuple[int, int, bool], StageRecord] = {}
         self._of_slices: list[StepRecord] = []
 
+    def mark_assigned(self) -> None:
+        """Note that the tensors of the step have their stages."""
+        self.is_assigned = True
+
+    def mark_run(self) -> None:
+        """Note that a batch with such a microbatch is cut to run."""
+        self.has_run = True
+
+    def forget_cut(self) -> None:
+        """Expect other stages, which have run nothing."""
+        self.is_assigned = self.has_run = False
+
     @property
     def holds_for_shapes(self) -> bool:
         """Whether the record is that of any microbatch with the same shapes."""

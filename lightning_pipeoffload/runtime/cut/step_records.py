@@ -31,7 +31,6 @@ from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteErro
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
-from lightning_pipeoffload.runtime.sequence.slices import SequenceDims
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
@@ -112,7 +111,7 @@ class StepRecords:
         self._num_stages = num_stages
         self._ran.clear()
         for record in self.by_key.values():
-            record.is_assigned = record.has_run = False
+            record.forget_cut()
 
     def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
         """Return the record of a step for a microbatch; trace the step if there is none.
@@ -172,7 +171,8 @@ class StepRecords:
     def _keep(self, key: Any, sizes: Any, record: StepRecord) -> None:
         shapes, answers = key
         self._flags.setdefault(shapes, {})[answers] = record.flags
-        record.has_run = any(_is_within((key, sizes), other) for other in self._keys_that_ran())
+        if any(_is_within((key, sizes), other) for other in self._keys_that_ran()):
+            record.mark_run()
         self.by_key[key, sizes] = record
         if len(self.by_key) > _MOST_RECORDS:
             self._drop_oldest()
@@ -188,10 +188,8 @@ class StepRecords:
         if record.has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
 
-    def find_sequence(
-        self, record: StepRecord, part: Any, step: UsersStep, seed: int
-    ) -> SequenceDims:
-        """Find the sequence dimensions of blocks' arguments and outputs.
+    def find_sequence(self, record: StepRecord, part: Any, step: UsersStep, seed: int) -> None:
+        """Find the sequence dimensions of blocks' arguments and outputs, for the record.
 
         Raises:
             ValueError: There is none, or it is not found everywhere.
@@ -204,7 +202,8 @@ class StepRecords:
             return trace.trace(trial)
 
         is_traced = not (record.is_derived or record.is_short)
-        return find_dims(self._chain, record if is_traced else trace(part), part, trace)
+        traced = record if is_traced else trace(part)
+        record.sequence = find_dims(self._chain, traced, part, trace)
 
     def propose(self, part: Any, step: UsersStep, seed: int) -> str:
         """Return the end of an error that names other blocks at which a step could be cut."""

@@ -69,5 +69,5 @@ def trace_parts(
     if torch.is_grad_enabled():
         check_shared_weights(pipeline.tensors.shared_weights)
     for each in slices:
-        each.record.has_run = True
+        each.record.mark_run()
     return slices

@@ -290,10 +290,10 @@ class Pipeline:
         record = self._find_record(kind, part, step, seed)
         if not record.is_assigned:
             self._take_in(record)
-            record.is_assigned = True
+            record.mark_assigned()
         if self.num_slices > 1 and record.sequence is None:
             check_slices(record, self.chain, self.module, bool(self.settings.compile))
-            record.sequence = self.records.find_sequence(record, part, step, seed)
+            self.records.find_sequence(record, part, step, seed)
         return record
 
     @property
