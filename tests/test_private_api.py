@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.nn.attention.bias import CausalBias
 from torchmetrics import MeanMetric
@@ -162,6 +162,8 @@ OWNERS = [
     (ThroughputMonitor(len), "_throughputs"),
     (ModelParallelStrategy, "_setup_distributed"),
     (DTensor, "_local_tensor"),
+    (Shard, "_make_shard_tensor"),
+    (Replicate, "_make_replicate_tensor"),
     (torch.distributed._functional_collectives, "_maybe_wrap_tensor"),
     (
         torch.distributed.tensor.debug,

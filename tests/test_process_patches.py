@@ -91,6 +91,10 @@ LISTED = {
     "runtime/tensor_parallel/collectives.py": {
         "functional._maybe_wrap_tensor": "attached: collectives are waited for where called",
     },
+    "runtime/tensor_parallel/own_parts.py": {
+        "Shard._make_shard_tensor": "a module's construction: tensor ranks divide their own values",
+        "Replicate._make_replicate_tensor": "as the former",
+    },
     "runtime/tensor_parallel/through_host.py": {
         "torch.library.Library": "attached: collectives over gloo go by way of the host",
     },

@@ -3,6 +3,7 @@
 import logging
 import re
 from functools import partial
+from math import prod
 
 import lightning as L
 import pytest
@@ -23,7 +24,14 @@ from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy, tensor_parallel_plan
+from lightning_pipeoffload import (
+    PipelineMonitor,
+    PipeOffloadStrategy,
+    load_weights,
+    tensor_parallel_plan,
+)
+from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule import ScheduleError
 from tests.support import fits
 
@@ -167,7 +175,7 @@ def fit(
         names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
         given = {"schedule": "zb_h1", "num_microbatches": 4, **(pipeline or {})}
         strategy = PipeOffloadStrategy(**dict(zip(names, sizes, strict=False)), **given)
-        devices = torch.tensor(sizes).prod().item()
+        devices = prod(sizes)
     net = (kind or Net)(**(module or {}))
     path = f"{folder}/{'-'.join(map(str, sizes))}.ckpt"
     limits = {"max_steps": NUM_STEPS, "max_epochs": 3, "gradient_clip_val": 0.5, **options}
@@ -283,6 +291,10 @@ CASES = {
     ),
     "clipped by value": ((2, 2), {"gradient_clip_algorithm": "value", "gradient_clip_val": 1e-3}),
     "accumulated": ((2, 2), {"accumulate_grad_batches": 2}),
+    "replicas of two stages": (
+        (2, 2, 2),
+        {"module": {"plan": "sequence"}, "pipeline": {"sharding": "optimizer"}},
+    ),
 }
 
 
@@ -294,7 +306,7 @@ def in_default_run(cases, count):
 @pytest.mark.parametrize("case", in_default_run(CASES, 2))
 def test_a_fit_is_that_of_one_device(ranks, tmp_path, case):
     sizes, options = CASES[case]
-    found = ranks(4).run(run, sizes, tmp_path, options)
+    found = ranks(prod(sizes)).run(run, sizes, tmp_path, options)
     if len(sizes) > 2:  # whose data Lightning shuffles
         expected = ranks(2).run(run, (1, 1, sizes[2]), tmp_path, options)[0]
     else:
@@ -321,7 +333,7 @@ def test_a_fit_has_the_same_bits_with_every_schedule(ranks, tmp_path, compile):
 
 class Run(L.Callback):
     def on_train_start(self, trainer, module):
-        self.strategy = trainer.strategy
+        self.strategy, self.counts = trainer.strategy, getattr(module, "counts", None)
 
 
 def keep_limit(sizes, plan, folder):
@@ -390,25 +402,26 @@ MASTERS = {"master_weights": "float32", "schedule": "1f1b"}
 HALF = {"module": {"dtype": torch.bfloat16}, "precision": "bf16-true"}
 
 
-def step_masters(folder):
+def step_masters(sizes, folder):
     """Fit with masters; then with those on the device, on the host and shared out, and resumed."""
-    losses, *_, path = fit((1, 2, 2), folder, pipeline=MASTERS, **HALF)
+    losses, *_, path = fit(sizes, folder, pipeline=MASTERS, **HALF)
     middle = f"{folder}/middle.ckpt"
     found, shares = [(losses, *read(path))], {"sharding": "optimizer"}
     for options in ({}, shares, {"optimizer_offload": True}, {"optimizer_offload": True, **shares}):
         pipeline = {**MASTERS, **options}
-        before, *_ = fit((1, 2, 2), folder, **in_folder(folder, pipeline), **HALF)
-        after, *_, path = fit((1, 2, 2), folder, pipeline=pipeline, ckpt_path=middle, **HALF)
+        before, *_ = fit(sizes, folder, **in_folder(folder, pipeline), **HALF)
+        after, *_, path = fit(sizes, folder, pipeline=pipeline, ckpt_path=middle, **HALF)
         found.append((before[:3] + after, *read(path)))
     return found
 
 
 @slow
-def test_masters_are_the_same_bits_wherever_they_are_stepped_and_saved(ranks, tmp_path):
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2)], ids=str)
+def test_masters_are_the_same_bits_wherever_they_are_stepped_and_saved(ranks, tmp_path, sizes):
     options = {"pipeline": MASTERS, **HALF}
     losses, *_, path = ranks(2).run(run, (1, 1, 2), tmp_path, options)[0]
     whole = read(path)[0]
-    for first, *others in ranks(4).run(step_masters, tmp_path):
+    for first, *others in ranks(prod(sizes)).run(step_masters, sizes, tmp_path):
         assert first[0] == pytest.approx(losses, abs=1e-2)  # in bfloat16
         for name, weight in first[1].items():
             assert weight.dtype == torch.float32
@@ -832,12 +845,16 @@ def test_shards_may_get_memory_and_values_behind_parallelize_module(ranks, tmp_p
 class Llama(Net):
     """A Llama, which shares its layers by its own plan."""
 
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=WIDTH * 2, intermediate_size=24, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+
     def configure_model(self):
-        config = LlamaConfig(
-            vocab_size=WORDS, hidden_size=WIDTH * 2, intermediate_size=24, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2,
-        )  # fmt: skip
-        self.model = LlamaForCausalLM(config).double()
+        self.model = LlamaForCausalLM(self.config).double()
+        self.share_layers()
+
+    def share_layers(self):
         if self.device_mesh is not None:
             mesh = self.device_mesh["tensor_parallel"]
             parallelize_module(self.model, mesh, tensor_parallel_plan(self.model))
@@ -852,6 +869,61 @@ def test_a_llama_shares_its_layers_by_its_own_plan(ranks, tmp_path):
     options = {"kind": Llama}
     found = ranks(4).run(run, (2, 2), tmp_path, options)
     check_alike(found[0], fit((), tmp_path, **options))
+
+
+class LoadedLlama(Llama):
+    """Weights that are read before a plan divides them, or into shards."""
+
+    def __init__(self, folder, is_divided):
+        super().__init__()
+        self.folder, self.is_divided = folder, is_divided
+
+    def configure_model(self):
+        self.model = LlamaForCausalLM(self.config).double()
+        if self.is_divided:
+            self.share_layers()
+        load_weights(self.model, self.folder)
+        if not self.is_divided:
+            self.share_layers()
+
+
+@slow
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_pretrained_weights_are_read_into_each_ranks_part(ranks, tmp_path, is_divided):
+    with forked_randomness():
+        LlamaForCausalLM(Llama.config).double().save_pretrained(tmp_path / "model")
+    module = {"folder": tmp_path / "model", "is_divided": is_divided}
+    options = {"kind": LoadedLlama, "module": module}
+    found = ranks(4).run(run, (2, 2), tmp_path, options)
+    check_alike(found[0], fit((), tmp_path, **options))
+
+
+def count_values(module):
+    return sum(p.numel() for p in module.parameters() if not isinstance(p, ShapeOnly))
+
+
+class CountedLlama(Llama):
+    """Counts the elements of weights that a rank has before it shares layers, and afterwards."""
+
+    def share_layers(self):
+        self.most = count_values(self)
+        super().share_layers()
+
+    def on_fit_start(self):
+        self.counts = self.most, count_values(self), count_values(LlamaForCausalLM(self.config))
+
+
+def make_counted(folder):
+    run = Run()
+    fit((2, 2), folder, kind=CountedLlama, callbacks=[run], max_steps=1)
+    return run.counts
+
+
+@slow
+def test_ranks_make_the_layers_of_their_own_stages(ranks, tmp_path):
+    for most, shards, whole in ranks(4).run(make_counted, tmp_path):
+        assert most < 0.6 * whole
+        assert shards < 0.3 * whole
 
 
 def config_with(**options):

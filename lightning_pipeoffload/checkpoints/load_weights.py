@@ -23,6 +23,8 @@ from lightning_pipeoffload.checkpoints.load_4bit import (
 from lightning_pipeoffload.runtime.making.registered_parameters import FreedMemory
 from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.sharding import local_part, sharding_of
 from lightning_pipeoffload.runtime.stored_tensor import value_of
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
@@ -92,7 +94,7 @@ def load_weights(
             else:
                 filled = _with_memory(slots.get(tensor, []), tensors[name], device)
                 if not filled.is_meta:
-                    filled.copy_(weights[name])  # reads nothing for a shape
+                    _copy(filled, weights[name])
 
 
 def _with_memory(slots: Sequence[Slot], tensor: Tensor, device: torch.device) -> Tensor:
@@ -111,6 +113,19 @@ def _with_memory(slots: Sequence[Slot], tensor: Tensor, device: torch.device) ->
     for slot in slots:
         slot.put(filled)
     return filled
+
+
+def _copy(filled: Tensor, weight: Tensor) -> None:
+    """Copy a weight; of a layer that tensor ranks share, this rank's part."""
+    sharding = sharding_of(filled)
+    if sharding is None:
+        filled.copy_(weight)  # reads nothing for a shape
+        return
+    part = local_part(filled)
+    if isinstance(part, ShapeOnly):
+        part.zero_()  # a write, for observers
+    else:
+        part.copy_(sharding.part(value_of(weight)))
 
 
 def _rename(
@@ -190,7 +205,9 @@ class _Fit:
                 if misfit:
                     raise ValueError(f"the 4-bit weight {name} is {misfit}: {self._path}")
                 continue
-            in_file, in_module = tuple(self._weights[name].shape), tuple(self._tensors[name].shape)
+            sharding = sharding_of(self._tensors[name])
+            whole = self._tensors[name] if sharding is None else sharding
+            in_file, in_module = tuple(self._weights[name].shape), tuple(whole.shape)
             if in_file != in_module:
                 raise ValueError(
                     f"{name} has shape {in_file} in {self._path} and shape {in_module} in "

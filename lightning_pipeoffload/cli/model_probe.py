@@ -31,11 +31,7 @@ from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.making.construction import cut_by_size, make_blueprint
-from lightning_pipeoffload.runtime.making.registered_parameters import (
-    ParameterShape,
-    making_shapes,
-    parameters_in,
-)
+from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
 from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
@@ -43,6 +39,7 @@ from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import mesh_of_absent_ranks
 from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
@@ -96,20 +93,20 @@ class ModelProbe:
 
     def _configure_model(self) -> None:
         with self._making_shapes():
-            if self._mesh is None:
-                self._module.configure_model()
-                return
-            self._module._device_mesh = self._mesh  # private: as Lightning sets it
-            with drawing_whole(self._module):
-                self._module.configure_model()
-            keep_local_parts(self._module, self._mesh["tensor_parallel"])
-            _make_shapes(self._module)
+            self._configure()
+
+    def _configure(self) -> None:
+        if self._mesh is None:
+            self._module.configure_model()
+            return
+        self._module._device_mesh = self._mesh  # private: as Lightning sets it
+        with drawing_whole(self._module), keeping_own_parts(have_equal_values=True):
+            self._module.configure_model()
+        keep_local_parts(self._module, self._mesh["tensor_parallel"])
 
     @contextmanager
     def _making_shapes(self) -> Iterator[None]:
-        # Torch sends no part of a tensor on the meta device to tensor ranks, which are absent.
-        device = None if self._mesh is None else torch.device("meta")
-        with making_shapes(device), self._precision.module_init_context():
+        with making_shapes(), self._precision.module_init_context():
             yield
 
     @cached_property
@@ -278,7 +275,7 @@ class ModelProbe:
 
     def _as_made(self, placement: tuple[int, ...], settings: PipelineSettings) -> PipelineSettings:
         """Return settings with the cut of a run that makes the layers of ``configure_model``."""
-        if self._mesh is not None or not is_overridden("configure_model", self._module):
+        if not is_overridden("configure_model", self._module):
             return settings
         if self._is_in_parts is None:
             self._is_in_parts = self._make_anew(settings.blocks)
@@ -291,9 +288,8 @@ class ModelProbe:
     def _make_anew(self, blocks: str | Sequence[str] | None) -> bool:
         """Return whether ranks of a run make their own parts, whose cut goes by sizes."""
         self._make_module()  # without the layers that it has now
-        with making_shapes(), self._precision.module_init_context():
-            configure = self._module.configure_model
-            blueprint = make_blueprint(self._module, configure, (0,), blocks, "even")
+        with self._making_shapes():
+            blueprint = make_blueprint(self._module, self._configure, (0,), blocks, "even")
         self._configure_model()
         return blueprint is not None
 
@@ -325,15 +321,6 @@ class ModelProbe:
         except ValueError as error:
             return False, str(error)
         return all(map(may_step_by_bucket, optimizers)), ""
-
-
-def _make_shapes(module: LightningModule) -> None:
-    """Replace the local parts of distributed parameters, on the meta device, with shapes."""
-    shapes: dict[int, Tensor] = {}
-    for slot in parameters_in(module):
-        if not isinstance(slot.tensor, RemoteTensor):
-            shape = ParameterShape.like_parameter(slot.tensor, slot.name)
-            slot.put(shapes.setdefault(id(slot.tensor), shape))
 
 
 def _leave_meta(module: LightningModule) -> None:

@@ -21,6 +21,7 @@ from lightning_pipeoffload.runtime.making.construction import (
 )
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.tensor_parallel.layers import INSTEAD, keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
 
 _ONE_RANK = (
@@ -53,19 +54,25 @@ class ModelInParts:
         Args:
             is_new: Whether no run before this one has cut the module.
         """
-        if self._group.device_mesh is not None:
-            if is_new and absent_in(self._module):
-                raise ValueError(
-                    "the module was trained by another Trainer over tensor_parallel_size above 1, "
-                    "whose ranks each have a part of it; load its checkpoint into a new module"
-                )
-            self._module._device_mesh = self._group.device_mesh  # private: as Lightning sets it
-            with drawing_whole(self._module), _noticing_data_mesh(is_new):
+        mesh = self._group.device_mesh
+        if mesh is None:
+            with self._making(is_new):
                 yield
-            keep_local_parts(self._module, self._group.device_mesh["tensor_parallel"])
             return
-        if self._group.num_ranks == 1 or not is_overridden("configure_model", self._module):
+        if is_new and absent_in(self._module):
+            raise ValueError(
+                "the module was trained by another Trainer over tensor_parallel_size above 1, "
+                "whose ranks each have a part of it; load its checkpoint into a new module"
+            )
+        self._module._device_mesh = mesh  # private: as Lightning sets it
+        with _noticing_data_mesh(is_new), self._making(is_new):
             yield
+
+    @contextmanager
+    def _making(self, is_new: bool) -> Iterator[None]:
+        if self._group.num_ranks == 1 or not is_overridden("configure_model", self._module):
+            with self._sharing_layers():
+                yield
             return
         self._blueprint = None
         with self._noting_no_copies():
@@ -73,7 +80,8 @@ class ModelInParts:
                 self._group.place(self._settings.provisional_schedule(self._group.num_ranks))
             blueprint = self._make_blueprint()
             if blueprint is None:
-                yield
+                with self._sharing_layers():
+                    yield
                 return
             ranks = self._group.stage_ranks
             where = [
@@ -81,9 +89,36 @@ class ModelInParts:
                 for s in range(len(blueprint.counts))
             ]
             local = [s for s, rank in enumerate(ranks) if rank == self._group.rank]
-            with _without_advice(), constructing(self._module, blueprint, local, where):
+            with (
+                _without_advice(),
+                constructing(self._module, blueprint, local, where),
+                self._sharing_layers(),
+                self._dividing(),
+            ):
                 yield
             self._blueprint = blueprint
+
+    @contextmanager
+    def _sharing_layers(self) -> Iterator[None]:
+        """Let tensor ranks share the layers that are made within the context, if there are any."""
+        mesh = self._group.device_mesh
+        if mesh is None:
+            yield
+            return
+        with drawing_whole(self._module):
+            yield
+        keep_local_parts(self._module, mesh["tensor_parallel"])
+
+    @contextmanager
+    def _dividing(self) -> Iterator[None]:
+        """Divide parameters among tensor ranks, on ranks that make their own parts."""
+        if self._group.device_mesh is None:
+            yield
+            return
+        # What was made in __init__, before ranks had the same generators, may differ.
+        have_equal_values = next(self._module.parameters(), None) is None
+        with keeping_own_parts(have_equal_values):
+            yield
 
     @contextmanager
     def _noting_no_copies(self) -> Iterator[None]:
@@ -109,11 +144,15 @@ class ModelInParts:
         with _without_advice(), self._strategy.precision_plugin.module_init_context():
             return make_blueprint(
                 self._module,
-                self._module.configure_model,
+                self._configure,
                 self._group.stage_ranks,
                 self._settings.blocks,
                 self._settings.split,
             )
+
+    def _configure(self) -> None:
+        with self._sharing_layers(), self._dividing():
+            self._module.configure_model()
 
     def pop_parts(self) -> PartedModule | None:
         """Return the module in parts; None if it was made whole, and has all values then."""

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from lightning_pipeoffload.planning.report import join_measurements
 from lightning_pipeoffload.runtime.comm.replicas import share_out
 from lightning_pipeoffload.runtime.cut.partition import Stage
@@ -139,6 +141,8 @@ class MemoryNeeds:
         Raises:
             Exception: The step does not run without values.
         """
+        # As a run does, by the module's own hook, which may enter a context that its loss needs.
+        first = replace(first, differentiate=getattr(pipeline.module, "backward", Tensor.backward))
         saved, num_slices = measure_shapes(pipeline, first, recompute), 1
         if first.record.sequence is not None:
             num_slices = pipeline.settings.num_sequence_slices

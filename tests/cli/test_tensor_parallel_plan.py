@@ -41,6 +41,7 @@ CASES = {
     "tensor": ("Net", {}),
     "sequence": ("Net", {"plan": "sequence"}),
     "llama": ("Llama", {}),
+    "torchtitan": ("LossOfShards", {"plan": "torchtitan"}),
 }
 
 

@@ -32,6 +32,7 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     options_of,
 )
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
+from lightning_pipeoffload.runtime.shapes.sharding import set_sharding, sharding_of
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
@@ -117,6 +118,9 @@ def make_real(slot: Slot, by_shape: dict[int, Tensor]) -> Tensor:
                 by_shape[id(shape)] = nn.Parameter(tensor, shape.requires_grad)
             else:
                 by_shape[id(shape)] = tensor
+        sharding = sharding_of(shape)
+        if sharding is not None:
+            set_sharding(by_shape[id(shape)], sharding)
         if isinstance(shape, RemoteTensor):
             shape.become(by_shape[id(shape)])
     slot.put(by_shape[id(shape)])

@@ -37,6 +37,7 @@ from lightning_pipeoffload.runtime.shapes.operations import draws_by_shape, writ
 from lightning_pipeoffload.runtime.shapes.quantized_weight import forget_state
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
+from lightning_pipeoffload.runtime.shapes.sharding import local_part
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
 from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -159,9 +160,9 @@ class _Draft(RegisteredParameters):
         return {index for index, shape in self._shapes.items() if shape.origins & origins}
 
     def _index_in(self, slot: Slot) -> int | None:
-        index = self.index_of(slot.tensor)
-        if index is None and isinstance(slot.tensor, ParameterShape):  # made by to_empty
-            return min(self.indices(slot.tensor.origins), default=None)
+        index, tensor = self.index_of(slot.tensor), local_part(slot.tensor)
+        if index is None and isinstance(tensor, ParameterShape):  # made by to_empty, or divided
+            return min(self.indices(tensor.origins), default=None)
         return index
 
     def examine(

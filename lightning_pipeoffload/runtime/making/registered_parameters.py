@@ -42,15 +42,13 @@ class ParameterShape(RemoteTensor):
     """
 
     @classmethod
-    def like_parameter(
-        cls, parameter: Tensor, origin: str, device: torch.device | None = None
-    ) -> Self:
+    def like_parameter(cls, parameter: Tensor, origin: str) -> Self:
         """Make a shape like ``parameter``, with its own memory and ``origin`` as its origin."""
         meta = torch.empty_strided(
             parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
         )
         refuse_other_quantized(origin, parameter)
-        shape = cls.like_weight(parameter, meta, device or parameter.device, origin)
+        shape = cls.like_weight(parameter, meta, parameter.device, origin)
         shape._is_param = True  # private: see RemoteTensor
         return shape
 
@@ -90,7 +88,6 @@ class RegisteredParameters:
 
     Args:
         module: The module before its construction.
-        device: The device of shapes; None: that of the parameter.
 
     Attributes:
         appeared: The parameters in order; the existing ones come first.
@@ -101,8 +98,7 @@ class RegisteredParameters:
     # Observed operations draw no random numbers, and hold no results.
     rules = StepRules(observe=lambda func, args, result: None)
 
-    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self, module: nn.Module) -> None:
         self.appeared: list[Appearance] = []
         self._freed = FreedMemory()
         self._indices: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -159,8 +155,8 @@ class RegisteredParameters:
         return kept
 
     def _register(self, module: nn.Module, name: str, parameter: Tensor) -> Tensor:
-        if self._device is not None and isinstance(parameter, DTensor):
-            return parameter  # of a shape there
+        if isinstance(parameter, DTensor):  # made of one that has appeared
+            return parameter
         index = self.index_of(parameter)
         if index is None:
             index = self._count(name, type(module).__qualname__, parameter)
@@ -188,7 +184,7 @@ class RegisteredParameters:
 
     def _shape(self, index: int, parameter: Tensor) -> ParameterShape:
         if index not in self._shapes:
-            shape = ParameterShape.like_parameter(parameter, self.label(index), self._device)
+            shape = ParameterShape.like_parameter(parameter, self.label(index))
             self._shapes[index] = shape
         return self._shapes[index]
 
@@ -216,13 +212,9 @@ def _making_subclass(plain: Callable[..., Any]) -> Any:
 
 
 @contextmanager
-def making_shapes(device: torch.device | None = None) -> Iterator[None]:
-    """Make modules whose parameters have no values; buffers have values.
-
-    Args:
-        device: The device of parameters; None: where the module makes them.
-    """
-    with forked_randomness(), RegisteredParameters(nn.Module(), device).following():
+def making_shapes() -> Iterator[None]:
+    """Make modules whose parameters have no values; buffers have values."""
+    with forked_randomness(), RegisteredParameters(nn.Module()).following():
         yield
 
 

@@ -365,7 +365,7 @@ class _MeasuringPass(StepTrace):
         self._before.measure_forward(self._stores.before)
         self._is_backward = True
         with backward_on(self._part.device), self._queue:
-            torch.autograd.backward(loss)
+            self._part.differentiate(loss)
         self._come_back_to(-1, -1)
         self._before.measure_backward(self._queue, self._stores.before)
         for memory in self._of_stages[0] if self._slices else ():  # each slice runs it

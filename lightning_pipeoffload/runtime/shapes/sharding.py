@@ -59,7 +59,9 @@ def set_sharding(tensor: Tensor, sharding: Sharding) -> None:
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
-    """Return how tensor ranks share a parameter or buffer; None if each has all of it."""
+    """Return how tensor ranks share a parameter or buffer; None if no plan names its layer."""
+    if isinstance(tensor, DTensor) and len(tensor.placements) == 1:
+        return Sharding(tensor.device_mesh, *tensor.placements, tensor.shape, tensor.stride())
     sharding: Sharding | None = getattr(tensor, _SHARDING, None)
     return sharding
 
@@ -68,6 +70,14 @@ def is_shard(tensor: Tensor) -> bool:
     """Whether other tensor ranks have other elements of a parameter or buffer."""
     sharding = sharding_of(tensor)
     return sharding is not None and sharding.is_divided
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor; another tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Tensor = tensor._local_tensor  # private: to_local() is an operation, a view
+    return local
 
 
 def refuse_dtensor(value: Any, block: str, verb: str) -> None:

@@ -33,6 +33,7 @@ from lightning_pipeoffload.runtime.shapes.sharding import (
     OF_SHARD,
     Sharding,
     is_shard,
+    local_part,
     set_sharding,
 )
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
@@ -105,7 +106,7 @@ def _sharding_of(name: str, tensor: DTensor, mesh: DeviceMesh) -> Sharding:
 @torch.no_grad()
 def _local_of(slot: Slot, sharding: Sharding) -> Tensor:
     dtensor: Any = slot.tensor
-    local = dtensor.to_local().detach()
+    local = local_part(dtensor).detach()
     if storage_of(local).nbytes() > local.nbytes:  # a view of the whole
         local = local.clone()
     if slot.kind == "_parameters":

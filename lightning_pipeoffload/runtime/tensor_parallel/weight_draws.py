@@ -20,7 +20,11 @@ from torch.nn import init
 
 from lightning_pipeoffload.runtime.shapes.operations import DRAWS_BY_SHAPE
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    Sharding,
+    local_part,
+    sharding_of,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import is_in_step
 
 _DRAWS = [op.__name__ for op in DRAWS_BY_SHAPE if op.__name__.endswith("_")]  # of Tensor
@@ -72,13 +76,10 @@ def _through(by: Any, name: str, function: Any) -> Callable[..., Any]:
 
 def _find_sharding(tensor: Tensor) -> Sharding | None:
     """Return how a tensor is divided of which a weight, or its ``data``, is this rank's part."""
-    if isinstance(tensor, DTensor):
-        (placement,) = tensor.placements
-        return Sharding(tensor.device_mesh, placement, tensor.shape, tensor.stride())
     sharding = sharding_of(tensor)
-    return (
-        _sharding_behind(tensor) if sharding is None else sharding if sharding.is_divided else None
-    )
+    if sharding is None:
+        return _sharding_behind(tensor)
+    return sharding if sharding.is_divided or isinstance(tensor, DTensor) else None
 
 
 def _sharding_behind(tensor: Tensor) -> Sharding | None:
@@ -104,7 +105,7 @@ def _draw_whole(draw: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: 
         return draw(tensor, *args, **kwargs)
     whole = torch.empty(sharding.shape, dtype=tensor.dtype, device=tensor.device)
     draw(whole, *args, **kwargs)
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     with torch.no_grad():
         if isinstance(local, ShapeOnly):
             local.zero_()  # a write, for observers

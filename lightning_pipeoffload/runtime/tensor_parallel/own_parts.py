@@ -1,0 +1,57 @@
+"""Parameters that ``parallelize_module`` divides while ranks make their own parts of a module.
+
+torch scatters each parameter from the first tensor rank. But tensor ranks draw the same values, so
+here each keeps its part of its own, and nothing is sent. A parameter without a value, of another
+stage, is divided too: a DTensor whose local part is a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_pipeoffload.runtime.making.registered_parameters import ParameterShape
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
+
+
+@contextmanager
+def keeping_own_parts(have_equal_values: bool) -> Iterator[None]:
+    """Within the context, have tensor ranks divide parameters without sending values.
+
+    Args:
+        have_equal_values: Whether all tensor ranks have the same values. Else torch sends those of
+            the first one, and only parameters without values are divided here.
+    """
+    # Private: distribute_tensor calls them, under whichever name that was imported.
+    shard, replicate = vars(Shard)["_make_shard_tensor"], vars(Replicate)["_make_replicate_tensor"]
+    of_shard, of_replicate = Shard._make_shard_tensor, Replicate._make_replicate_tensor
+    Shard._make_shard_tensor = _without_sending(of_shard, have_equal_values)
+    Replicate._make_replicate_tensor = _without_sending(of_replicate, have_equal_values)
+    try:
+        yield
+    finally:
+        Shard._make_shard_tensor, Replicate._make_replicate_tensor = shard, replicate
+
+
+def _without_sending(make: Callable[..., Tensor], have_equal_values: bool) -> Any:
+    def part_of(*args: Any, **kwargs: Any) -> Tensor:
+        whole = next(each for each in args if isinstance(each, Tensor))
+        if isinstance(whole, ShapeOnly):
+            return _shape_of_part(make(*args[:-1], None, **kwargs), whole)
+        if not have_equal_values:
+            return make(*args, **kwargs)
+        part = make(*args[:-1], None, **kwargs)
+        # A part that is a view would keep the memory of the whole.
+        return part.clone() if storage_of(part).nbytes() > part.nbytes else part
+
+    return staticmethod(part_of)
+
+
+def _shape_of_part(part: Any, whole: ShapeOnly) -> Tensor:
+    meta = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
+    return ParameterShape(meta, whole.device, whole.origins)
