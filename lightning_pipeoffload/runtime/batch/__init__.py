@@ -1,1 +1,1 @@
-"""A batch as a tree of tensors: which are samples, its parts, and merging of their results."""
+"""Batches as trees of tensors: number of samples, split into microbatches, merge of results."""

@@ -61,7 +61,12 @@ class Collation:
     sizes: set[int] = field(default_factory=set)
 
     def decide(self, entries: int, rows: int) -> int | None:
-        """Return which of two numbers of samples a batch has; None: unclear."""
+        """Return whether a batch has ``entries`` or ``rows`` samples; None: either is possible.
+
+        Args:
+            entries: The number of entries of its outermost list.
+            rows: The number of rows that the tensors in that list share.
+        """
         if self.by_torch:
             return rows
         if entries == rows or rows == 1 or not self.sizes:
@@ -77,7 +82,7 @@ def batch_size(batch: Any) -> int:
     """Return the number of samples: the rows that all tensors share, or the entries of its lists.
 
     Raises:
-        ValueError: It is unclear.
+        ValueError: Lengths along dimension 0 differ, or nothing in the batch has a length.
     """
     return BatchStructure().count(batch)
 
@@ -109,7 +114,7 @@ class BatchStructure:
         """Return the number of samples of a batch.
 
         Raises:
-            ValueError: It is unclear.
+            ValueError: Lengths along dimension 0 differ, or nothing in the batch has a length.
         """
         return self._look_at(batch).count()
 
@@ -117,7 +122,8 @@ class BatchStructure:
         """Split a batch into parts of ``size`` samples, the last one possibly smaller.
 
         Raises:
-            ValueError: It is unclear which parts of the batch have an entry for each sample.
+            ValueError: The number of samples, or whether a list has an entry for each, cannot be
+                determined from the batch.
         """
         look = self._look_at(batch)
         total = look.count()

@@ -1,7 +1,8 @@
 """The processes of one pipeline and their collectives.
 
-A steady step uses three: the sum of shared gradients, the norm if gradients are clipped, and the
-comparison of the batch, for which no rank waits.
+After the first steps a training step uses three collectives: the sum of the gradients of shared
+parameters; the norm of the gradients if they are clipped; and an asynchronous check that all ranks
+have read the same batch.
 """
 
 from __future__ import annotations

@@ -110,7 +110,10 @@ class BlockChain:
         return _Running(self, step_pass)
 
     def intercept(self) -> None:
-        """Intercept the blocks' calls from now on; again is harmless."""
+        """Route the blocks' calls to the running :class:`Pass` from now on; idempotent.
+
+        A call while no pass is running runs the block itself.
+        """
         if not self._intercepting:
             # One for each class: a compiler starts anew for each type that it meets.
             classes = {plain: _intercepting(plain, self) for plain in set(map(type, self.blocks))}
@@ -120,7 +123,7 @@ class BlockChain:
         self._intercepting = True
 
     def release(self) -> None:
-        """Give the blocks their own classes back."""
+        """Stop intercepting; idempotent. The blocks get their own classes back."""
         if self._intercepting:
             for block in self.blocks:
                 block.__class__ = own_class(block)

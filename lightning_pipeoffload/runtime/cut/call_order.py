@@ -82,7 +82,10 @@ class CallOrder:
         return self.blocks[call : call + 1] != self.blocks[call + 1 : call + 2]
 
     def position_behind(self, call: int) -> int:
-        """Return the position of a call's output."""
+        """Return the position of the code that receives a call's output.
+
+        This is the next position, or that of the block itself if its next call follows.
+        """
         return self.blocks[call] + self.hands_on(call)
 
     def entry(self, block: int) -> int:

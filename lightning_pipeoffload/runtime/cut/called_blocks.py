@@ -228,7 +228,7 @@ def propose(module: nn.Module, num_stages: int = 2) -> str:
 
 
 def inner_blocks(module: nn.Module, name: str) -> Names:
-    """Return the entries of the containers in a block, or else its children with parameters."""
+    """Name the entries of the containers inside a block; without any, its parts with weights."""
     containers = containers_in(module)
     inside = [path for path in containers if path.startswith(f"{name}.")]
     names = [entry for path in outermost(inside) for entry in containers[path]]

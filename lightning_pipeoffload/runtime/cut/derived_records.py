@@ -1,12 +1,13 @@
-"""Records of new lengths, derived from those of steps that were traced at other lengths.
+"""Derives the record of a step for new sequence lengths by interpolating records of traced ones.
 
-Collators pad to the longest text of a batch, so nearly every batch has lengths of its own, and a
-trace takes longer than a batch of a small model. All whole numbers of a record (shapes, strides,
-operations) are taken to be polynomials of degree two in the lengths: a product of two lengths, as
-in attention, is one. One length needs three traces, two lengths six, and two further ones, which
-must equal the records derived from these; ``min(length, window)`` does not. A record is derived
-between traced lengths only, and only where these are as even as the new one: ``length // 2`` is a
-polynomial of even lengths.
+Collators pad to the longest text of a batch, so nearly every batch has other lengths, and a trace
+takes longer than a batch of a small model. All integers of a record (shapes, strides, operation
+counts) are assumed to be polynomials of degree two in the lengths; a product of two lengths, as in
+attention, is one. Their coefficients follow from three traces where one length varies, six where
+two do. Two further traces verify the assumption: they must equal the interpolated records, which
+``min(length, window)`` does not. Lengths are never extrapolated. A length must also be congruent to
+the traced ones: ``length // 2`` is a polynomial on the even lengths, so after traces of even
+lengths only even ones are derived.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ _COMPARED = (
 )
 
 Lengths = tuple[int, ...]
+"""The sizes of all dimensions but the first of a microbatch's tensors, such as sequence lengths."""
 
 
 def split_lengths(signature: Iterable[Any]) -> tuple[Hashable, Lengths]:
-    """Split the shapes of a microbatch, see ``shape_signature``, into form and lengths.
+    """Split the shapes of a microbatch, from ``shape_signature``, into (form, lengths).
 
-    The lengths are all dimensions of its tensors but the first ones, which count samples.
+    The lengths are the sizes of all dimensions but the first, which counts samples. Microbatches
+    with the same form differ only in their lengths.
     """
     form: list[Any] = []
     lengths: list[int] = []
@@ -52,7 +55,10 @@ def split_lengths(signature: Iterable[Any]) -> tuple[Hashable, Lengths]:
 
 
 class RecordFamily:
-    """Records of one kind of step, whose microbatches differ in their lengths only."""
+    """Records of one kind of step for microbatches that differ only in their lengths.
+
+    Interpolates the records of further lengths, see the module.
+    """
 
     def __init__(self) -> None:
         self._restart()
@@ -67,7 +73,11 @@ class RecordFamily:
         self._checked: set[int] = set()  # those of the base that give a further record
 
     def add(self, lengths: Lengths, record: StepRecord) -> None:
-        """Add a traced record; drop all earlier ones if it differs from that derived from them."""
+        """Add the record traced at ``lengths``.
+
+        If it differs from the record interpolated from earlier ones, these are dropped: the step
+        is no polynomial in its lengths.
+        """
         if lengths in self._lengths or record.sized_in is not None:
             return
         numbers: list[int] = []
@@ -107,7 +117,7 @@ class RecordFamily:
         return [total // common for total in sums]
 
     def derive(self, lengths: Lengths) -> StepRecord | None:
-        """Return the record of a microbatch of these lengths; None: it has to be traced."""
+        """Return the record interpolated for these lengths; None: the step has to be traced."""
         if self._num_further < _NUM_FURTHER or not self._is_between(lengths):
             return None
         weights = self._span.weigh(_powers(lengths))

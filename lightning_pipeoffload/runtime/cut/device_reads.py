@@ -1,8 +1,9 @@
-"""Where a step reads values of the device, for which the host waits.
+"""Records the lines where a step copies a value from the device to the host, which has to wait.
 
-A read between the blocks is repeated by each stage of a rank, for each runs the code before its own
-blocks. Where its operand is computed from the batch and from constants alone, all stages read the
-same value, so the first one's answers the later ones (:mod:`..step.answered_pass`).
+Such a device read (``item()``, ``if mask.all():``) between the blocks is repeated by each stage of
+a rank, since each stage runs the code before its own blocks. If the operand is computed only from
+the batch and from constants, all stages read the same value. Then the value that the first stage
+has read is returned to the later ones, without a wait (:mod:`..step.answered_pass`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ READERS = {
 
 
 class ReadPlace(NamedTuple):
-    """A line that reads, in a segment of the step."""
+    """A line of the user's code that reads a value from the device, and its segment.
+
+    ``segment`` is the number of calls of blocks before the read.
+    """
 
     segment: int
     code: CodeType
@@ -44,12 +48,12 @@ class ReadPlace(NamedTuple):
 
 
 class DeviceReads:
-    """The reads of one traced step.
+    """The device reads of one traced step.
 
     Attributes:
-        lines: The lines that read, each with the part of the step where it did so first.
-        common: The places between the blocks that read values computed from the batch and from
-            constants alone.
+        lines: The lines that read, each with a description of where in the step it did so first.
+        common: The lines between the blocks whose operands are computed only from the batch and
+            from constants, so that each stage of a rank reads the same values there.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -62,31 +66,32 @@ class DeviceReads:
         self._numbers_are_common = True  # Python's, by now
 
     def start(self, leaves: Iterable[Tensor]) -> None:
-        """Begin with the tensors of the batch."""
+        """Start recording; ``leaves`` are the tensors of the batch."""
         self._values = {id(leaf): (True, leaf) for leaf in leaves}
 
     def finish(self, last_segment: int) -> None:
         """Complete the record, and release the tensors.
 
         Args:
-            last_segment: The first in which a block has read values: these were made up.
+            last_segment: The first segment in which a block has read a made-up value. Reads after
+                it are not :attr:`common`, since they may depend on that value.
         """
         places = (place for place, is_common in self._places.items() if is_common)
         self.common = frozenset(place for place in places if place.segment <= last_segment)
         self._values = {}
 
     def are_repeated(self, num_stages: int) -> bool:
-        """Return whether a rank with so many stages reads some value several times."""
+        """Return whether a rank with ``num_stages`` stages would read the same value repeatedly."""
         return num_stages > 1 and bool(self.common)
 
     def note(self, tensor: Any, part: str) -> None:
-        """Record the line that reads a tensor, in a part of the step."""
+        """Record the line that reads ``tensor``, if that is on the device; ``part``: where it is."""
         if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
             frame = _reading_frame()
             self.lines.setdefault(line_of(frame.f_code.co_filename, frame.f_lineno), part)
 
     def note_operation(self, func: Any, args: tuple[Any, ...], result: Any, part: str) -> None:
-        """Record the line of an operation that reads."""
+        """Record the line of an operation that copies a value from the device to the host."""
         if not isinstance(func, torch._ops.OpOverload):
             return
         if func.overloadpacket in _COPIES:
@@ -98,7 +103,7 @@ class DeviceReads:
     def note_between(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, segment: int
     ) -> None:
-        """Follow values through an operation between the blocks."""
+        """Record whether an operation between blocks depends only on the batch and constants."""
         is_common = self._makes_common(func, tensors_in((args, kwargs)))
         if _reads(func, args):
             self._numbers_are_common &= is_common
@@ -113,7 +118,7 @@ class DeviceReads:
         self._values.update((id(tensor), (is_common, tensor)) for tensor in tensors_in(result))
 
     def note_reader(self, tensor: Any) -> None:
-        """Take into account that Python has got values of a tensor between the blocks."""
+        """Record that Python has read a tensor between the blocks, by ``tolist()`` or the like."""
         self._numbers_are_common &= self._is_common(tensor)
 
     def _makes_common(self, func: Any, inputs: list[Tensor]) -> bool:

@@ -1,14 +1,16 @@
-"""Remote values: lent to a step that runs uncut, absent after the pipeline and in copies.
+"""Values of other ranks: during a step that is not cut, after the pipeline, and in deep copies.
 
-An evaluation step that cannot be cut, such as one that generates or calls no block, runs whole on
-every rank, with the same values, caches and branches. The weights of a block are sent to all ranks
-for the duration of its call, those outside of the blocks for the duration of the step.
+An evaluation step that cannot be cut, such as one that generates text or calls no block, runs whole
+on every rank, with the same values, caches and branches. The weights of a block are broadcast to
+all ranks for the duration of its call, the weights outside of the blocks for that of the step.
 
-After its pipeline has ended, a module has shapes for remote tensors. Loading a state dict replaces
-them with real tensors, so that any trainer can use the module; a forward before that is refused.
+After its pipeline has ended, a module has shape-only tensors for the values of other ranks. Loading
+a state dict replaces them with real tensors, so that any trainer can use the module; a forward
+before that raises an error.
 
-Deep copies of the module, as made by callbacks that average weights, are whole until the module is
-split: then each copy holds the tensors that this rank owns, and shapes for the rest.
+Deep copies of the module, as made by callbacks that average weights, have all values until
+the module is split. Then each copy keeps the tensors that this rank owns, and gets shapes for the
+rest.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 
 
 class AbsentValues:
-    """The shapes in a module whose pipeline has ended."""
+    """The shape-only tensors in a module whose pipeline has ended.
+
+    Hooks replace them when a state dict is loaded, and refuse a forward before that.
+    """
 
     def __init__(self, module: nn.Module, unsaved: Mapping[str, Tensor]) -> None:
         self._module = module
@@ -52,7 +57,7 @@ class AbsentValues:
             self._hooks.append(holder.register_forward_pre_hook(self._refuse))
 
     def leave(self) -> None:
-        """Remove the hooks and restore the shapes, for another pipeline."""
+        """Remove the hooks and put the shapes back, for another pipeline with the module."""
         self._remove_hooks()
         for slot, shape in self._shapes:
             slot.put(shape)
@@ -178,7 +183,7 @@ _MARK = "_pipeoffload_copies"  # in the __dict__ of each submodule, which a deep
 
 
 def is_tracked_copy(module: nn.Module) -> bool:
-    """Return whether a copy of a module, or of a part of it, has shapes where the module has."""
+    """Return whether ``module`` or a deep copy of it is tracked by :class:`ModuleCopies`."""
     return _MARK in vars(module)
 
 
@@ -194,7 +199,7 @@ class ModuleCopies:
         self.resume()
 
     def pause(self) -> None:
-        """Stop tracking deep copies until :meth:`resume`: making a module may copy layers."""
+        """Stop tracking deep copies until :meth:`resume`; constructing a module may copy layers."""
         for part in self._module.modules():
             part.__dict__.pop(_MARK, None)
 
@@ -204,7 +209,10 @@ class ModuleCopies:
             part.__dict__[_MARK] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:
-        """Store the memo, which has the copy of each submodule; the copy is tracked too."""
+        """Store ``memo``, in which ``copy.deepcopy`` records the copy of each submodule.
+
+        Return this object, so that copies of the copy are found as well.
+        """
         if not any(earlier is memo for earlier in self._memos):
             self._memos.append(memo)
         return self
@@ -214,7 +222,7 @@ class ModuleCopies:
         return type(None), ()
 
     def follow(self) -> None:
-        """Put shapes and tensors into the copies where the module has them now."""
+        """Update the copies: shapes where the module has shapes now, values where it has values."""
         by_tensor: dict[int, Tensor] = {}
         for original, copied in self._pairs():
             shape, of_copy = original.tensor, copied.tensor

@@ -84,15 +84,17 @@ class Appearance(NamedTuple):
 
 
 class RegisteredParameters:
-    """The parameters of a module under construction; this base class makes all of them shapes.
+    """The parameters of a module under construction, in the order in which they appear.
+
+    This base class replaces each of them with a shape-only tensor; subclasses keep values of some.
 
     Args:
         module: The module before its construction.
 
     Attributes:
         appeared: The parameters in order; the existing ones come first.
-        num_found: The number of parameters that exist before.
-        rules: The rules for operations on shapes.
+        num_found: The number of parameters that existed before the construction.
+        rules: The rules for operations on shape-only tensors.
     """
 
     # Observed operations draw no random numbers, and hold no results.
@@ -109,14 +111,19 @@ class RegisteredParameters:
         self.num_found = len(self.appeared)
 
     def is_real(self, index: int, parameter: Tensor) -> bool:
-        """Return whether a parameter that has appeared, or a copy of one, keeps its value."""
+        """Return whether the parameter with this index keeps its value; else it gets a shape."""
         return False
 
     def note_sources(self, index: int, origins: frozenset[str]) -> None:
-        """Record the origins of a parameter's first value."""
+        """Record from which parameters a parameter was computed; for subclasses, does nothing here.
+
+        Args:
+            index: The index of the new parameter in :attr:`appeared`.
+            origins: The labels of the parameters that its first value was computed from.
+        """
 
     def label(self, index: int) -> str:
-        """Return the name of a parameter for messages."""
+        """Return the name of a parameter for error messages, with the class of its module."""
         return f"{self.appeared[index].name} of {self.appeared[index].owner}"
 
     @contextmanager

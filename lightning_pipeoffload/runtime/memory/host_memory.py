@@ -84,10 +84,11 @@ class HostMemory:
 
     Args:
         pinned: Whether to pin the memory, so that copies overlap with computation.
-        budget: The most to allocate; None: as much as the machine has.
+        budget: The most bytes to allocate; None: as many as the machine has.
 
     Attributes:
-        budget: The budget less the optimizer's memory.
+        budget: The given budget less the optimizer's bytes; None: no limit.
+        allocated_bytes: The bytes allocated so far; pieces are reused and never freed.
         num_allocations: The number of allocations so far; constant once all sizes are known.
     """
 

@@ -134,17 +134,18 @@ class Executor:
         settle: Settle | None = None,
         reduction: FinalGradients | None = None,
     ) -> list[Any]:
-        """Execute the rank's actions before its first backward; :meth:`run_rest` goes on there.
+        """Execute the rank's actions before its first backward; :meth:`run_rest` executes the rest.
 
         Args:
             plan: A lowered plan.
             microbatches: The microbatches of the batch.
-            settle: Called when the actions that need no final weights have run; None: the weights
-                are final.
+            settle: Called after the actions that may run with weights that an optimizer step still
+                changes. Returns whether the weights have changed, so that these actions run again.
+                None: the weights are final.
             reduction: Averages gradients over replicas, or steps them; None: neither is done.
 
         Returns:
-            As :meth:`run`, as far as there are results by then.
+            The results of :meth:`run` that exist by then.
         """
         self.start(plan, microbatches, reduction)
         actions: Sequence[Action] = plan[self.rank]
@@ -161,7 +162,7 @@ class Executor:
         return self.results
 
     def run_rest(self) -> list[Any]:
-        """Execute the other actions; see :meth:`run`."""
+        """Execute the actions from the first backward on, end the step; return as :meth:`run`."""
         for action in self._rest:
             self.current = action
             self._handlers[action.kind](action)
@@ -188,17 +189,17 @@ class Executor:
             self.memory.start_step(plan[self.rank], self.stages, plan.num_sequence_slices)
 
     def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
-        """Plan how many messages an edge holds, and when receives are posted, of later steps.
+        """Set the queue lengths of the edges, and when receives are posted, for later steps.
 
         Args:
             schedule: The schedule of a training step, or its lowered plan.
-            costs: Of its stages; times in any unit.
+            costs: The costs of its stages; times in any unit.
         """
         self.mailbox.limit_pending(schedule, self.rank)
         self._costs = costs
 
     def expect(self, actions: Sequence[Action]) -> None:
-        """Expect the messages of the next actions; each edge delivers them in this order."""
+        """Announce the next actions, whose messages each edge delivers in this order."""
         self.mailbox.expect(actions)
 
     def execute(self, action: Action) -> None:

@@ -1,19 +1,21 @@
 """The check that a block computes the same on slices of a sequence as on the whole.
 
-A block that looks along the sequence by other means than causal attention (a scan, a convolution,
-positions of its own) would train on other numbers without an error. So each block runs on a whole
-sequence and on its slices, in float32, and outputs and gradients are compared. There right blocks
-differ by rounding, and wrong ones by a thousand times that; in bfloat16 rounding is as large.
+A block that mixes tokens by other means than causal attention (a scan, a convolution, position
+indices that it computes itself) would compute wrong numbers on slices, without an error. So each
+block runs on a whole sequence and on its slices, in float32, and outputs and gradients are
+compared. Correct blocks differ by rounding, wrong ones by a thousand times that; in bfloat16 the
+rounding error would be as large as the difference.
 
-It runs twice, each time on made-up values behind which less is hidden than behind real ones:
+The comparison runs twice, on made-up values, since real ones may hide a difference:
 
-1. Parameters, and buffers of one value, vary by a tenth: a gate of zero, a mixing weight of one or
-   a convolution that begins as the identity hides its operand.
-2. Tokens are large and nearly alike, whole numbers random: experts overflow, and lengths that are
-   all the same differ. The gradient that comes in is zero: then only a block's own one, such as
-   that of a router's loss, is left.
+1. Parameters, and buffers whose elements are all equal, are perturbed by a tenth. Otherwise a gate
+   of zero, a mixing weight of one or a convolution initialized as the identity hides its operand.
+2. Tokens are large and nearly equal, integer inputs random, so that experts overflow their
+   capacity, and equal lengths become different ones. The gradient of the output is zero, so that
+   only gradients of a loss inside the block, such as a router's, remain.
 
-Blocks train, so dropout is drawn: of each operation that draws, all numbers are the first one.
+Blocks run in training mode. A random operation fills its result with one number, and dropout keeps
+all elements, so that both runs draw the same.
 """
 
 from __future__ import annotations
@@ -53,8 +55,9 @@ class BlockCheck:
     Args:
         name: The name of the block.
         block: The block.
-        call: Its call, where calls of the block itself are intercepted.
-        arguments: Its arguments for a whole sequence; outputs of other blocks have no values.
+        call: Calls the block without interception.
+        arguments: Its arguments for a whole sequence, in which outputs of other blocks are
+            shape-only.
         dims: The sequence dimensions of the arguments.
         output_dims: The sequence dimensions of the block's outputs.
         slices: The slices.
@@ -76,10 +79,10 @@ class BlockCheck:
         self._leaves, self._form = tree_flatten(arguments)
 
     def check(self) -> None:
-        """Compare both.
+        """Compare outputs and gradients of the whole sequence and of its slices.
 
         Raises:
-            ValueError: They differ, or the block fails on a slice.
+            ValueError: They differ by more than rounding, or the block fails on a slice.
         """
         device = next((leaf.device for leaf in self._leaves if isinstance(leaf, Tensor)), "cpu")
         with seeded(0), _in_float32(torch.device(device)):
@@ -197,7 +200,10 @@ class _Joined(EarlierSlices):
 
 
 class _AlikeDraws(TorchDispatchMode):
-    """Makes each operation draw one number for all elements, and drop nothing."""
+    """Makes each random operation draw the same number for all elements; dropout keeps all.
+
+    Then a block draws the same on a slice as on the whole sequence.
+    """
 
     @override
     def __torch_dispatch__(

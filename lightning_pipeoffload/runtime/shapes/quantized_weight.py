@@ -128,7 +128,7 @@ def quantize_shape(shape: Any, weight: Any) -> None:
 
 
 def state_of_shapes(state: Any, shape: ShapeOnly) -> Any:
-    """Return a quantization state for a packed weight that has no value."""
+    """Return a copy of ``state`` whose scales are shape-only, on the device of ``shape``."""
 
     def shape_of(tensor: Tensor) -> ShapeOnly:
         return ShapeOnly(ShapeOnly.like(tensor, "").meta, shape.device, shape.origins)

@@ -1,7 +1,8 @@
-"""The gradient of a remote parameter: a shape with, if known, its 2-norm and largest element.
+"""The gradient of a remote parameter: a shape and, if known, its 2-norm and largest magnitude.
 
 The owner computes both as the user's code would, and sends them to the other ranks. Code that
-computes them, or results that follow from them, gets the owner's result, to the bit.
+computes one of them, or a result that follows from them such as ``isfinite().all()``, gets the
+owner's result, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ class KnownSize:
     is_current: bool = True
 
     def expire(self) -> None:
-        """End what is known: the gradient is written."""
+        """Mark both numbers as outdated, because the gradient has been written."""
         self.is_current = False
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor that elementwise operations have computed from a gradient of known size.
+    """Describes a tensor that elementwise operations computed from a gradient of known size.
 
     Attributes:
-        size: The size of the gradient.
+        size: The norm and the largest magnitude of the gradient.
         what: "value" is the gradient itself, "part" a view of some of it, "magnitude" its absolute
-            value; "number", "bounded", "finite", "nan" and "infinite" are masks of such elements.
+            value. "number" (not NaN), "bounded" (not infinite), "finite", "nan" and "infinite" are
+            masks of the elements with that property.
     """
 
     size: KnownSize
@@ -59,7 +61,7 @@ class Derived:
         return self.what in ("value", "part")
 
     def view(self, func: torch._ops.OpOverload) -> Derived:
-        """Return the description of a view of the tensor."""
+        """Return the description of the tensor's view that ``func``, a view operation, returns."""
         return self if func.overloadpacket in _WHOLE_VIEWS else Derived(self.size, "part")
 
 
@@ -122,7 +124,7 @@ class RemoteGradient(ShapeOnly):
 
     @classmethod
     def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> RemoteGradient:
-        """Make the gradient of ``parameter``; ``size`` is None if it is unknown."""
+        """Make the gradient of ``parameter``; ``size`` is None where its norm is unknown."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         gradient = cls(parameter.meta, parameter.device, origins)
         gradient.know(size)
@@ -130,11 +132,11 @@ class RemoteGradient(ShapeOnly):
 
     @classmethod
     def of_replica(cls, gradient: Tensor, name: str, replica: int) -> RemoteGradient:
-        """Make the gradient of parameter ``name``, which another replica has; its size is unknown.
+        """Make the gradient of parameter ``name`` that another replica has; its norm is unknown.
 
         Args:
-            gradient: This replica's part, before it was summed.
-            name: The parameter's.
+            gradient: This replica's own gradient, before the sum over replicas.
+            name: The name of the parameter.
             replica: The replica that has the sum.
         """
         origin = f"{GRADIENT_OF}{name} (of replica {replica})"
@@ -143,7 +145,7 @@ class RemoteGradient(ShapeOnly):
         return shape
 
     def know(self, size: KnownSize | None) -> None:
-        """Set the gradient's size; None: it is unknown."""
+        """Set the gradient's norm and largest magnitude; None: they are unknown."""
         self.derived = None if size is None else Derived(size)
 
     @override
@@ -159,7 +161,13 @@ class RemoteGradient(ShapeOnly):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return a known result; discard known sizes after a write; derive elementwise results."""
+        """Return a reduction's known result, or a shape-only result with its description.
+
+        A write into the gradient discards its known norm and largest magnitude.
+
+        Raises:
+            ValueNeededError: A reduction was known before the gradient was written.
+        """
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, RemoteGradient) and first.derived is not None:

@@ -203,7 +203,14 @@ class ShapeOnly(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` on meta tensors; the result has the union of the arguments' origins."""
+        """Return the shape-only result of ``func``, which runs on meta tensors.
+
+        The ``origins`` of the result, the names of the tensors that it was computed from, are the
+        union of those of the arguments. A factory such as ``zeros_like`` returns a real tensor.
+
+        Raises:
+            ValueNeededError: The operation reads a missing value, or writes one into a real tensor.
+        """
         kwargs = kwargs or {}
         cached = _known_result(func, args, kwargs)
         if cached is not None:

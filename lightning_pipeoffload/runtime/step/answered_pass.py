@@ -70,7 +70,7 @@ _replaced = ExitStack()  # what gives torch its readers back
 
 
 def install_answers() -> None:
-    """Answer reads from now on; again is harmless."""
+    """Replace the methods of ``torch.Tensor`` that read a scalar, such as ``item``; idempotent."""
     for name in _READERS:
         plain = getattr(Tensor, name)
         if not hasattr(plain, _MARK):
@@ -79,7 +79,7 @@ def install_answers() -> None:
 
 
 def remove_answers() -> None:
-    """Answer reads no more."""
+    """Restore torch's own methods."""
     _replaced.close()
 
 

@@ -331,7 +331,10 @@ class StagePass:
         return self._counter.resumed() if self._counter and is_open else NOTHING
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Count no calls within the context, as they are not the step's own."""
+        """Exclude torch functions called within the context from the numbering of carried values.
+
+        A library calls them, such as a checkpoint, not the user's step.
+        """
         return self._counter.uncounted() if self._counter else NOTHING
 
     def _paused(self) -> AbstractContextManager[None]:

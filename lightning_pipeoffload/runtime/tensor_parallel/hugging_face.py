@@ -1,4 +1,4 @@
-"""The plan by which a model of Hugging Face's shares its layers, as torch's styles."""
+"""Translates the tensor-parallel plan of a Hugging Face model to torch's parallel styles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
-    """Return the plan that a Hugging Face model has itself, for ``parallelize_module``.
+    """Return a Hugging Face model's own tensor-parallel plan, for torch's ``parallelize_module``.
 
     ::
 
@@ -27,14 +27,14 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
             mesh = self.device_mesh["tensor_parallel"]
             parallelize_module(self.model, mesh, tensor_parallel_plan(self.model))
 
-    Each rank has some of the heads of an attention, whose numbers ``tensor_parallel_size`` has to
-    divide. A head whose weight is the embedding's stays whole.
+    Each tensor rank has some of the attention heads; ``tensor_parallel_size`` has to divide their
+    number. The plan leaves out an output projection that is tied to the embedding.
 
     Args:
-        model: A model of transformers.
+        model: A model of the library transformers.
 
     Raises:
-        ValueError: The model has no plan, or one with parts that are not supported.
+        ValueError: The model has no plan, or its plan uses a style that is not supported.
     """
     name, config = type(model).__name__, getattr(model, "config", None)
     of_base = getattr(config, "base_model_tp_plan", None)

@@ -1,19 +1,20 @@
-"""Layers of which each tensor rank has a part, as torch's ``parallelize_module`` makes them.
+"""Tensor-parallel layers with local parameters, made from those of torch's ``parallelize_module``.
 
-It leaves DTensors as parameters, and hooks that make a DTensor of a layer's input and a local
-tensor of its result. A layer here has local tensors as parameters, and DTensors are between its
-hooks only, so that optimizers, replicas, messages and memory see plain tensors, of local sizes. Not
-even the product of a linear layer is one of DTensors::
+``parallelize_module`` turns the parameters of a layer into DTensors, and registers hooks: one
+converts the layer's input to a DTensor, the other converts its output to a local tensor. This
+module replaces the parameters with their local shards and the layer's ``forward`` with one that
+computes with these. So optimizers, replicas, messages and memory estimates see plain tensors of
+local sizes. DTensors exist only between the hooks and ``forward``. A linear layer::
 
-    torch's hook    x to a DTensor, placed as the layer needs it
-    forward         to the local tensor
-                    a product of local tensors, whose weight gradient waits for W as any other
-                    to a DTensor: a shard, or a part of a sum
-    torch's hook    placed as the plan says, to the local tensor y
+    torch's hook    converts x to a DTensor with the placement that the layer needs
+    forward         takes the local tensor of x
+                    multiplies local tensors; the weight gradient is deferred to W as any other
+                    returns a DTensor with the placement Shard or Partial
+    torch's hook    redistributes it as the plan says, and returns the local tensor y
 
-An embedding looks its own rows or columns up. Any other layer makes DTensors of its local
-parameters where it is called, and its gradients are there in B. A compiler traces both the hooks
-and a layer's own ``forward`` here, and compiles their DTensors to local tensors and collectives.
+An embedding looks up its local rows or columns. Any other layer converts its local parameters to
+DTensors during each call, and B computes its weight gradients. A compiler traces the hooks and
+``forward`` together, and compiles their DTensors to local tensors and collectives.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Variable:
 
     @property
     def label(self) -> str:
-        """The name of the attribute for messages."""
+        """The path of the attribute for error messages, such as ``self.encoder.cache``."""
         return ".".join(filter(None, ("self", self.path, self.name)))
 
     @property
