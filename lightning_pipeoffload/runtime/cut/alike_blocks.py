@@ -1,10 +1,11 @@
-"""Traces of further shapes, in which one block of each class runs, and stands for its class.
+"""Traces of further shapes, which run one block of each class of alike blocks and skip the others.
 
-A trace takes as long as its blocks, and most blocks of a model are alike. Which ones follows from a
-step of the same kind that was traced with all blocks, as :mod:`.block_classes` has it. In the new
-trace a block is skipped if all that its segment does before it, and its arguments, are as in the
-segment of the first one of its class. Entries that the record lacks then, such as the segments
-that use the weights of a skipped block, are copied from the whole trace; all else has to agree.
+Most of a trace's time is spent in the blocks, and most blocks of a model are alike. The classes
+(:mod:`.block_classes`) are those of a complete trace, in which all blocks ran, of the same kind of
+step with other shapes. In the new trace a block is skipped if its arguments, and the operations of
+its segment before it, equal those of the first block of its class. The record then lacks entries,
+such as the segments that use the weights of a skipped block. These are copied from the complete
+record; all other entries have to agree with it.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class _Done:
 
 
 class AlikeBlocks:
-    """The blocks of one trace that need not run.
+    """Skips blocks of one trace that are like a block that has run.
 
     Args:
         chain: The blocks.
-        whole: The record of another shape, traced with all blocks.
+        whole: The complete record of the same kind of step with other shapes.
 
     Attributes:
         skipped: The blocks that did not run.
@@ -79,15 +80,15 @@ class AlikeBlocks:
         work: SegmentWork,
         use: Callable[[Tensor], None],
     ) -> Any:
-        """Return a block's output: of a run, or shapes as the first block of its class returned.
+        """Run a block, or skip it and return shapes like the first block of its class returned.
 
         Args:
-            index: The block.
+            index: The index of the block.
             arguments: Its arguments.
-            run: Calls it.
-            record: The trace's record.
-            work: The segments' work.
-            use: Records that a segment uses a value.
+            run: Runs the block and returns its output.
+            record: The record of this trace.
+            work: The hashes of the segments' operations.
+            use: Records that the block's segment uses a tensor.
         """
         flops = [getattr(record, name) for name in _FLOPS]
         before = work.state(index).digest, [each[index] for each in flops]
@@ -131,14 +132,14 @@ class AlikeBlocks:
         return map_output(alike, done.output)
 
     def complete(self, record: StepRecord, whole: StepRecord) -> StepRecord | None:
-        """Add the blocks that have not run to a record, as in one of a step in which all ran.
+        """Return ``record`` with the entries of the skipped blocks added, from ``whole``.
 
         Args:
             record: The record of this trace, in which one block of each class ran.
-            whole: The record of a trace of all blocks, where the batch gave the same booleans.
+            whole: A complete record in which the step read the same booleans from the batch.
 
         Returns:
-            None if both records differ in more than sizes.
+            The completed record; None if the two records differ in more than sizes.
         """
         skipped = self.skipped
         if whole is not self._whole and not skipped <= find_firsts(self._chain, whole).keys():

@@ -1,10 +1,10 @@
-"""Finds writes of blocks into their arguments; later stages, which do not run the block, lack them.
+"""Finds blocks that modify their arguments: later stages do not run the block, and miss the change.
 
-A block that changes a list or dict, or a number in an object, runs without values on later stages
-too, and the tensors in it are carried values, as those that escape by an attribute. A write into a
-tensor is refused. One that a block computes from other stages' values is sent on as it was written.
-So of tensors only those are of interest that each stage has itself: constants, and those of the
-batch.
+A block that modifies a list or dict, or a number in an object, runs on shape-only tensors on later
+stages too, and tensors that it puts there become carried values. A block that writes in place into
+a tensor argument is refused if the tensor is read afterwards, and if each stage has that tensor
+itself: it is a constant or a tensor of the batch. A tensor computed from weights is sent to later
+stages after the write, so they get the written values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ArgumentWatch:
     """Compares the arguments of each block before and after its call.
 
     Attributes:
-        filling: The blocks that have changed a list, a dict or a number in an object.
+        filling: The indices of blocks that have modified a list, a dict or a number in an object.
     """
 
     def __init__(self, record: StepRecord) -> None:
@@ -68,7 +68,7 @@ class ArgumentWatch:
                 self.filling.add(block)
 
     def note_use(self, args: tuple[Any, ...], num_calls: int) -> None:
-        """Record a tensor that an operation reads behind the call that has written it."""
+        """Record a write into a tensor that an operation reads after the writing call has ended."""
         for tensor in tensors_in(args) if self._written else ():
             write, call = self._written.get(memory_of(tensor), (None, num_calls))
             if write is not None and call < num_calls:

@@ -1,9 +1,9 @@
 """Booleans that a step reads from its batch between the blocks, and how to compute them again.
 
-A step may take another path by them: Hugging Face drops a mask that is all ones, so batches of one
-shape run other operations. A trace takes 150 ms in a model with 24 layers, too long for each
-microbatch. So the trace records the operations that lead from the batch to each such boolean, and
-the next microbatch repeats these alone.
+A step may branch on them: Hugging Face drops a mask that is all ones, so batches of equal shapes
+may run different operations. A trace of a model with 24 layers takes 150 ms, too long for each
+microbatch. So the trace records the operations that compute each such boolean from the batch, and
+only these are repeated for the next microbatch, to find whether a record fits it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class BatchFlags:
     """The booleans of one traced step.
 
     Attributes:
-        answers: Their values in the trace, in order.
-        calls: The operations that lead from the batch to them.
-        constants: Tensors that these write into and that do not depend on the batch, as they are
-            before that, by number.
-        is_repeatable: Whether they depend on nothing else that changes, such as random numbers.
+        answers: The values of the booleans in the trace, in order.
+        calls: The operations that compute them from the batch.
+        constants: By number, copies of tensors that do not depend on the batch and that these
+            operations write in place, from before the write.
+        is_repeatable: Whether the booleans depend only on the batch, not on random numbers.
     """
 
     def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
@@ -58,7 +58,7 @@ class BatchFlags:
             self._number(leaf)
 
     def with_sized(self, calls: list[_Call], constants: dict[int, Tensor]) -> BatchFlags:
-        """Return the booleans of a batch of other lengths."""
+        """Return a copy for a batch of other lengths, with ``calls`` and ``constants`` replaced."""
         flags = copy(self)
         flags.calls, flags.constants = calls, constants
         return flags
@@ -96,7 +96,7 @@ class BatchFlags:
         return _Number(self._numbers[id(leaf)]) if is_known else leaf
 
     def finish(self) -> None:
-        """Drop all operations that lead to no boolean."""
+        """Drop the operations that no boolean depends on; release the tensors of the batch."""
         memory = [*map(memory_of, self._alive)] if any(c.written for c in self.calls) else []
         self._numbers.clear()
         self._alive.clear()
@@ -116,7 +116,7 @@ class BatchFlags:
 
     @torch.no_grad()
     def agree(self, leaves: Sequence[Tensor]) -> bool:
-        """Return whether a microbatch with these tensors has the same booleans."""
+        """Recompute the booleans from a microbatch's tensors; return whether all are the same."""
         if not self.calls:
             return True
         values = dict(enumerate(leaves)) | self.constants

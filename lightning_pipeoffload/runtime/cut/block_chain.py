@@ -1,7 +1,7 @@
 """The chain of blocks that is cut into stages, and the interception of their calls.
 
-A block keeps its place, its name and its parameters: the one instance gets a subclass whose
-``__call__`` calls the running :class:`Pass`.
+A block keeps its place in the module tree, its name and its parameters: only the class of the
+instance is replaced, by a subclass whose ``__call__`` calls the running :class:`Pass`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Pass(Protocol):
 
 
 class StageExit(BaseException):
-    """Leaves the user's step at a block."""
+    """Raised in a call of a block to leave the user's step there."""
 
     def __init__(self, payload: list[Tensor], output: Any = None) -> None:
-        self.payload = payload  # what is sent: outputs of blocks, and carried values
-        self.output = output  # of this block
+        self.payload = payload  # tensors to send: outputs of blocks, and carried values
+        self.output = output  # of the block at which the step ends
 
 
 class BlockChain:
     """Blocks in the order of their calls.
 
     Attributes:
-        propose: Returns the ``blocks=...`` of at least so many blocks of the module; "" of none.
+        propose: Returns a ``blocks=...`` argument with at least the given number of blocks, or "".
     """
 
     def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
@@ -81,13 +81,13 @@ class BlockChain:
         return self._names[index]
 
     def part(self, segment: int, is_in_block: bool) -> str:
-        """Describe a part of the step, for messages."""
+        """Describe a point of the step for error messages, such as "before layers.1"."""
         if segment == len(self):
             return "behind the blocks"
         return f"{'in' if is_in_block else 'before'} {self._names[segment]}"
 
     def output_origins(self, index: int) -> frozenset[str]:
-        """Return the origins of a block's output where it is shape-only."""
+        """Return the ``origins`` of a block's output where that is shape-only."""
         return self._origins[index]
 
     def index_of(self, name: str) -> int | None:
@@ -97,7 +97,7 @@ class BlockChain:
         return next((self._index[path] for path in prefixes if path in self._index), None)
 
     def plain_call(self, index: int) -> Callable[..., Any]:
-        """Return the call of a block that is not intercepted."""
+        """Return a function that runs a block without interception."""
         return self._plain_calls[index]
 
     @property
@@ -170,7 +170,7 @@ def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> Bl
 
 
 def chain_of_calls(module: nn.Module, names: Sequence[str]) -> BlockChain:
-    """Return the chain of blocks that a step has been found to call."""
+    """Return the chain of the blocks with these names, in this order."""
     chain = _chain_of(module, ", ".join(names_of_parents(names)), names)
     chain.propose = partial(propose, module)
     _check_uncompiled(module, chain)
@@ -178,7 +178,7 @@ def chain_of_calls(module: nn.Module, names: Sequence[str]) -> BlockChain:
 
 
 def first_chain(module: nn.Module) -> BlockChain:
-    """Return the chain of blocks where none is named; empty where a step's calls will show it."""
+    """Return the chain if the user names none; an empty one if a traced step has to decide."""
     _check_weights(module)
     names = [path for path, _ in _best_containers(module)]
     if is_ambiguous(module, names[0] if len(names) == 1 else ""):

@@ -36,7 +36,7 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 class SegmentState(NamedTuple):
-    """The work of a segment from its start to some point."""
+    """The hashes of a segment's operations from its start to some point."""
 
     form: Any  # sha256, as others
     others: Any
@@ -49,10 +49,10 @@ class SegmentState(NamedTuple):
 
 
 class SegmentWork:
-    """Collects the work of each segment of a step.
+    """Hashes the work of each segment of a step: its operations and their arguments.
 
     Attributes:
-        draws: Segments that draw random numbers which are values in the trace too.
+        draws: Segments that draw from a generator argument, or draw real numbers in the trace.
     """
 
     def __init__(self, num_segments: int) -> None:
@@ -75,17 +75,17 @@ class SegmentWork:
         return self.draws & self._reads
 
     def state(self, segment: int) -> SegmentState:
-        """Return the work of a segment so far."""
+        """Return the hashes of a segment so far."""
         hashes = self._forms[segment].copy(), self._others[segment].copy()
         return SegmentState(*hashes, self._sizes[segment], self._factors[segment])
 
     def put(self, segment: int, state: SegmentState) -> None:
-        """Replace the work of a segment by that of another segment."""
+        """Replace the hashes of a segment by those of another segment."""
         self._forms[segment], self._others[segment] = state.form.copy(), state.others.copy()
         self._sizes[segment], self._factors[segment] = state.sizes, state.factor
 
     def add(self, segment: int, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
-        """Add an operation."""
+        """Add an operation with its arguments to the hashes of a segment."""
         if torch.Tag.nondeterministic_seeded in func.tags and (
             kwargs.get("generator") is not None or not has_shapes(args)
         ):
@@ -95,7 +95,7 @@ class SegmentWork:
         self.add_values(segment, str(func), (args, kwargs))
 
     def add_values(self, segment: int, name: str, values: Any) -> None:
-        """Add an operation or block by its name, and its arguments."""
+        """Add the name of an operation or block, and its arguments, to the hashes of a segment."""
         form: list[Any] = [name]
         sizes: list[int] = []
         others: list[Any] = []
@@ -142,9 +142,9 @@ def _describe_kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def find_classes(chain: BlockChain, record: StepRecord, with_end: bool = True) -> list[int]:
-    """Return the class of each block of the chain; classes are counted from 0 as they come.
+    """Return the class of each block of the chain; classes are numbered from 0.
 
-    ``with_end``: The code behind the last block belongs to its work, as on its stage.
+    ``with_end``: whether the code after the last block counts as work of the last block.
     """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     makes = _makes_of(chain)
@@ -161,9 +161,10 @@ def find_classes(chain: BlockChain, record: StepRecord, with_end: bool = True) -
 
 
 def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutput]:
-    """Return the outputs of blocks that need not run again, for one like each does.
+    """Return, by index, the outputs of blocks that another run without values can skip.
 
-    Such a block leaves nothing behind but its output, whose shapes suffice.
+    An earlier block of the same class runs. A skipped block has no side effect, and only the shapes
+    of its output are needed.
     """
     return _repeated(chain, record, find_classes(chain, record))
 
@@ -198,9 +199,9 @@ def find_alike_saving(
 ) -> dict[int, int]:
     """Map each block that a memory measurement may skip to an earlier one of its stage.
 
-    The two save as many bytes. The earlier one is the second of its kind or later: the first also
-    saves shared tensors, such as a mask. No block is skipped in whose segment other weights are
-    used than its own.
+    Autograd saves as many bytes for both. The earlier one is not the first of its class on the
+    stage, which also saves shared tensors, such as a mask. A block runs if its segment uses weights
+    other than its own.
     """
     classes = find_classes(chain, record)
     repeated = _repeated(chain, record, classes).keys() - _with_other_weights(chain, record)

@@ -1,19 +1,20 @@
 """The order in which a step calls its blocks.
 
-A **call** is a time: it has random seeds, ports and an output of its own. A **position** is a place
-in the chain: it has a stage. Where each block is called once the two are the same number. Two views
-of three blocks, on two stages::
+A **call** is a point in time, numbered in the order of the step: it has random seeds, an output and
+ports (:mod:`.carried_values`) of its own. A **position** is the index of a block in the chain: it
+belongs to a stage. If each block is called once, the two numbers are equal. A step that calls three
+blocks on each of two views of a batch, cut into two stages after block 1::
 
     call        0   1   2   3   4   5
-    block       0   1   2   0   1   2       the positions of the calls
-    stage 0    runs            runs, exit   in one F, which sends both outputs at its end
-    stage 1             runs           runs
+    block       0   1   2   0   1   2    the positions of the calls
+    stage 0     x   x       x   x        one F runs them, exits, and sends both outputs of block 1
+    stage 1             x           x    one F runs them
 
-The code between two calls has the positions of its operands, for the stage that has these runs it:
-the output of block k has position k + 1, or k where the next call is of the same block again. No
-position is below the least that is still to be called, so that a stage may leave the step behind
-the last call of a block before its end. First calls need not be in the order of the chain, which
-may have each block of a momentum encoder beside the one that it follows.
+An operation between two calls has the largest position of its operands, and runs on the stage of
+that position. The output of block k has position k + 1, or k if the next call is of block k again.
+No position is below the smallest one that is still to be called. So a stage may leave the step
+after the last call of a block before the end of the stage. The first calls of blocks need not be in
+the order of the chain: it may hold each block of a momentum encoder next to the original block.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class CallOrder:
 
     @cached_property
     def inseparable(self) -> frozenset[int]:
-        """The blocks that no cut should separate from the one before: those called out of order.
+        """The blocks that a cut should not separate from the previous block of the chain.
 
-        With the number of blocks, for the code behind all, if there are any.
+        These are the blocks from the first one on whose first call is out of order. If there are
+        any, the number of blocks is one of them, for the code after the last block.
         """
         first = [*dict.fromkeys(self.blocks)]
         descents = [place for place, (a, b) in enumerate(pairwise(first), 1) if b < a]
@@ -63,7 +65,7 @@ class CallOrder:
 
     @cached_property
     def least(self) -> Sequence[int]:
-        """The least position that is still to be called, before each call and behind all."""
+        """The smallest position still to be called: before each call, and after the last one."""
         return [*accumulate((self.num_blocks, *reversed(self.blocks)), min)][::-1]
 
     @cached_property
@@ -78,7 +80,7 @@ class CallOrder:
         return self._calls_of[block]
 
     def hands_on(self, call: int) -> bool:
-        """Return whether a call's output is for later positions: another block is called next."""
+        """Return whether a call's output goes to the next position: another block follows it."""
         return self.blocks[call : call + 1] != self.blocks[call + 1 : call + 2]
 
     def position_behind(self, call: int) -> int:
@@ -89,15 +91,18 @@ class CallOrder:
         return self.blocks[call] + self.hands_on(call)
 
     def entry(self, block: int) -> int:
-        """Return the call, of an earlier block, at which a stage from ``block`` on receives."""
+        """Return the call at which the stage that starts with ``block`` receives its input.
+
+        It is a call of an earlier block, before the first call of the stage's own blocks.
+        """
         later = (call for call, called in enumerate(self.blocks) if called >= block)
         first = next(later, len(self.blocks))
         return min(first - 1, *filter(self.hands_on, self.calls_of(block - 1)))
 
     def last_before(self, block: int) -> int:
-        """Return the last call of a block before ``block``, behind which its stage can leave."""
+        """Return the last call of any earlier block: a stage that ends before ``block`` exits."""
         return max(call for call, called in enumerate(self.blocks) if called < block)
 
     def is_reached(self, block: int, end: int) -> bool:
-        """Return whether a stage that ends before block ``end`` comes to a call of a block."""
+        """Return whether a stage that ends before block ``end`` calls ``block`` before it exits."""
         return self.blocks.index(block) <= self.last_before(end)

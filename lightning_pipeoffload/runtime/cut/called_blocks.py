@@ -30,9 +30,9 @@ Containers = Mapping[str, Names]  # the names of the entries, by that of the con
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module in a step, or the first one with the work of all."""
+    """A call of a module in a step; for repeated calls, the first with the work of all."""
 
-    begin: int  # among the beginnings and ends of all calls
+    begin: int  # a counter that increases at the beginning and end of each call
     end: int
     work: int  # operations of its forward
     reads_values: bool
@@ -40,9 +40,9 @@ class Call:
 
 
 def containers_in(module: nn.Module) -> dict[str, Names]:
-    """Return the entries of the containers inside of a module; parametrizations are none.
+    """Return, by name, the entries of the containers inside a module, except parametrizations.
 
-    A list of lists, which no step can call, has the entries of the inner ones.
+    A ModuleList of ModuleLists, which no step can call, has the entries of the inner ones.
     """
     containers = {
         path: [*_entries(path, part)]
@@ -77,9 +77,9 @@ def _size(module: nn.Module, name: str) -> int:
 
 
 def is_ambiguous(module: nn.Module, name: str) -> bool:
-    """Whether another container than ``name`` could hold the blocks too.
+    """Whether a container other than ``name`` may hold the blocks.
 
-    Then only a traced step can decide.
+    Then the calls in a traced step decide.
     """
     containers = containers_in(module)
     entries = containers.get(name, [])
@@ -109,7 +109,7 @@ class CalledChains:
         module: The user's module.
         calls: The modules that its step calls, by name.
         work: The operations of its forward.
-        is_whole: Whether each entry of a container has to be among the calls.
+        is_whole: Whether to use only containers of which the step calls each entry with parameters.
     """
 
     def __init__(
@@ -204,15 +204,18 @@ class CalledChains:
 
 
 def _is_closed(part: nn.Module) -> bool:
-    """Whether nothing in a module is cut: it is compiled as a whole, or torchmetrics'."""
+    """Whether a module is never cut inside: it is compiled as a whole, or a torchmetrics metric."""
     is_metric = any(base.__name__ == "Metric" for base in type(part).__mro__)
     return is_metric or compiled_call(part) is not None
 
 
 def propose(module: nn.Module, num_stages: int = 2) -> str:
-    """Return ``blocks=...`` of at least so many blocks, or "", before a step has run.
+    """Propose a ``blocks=...`` argument before a step has run; "" if there are too few modules.
 
-    The order is that of the modules, possibly not that of their calls.
+    Args:
+        module: The user's module.
+        num_stages: The least number of blocks, which are in the order of the modules; their calls
+            may be in another order.
     """
     containers = {
         path: names
@@ -255,7 +258,7 @@ def _children(module: nn.Module, prefix: str = "") -> Names:
 
 
 def names_of_parents(names: Iterable[str]) -> Names:
-    """Return the modules whose children blocks are, in the order of the blocks."""
+    """Return the names of the blocks' parent modules, each once, in the order of the blocks."""
     return [*dict.fromkeys(name.rpartition(".")[0] or name for name in names)]
 
 

@@ -6,11 +6,11 @@ real tensor, the receiver as a shape-only one, in the same place of the same ste
 named by its **port**, the place where the step makes it: the segment (see :mod:`.trace`) and the
 number of the call of a torch function there. Both sides count those calls alike, for they run the
 same Python code on the same batch. A value that later stages need is sent with the payload; a stage
-in between hands it on. Its gradient comes back the same way, summed over all uses. A skip over
+in between forwards it. Its gradient comes back the same way, summed over all uses. A skip over
 three stages::
 
     stage 0   makes h, x        sends x, h
-    stage 1   uses x, makes y   sends y, h      (hands h on)
+    stage 1   uses x, makes y   sends y, h      (forwards h)
     stage 2   uses y and h      sends back the gradients of both
 """
 
@@ -96,14 +96,14 @@ def mark_slots(slots: Iterable[Slot], chain: BlockChain) -> None:
 
 
 class CallCounter(TorchFunctionMode):
-    """Counts, between two calls of blocks, the calls that compute tensors from marked ones.
+    """Counts the torch functions, between two calls of blocks, that have marked operands.
 
-    Calls that make constants are not counted: a step may cache a mask or a table of positions
-    between calls.
+    Marked are weights and tensors computed from them, see :func:`mark_as_the_models`. Functions
+    that compute constants are not counted: a step may cache a mask or a table of positions.
 
     Attributes:
         segment: The number of calls of blocks before.
-        digest: A hash of the names of the functions called since.
+        digest: A hash of the names of the functions counted in this segment.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class CallCounter(TorchFunctionMode):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Stop counting within the context, where code may enter or leave torch function modes."""
+        """Stop counting within the context; code in it may enter or exit torch function modes."""
         was_paused, self._is_paused = self._is_paused, True
         try:
             yield
@@ -187,7 +187,7 @@ class CarriedValues(CallCounter):
     """The carried values of one F of a stage: received, used, and sent with the payload.
 
     Attributes:
-        counts: Whether the step's calls are to be counted: values are wanted that no block returns.
+        counts: Whether to count torch functions: some carried value is no output of a block.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class CarriedValues(CallCounter):
         self._awaited.clear()
 
     def to_hand_on(self) -> list[Tensor]:
-        """Return the carried values that the next stage receives besides outputs.
+        """Return the carried values to send to the next stage, in the order of their ports.
 
         Raises:
             RuntimeError: The step has not made one of these values, unlike in its first run.

@@ -62,11 +62,11 @@ class OrderError(CallsError):
 
 
 class RepeatedCallError(OrderError):
-    """It calls a block again."""
+    """The step calls a block again where another block was expected."""
 
 
 class CallChecks:
-    """Refuses calls of blocks that a stage cannot make, or cannot repeat in B."""
+    """Refuses calls of blocks that a stage cannot make, or cannot recompute in B."""
 
     def __init__(self, chain: BlockChain, calls: CallOrder) -> None:
         self._chain, self._calls = chain, calls
@@ -114,7 +114,7 @@ class CallChecks:
         self._last = index
 
     def check_complete(self, num_calls: int) -> None:
-        """Raise ``CallsError`` if the step has ended after so few calls of blocks."""
+        """Raise ``CallsError`` if the step has ended after too few calls: ``num_calls``."""
         missing = self._calls.blocks[num_calls:]
         if missing:
             raise CallsError(
@@ -180,7 +180,7 @@ def _obstacles(record: StepRecord, chain: BlockChain) -> Iterator[tuple[str, str
 
 
 def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
-    """Return why blocks possibly compute other values when run again in a backward; "" if not.
+    """Return why recomputed blocks may differ from the forward; "" if no reason is known.
 
     A block that reads an attribute which the step writes gets the value of a later microbatch.
     A trace does not show reads of attributes.
@@ -195,10 +195,11 @@ def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
 
 
 def check_slices(record: StepRecord, chain: BlockChain, module: nn.Module, compile: bool) -> None:
-    """Refuse ``num_sequence_slices`` for a step whose blocks alone do not carry its sequences.
+    """Refuse ``num_sequence_slices`` unless sequences flow only from block to block.
 
     Raises:
-        ValueError: There is such a step; names the block or line, and a remedy.
+        ValueError: A value is used around blocks, or a block does not support slices; names the
+            block or line, and a remedy.
     """
     for reason in (*_obstacles_to_slices(record, chain, compile), *_hooks(record, chain, module)):
         raise ValueError(
@@ -254,7 +255,7 @@ def check_step(
     """Refuse a step that cannot be cut between these stages.
 
     Raises:
-        ValueError: With the user's line, and code to write instead.
+        ValueError: The step cannot be cut so; names the line, and code to write instead.
     """
     for message in _StepChecks(record, chain, stages).refusals(owners_of):
         raise ValueError(message)
@@ -266,7 +267,7 @@ def impossible_cuts(
     """Return the segments before which a step cannot be cut.
 
     Args:
-        record: The step.
+        record: The record of the step.
         chain: The blocks.
         segments_of: Returns the segments that need a parameter or buffer.
     """

@@ -85,7 +85,7 @@ class DeviceReads:
         return num_stages > 1 and bool(self.common)
 
     def note(self, tensor: Any, part: str) -> None:
-        """Record the line that reads ``tensor``, if that is on the device; ``part``: where it is."""
+        """Record the line that reads ``tensor`` if it is on the device; ``part`` says where."""
         if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
             frame = _reading_frame()
             self.lines.setdefault(line_of(frame.f_code.co_filename, frame.f_lineno), part)

@@ -21,17 +21,17 @@ from lightning_pipeoffload.schedule import Costs
 
 @dataclass(frozen=True)
 class CutSettings:
-    """How to cut."""
+    """Settings by which a module is cut into stages, and its stages run."""
 
     stage_ranks: tuple[int, ...]  # the pipeline rank of each stage
     blocks: str | Sequence[str] | None = None  # see block_chain.find_chain
     split: str | Sequence[int] = "auto"  # see cut
     recompute: str = "none"  # see stage_pass.StageContext
-    global_ranks: tuple[int, ...] = ()  # of each stage, for messages; (): as in the pipeline
+    global_ranks: tuple[int, ...] = ()  # of each stage, for errors; (): as ``stage_ranks``
     agree: Callable[[Any], Any] = lambda value: value
-    """Called by all replicas: returns what replica 0 passed (costs, names of blocks).
+    """Called by all replicas: returns the value that replica 0 passed (costs, names of blocks).
 
-    So all cut alike.
+    So all replicas cut at the same blocks.
     """
     compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
     gradient_accumulation_fusion: bool = False  # see weight_grad.queue.add_product_in_float32
@@ -41,7 +41,7 @@ class CutSettings:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The rank of each stage, for messages."""
+        """The rank of each stage, for error messages."""
         return self.global_ranks or self.stage_ranks
 
 
@@ -59,8 +59,8 @@ class Stage:
     """A consecutive part of the model."""
 
     index: int  # global, in model order
-    blocks: range  # of the last stage perhaps none: it has the code behind the blocks alone
-    segments: frozenset[int]  # of the step, that it runs; see :mod:`.trace`
+    blocks: range  # empty for a last stage that runs only the code after the blocks
+    segments: frozenset[int]  # segments of the step that it runs, see :mod:`.trace`
 
     def comes_to(self, point: StepPoint, record: StepRecord) -> bool:
         """Return whether the stage runs a point of the step, with or without values."""
@@ -82,7 +82,7 @@ class SegmentCosts:
     unit: float = 0.0  # operations that 1 stands for; 0 where they were not counted
     sent: Mapping[int, int] = field(default_factory=dict)  # bytes over the cut before each segment
     impossible: frozenset[int] = frozenset()  # segments before which the step cannot be cut
-    # Those of them that are parted all the same where there are more stages than pairs.
+    # Blocks that stay on the stage of the previous block, unless there are too many stages.
     inseparable: frozenset[int] = frozenset()
 
     @property
@@ -204,8 +204,8 @@ def cut(
             blocks; or the number of blocks of each stage, of the last perhaps 0.
 
     Raises:
-        ValueError: There are fewer blocks than stages, or the sum of ``split`` is wrong, or it
-            parts a block from its copy.
+        ValueError: There are fewer blocks than stages, the sum of ``split`` is wrong, or ``split``
+            separates a block from its frozen copy.
     """
     num_blocks, num_stages = len(chain), len(stage_ranks)
     has_head_alone = not isinstance(split, str) and [*split[-1:]] == [0]
@@ -229,7 +229,7 @@ def cut(
 
 
 def _keep_together(counts: list[int], inseparable: Set[int]) -> list[int]:
-    """Return the numbers of blocks where each inseparable one goes on to the stage behind a cut."""
+    """Return the numbers of blocks after cuts before inseparable blocks have moved forward."""
     ends = [*accumulate(counts)]
     moved = [next(e for e in range(end, -1, -1) if e not in inseparable) for end in ends[:-1]]
     moved = [end - start for start, end in pairwise((0, *moved, ends[-1]))]
@@ -237,7 +237,7 @@ def _keep_together(counts: list[int], inseparable: Set[int]) -> list[int]:
 
 
 def stages_between(ends: Iterable[int]) -> list[Stage]:
-    """Return the stages that end before these blocks, the last one behind all."""
+    """Return the stages that end before the blocks ``ends``; the last also has the head."""
     bounds = [0, *ends]
     stages = [
         Stage(index, range(start, end), frozenset(range(start, end)))
@@ -247,7 +247,7 @@ def stages_between(ends: Iterable[int]) -> list[Stage]:
 
 
 def stages_with(stages: Iterable[Stage], segments: Set[int]) -> frozenset[int]:
-    """Return the stages that run any of some segments."""
+    """Return the indices of the stages that run any of ``segments``."""
     return frozenset(stage.index for stage in stages if stage.segments & segments)
 
 
@@ -358,7 +358,7 @@ def _single_moves(counts: list[int]) -> Iterator[list[int]]:
 
 
 def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
-    """Sum the segments' costs over each stage; times and activations in units of a block."""
+    """Return the costs of each stage, summed over its segments, in units of an average block."""
 
     def total(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[segment] for segment in stage.segments) for stage in stages)
@@ -373,7 +373,7 @@ def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a module is cut; replaced as a whole when it is cut anew.
+    """The cut of a module into stages; a new cut replaces this object.
 
     Attributes:
         chain: The blocks.

@@ -63,7 +63,7 @@ class StartedBackward(NamedTuple):
     """A backward that the step starts itself, between its blocks."""
 
     segment: int
-    goals: frozenset[int]  # the segments that made what it leads to; -1: a weight or the batch
+    goals: frozenset[int]  # segments that made its inputs; -1: a weight, the batch, or no inputs
     line: str
 
 
@@ -79,7 +79,7 @@ _SHORT = 0.1  # of F's operations
 
 
 class SegmentDigest(NamedTuple):
-    """Stands for the operations of a segment, the same in all processes."""
+    """A digest of a segment's operations that is equal in all processes."""
 
     form: str  # a digest of all but numbers
     sizes: int  # a weighted sum of the whole numbers
@@ -109,18 +109,18 @@ class StepRecord:
 
     # Values that cross from block to block.
     argument_shapes: list[list[torch.Size | None]] = field(default_factory=list)
-    """Of the leaves of each call's arguments; None of one that is no tensor."""
+    """For each call of a block, the shapes of its arguments' leaves; None for a non-tensor."""
     outputs: list[BlockOutput] = field(default_factory=list)  # of each call of a block
-    crossings: list[Crossing] = field(default_factory=list)  # values beside them
+    crossings: list[Crossing] = field(default_factory=list)  # carried values
     opened: set[int] = field(default_factory=set)
-    """Blocks with a value that escapes by a hook, an attribute or a list and is used behind them.
+    """Blocks with a value that escapes by a hook, an attribute or a list and is used later.
 
     Such a block runs without values on the later stages too.
     """
     kernels: set[StepPoint] = field(default_factory=set)
-    """Where kernels take addresses, which run on zeros where values are missing."""
+    """Where kernels that take addresses are called; on shape-only tensors they run on zeros."""
     is_certain: bool = True
-    """Whether no value was made up behind the blocks; one could decide to call them again."""
+    """Whether no value was made up after the last block; it could decide to call blocks again."""
 
     # Parameters and buffers, by name.
     segments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -128,7 +128,7 @@ class StepRecord:
     trained: set[str] | None = None
     """Parameters that get a gradient from the loss, except those of blocks that read values."""
     weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
-    """The segments that use each parameter, and whether its gradient could wait for W."""
+    """The segments that use each parameter, with whether that gradient could be deferred to W."""
 
     # Work: floating-point operations for one microbatch.
     forward_flops: list[int] = field(init=False)  # of each segment
@@ -137,16 +137,16 @@ class StepRecord:
     training_flops: int = 0  # of the whole step, forward and backward
     block_calls: list[BlockCall] = field(default_factory=list)  # each, if any block is compiled
     work: list[SegmentDigest] = field(default_factory=list)
-    """Of each segment's operations, their shapes and numbers."""
-    draws: set[int] = field(default_factory=set)  # segments that draw values
+    """For each segment, a digest of its operations and their arguments."""
+    draws: set[int] = field(default_factory=set)  # segments that draw random numbers
     by_chance: set[int] = field(default_factory=set)
-    """Those of them that read values."""
+    """Segments that draw random numbers and read values, which may decide what code runs."""
 
     # Random numbers.
     drawing: dict[nn.Module, bool] = field(default_factory=dict)
-    """Where tensor ranks share layers: the modules that draw values, and whether for shards."""
+    """With tensor parallelism: the modules that draw random numbers, and whether for a shard."""
     draws_beside_torch: bool = False
-    """Whether it draws from numpy's or Python's global generator."""
+    """Whether the step draws from numpy's or Python's global generator."""
 
     # Writes of the step.
     writes: list[Write] = field(default_factory=list)  # to attributes of modules
@@ -156,42 +156,42 @@ class StepRecord:
     weight_writes: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     argument_writes: list[ArgumentWrite] = field(default_factory=list)
-    """Those of tensors that are read behind the block too."""
+    """Writes of blocks into tensors that were passed to them and are read after the call."""
     changes_batch: bool = False
 
     class_weights: str = ""
-    """The line of a mean over samples that weigh as their classes do."""
+    """The line that computes a loss as a mean with class weights; "" if none does."""
 
     pairs: set[tuple[int, str]] = field(default_factory=set)
-    """Sizes that two dimensions of a result behind the blocks have, with the lines: where such a
-    size is the number of samples, each may be compared with all others."""
+    """Sizes that occur twice in the shape of a result after the blocks, with the line. If one is
+    the number of samples, a contrastive loss may compare each sample with all others there."""
 
     # Properties that make cuts impossible.
     unrepeatable: LoggedValue | None = None
-    """The first value that a second run from the same state did not have."""
+    """The first value that differed in a second run from the same state."""
     imagined: dict[int, str] = field(default_factory=dict)
-    """Blocks that ask for values, which are made up, and the first line that does so."""
+    """Blocks that read values, which the trace makes up, and the first line that does so."""
     briefly_hooked: set[int] = field(default_factory=set)
-    """Blocks with a hook that the step removes again."""
+    """Blocks with a hook that the step itself registers and removes."""
     starts_backward: bool = False
-    """Whether the step starts a backward itself, of which nothing may wait for W."""
+    """Whether the step starts a backward itself; then no weight gradient is deferred to W."""
     started: list[StartedBackward] = field(default_factory=list)  # those between the blocks
     led_back_into: set[int] = field(default_factory=set)  # blocks that such a backward reaches
     hooked_spans: list[HookedSpan] = field(default_factory=list)
     hook_line: str = ""  # a line that registers a hook on a tensor
     recompute_obstacles: dict[int, str] = field(default_factory=dict)
-    """What blocks do that the backward cannot compute again."""
+    """By block, why it cannot be recomputed in the backward, as the end of an error message."""
 
     # Values of the device that the host waits for.
     reads: DeviceReads = field(init=False)
 
     # What depends on the batch's values between the blocks: booleans, and sizes.
     flags: BatchFlags = field(default_factory=BatchFlags)
-    sized_in: int | None = None  # the call behind the last such size
+    sized_in: int | None = None  # the first call after the last such size
     sizes: tuple[Any, ...] = ()  # these sizes and the shapes of that call's arguments
 
     result_counts: frozenset[int] | None = frozenset()
-    """Numbers of samples for which the step's result has a row for each; None: it is None."""
+    """Sample counts for which the result has one row per sample; None: the step returns None."""
 
     # Where blocks run on slices of the sequence.
     sequence: SequenceDims | None = None
@@ -202,7 +202,7 @@ class StepRecord:
 
     is_derived: bool = False  # see derived_records
     is_short: bool = False  # see alike_blocks
-    is_assigned: bool = False  # its tensors have their stages
+    is_assigned: bool = False  # its parameters and buffers have been assigned to stages
     has_run: bool = False  # a batch with such a microbatch was cut to run
 
     def __post_init__(self, num_segments: int, device_type: str) -> None:
@@ -230,12 +230,12 @@ class StepRecord:
 
     @property
     def holds_for_shapes(self) -> bool:
-        """Whether the record is that of any microbatch with the same shapes."""
+        """Whether the record holds for every microbatch of these shapes, whatever its values."""
         return self.sized_in is None and not self.flags.answers
 
     @property
     def sized(self) -> tuple[Any, ...]:
-        """All that depends on the lengths of the microbatch."""
+        """All fields that depend on the lengths of the microbatch."""
         values = (getattr(self, name) for name in _SIZED)
         return *values, self.flags.calls, self.flags.constants
 
@@ -252,7 +252,7 @@ class StepRecord:
         return derived
 
     def in_slices(self, num_slices: int) -> list[StepRecord]:
-        """Return a record for each slice of the sequence; they differ in sent tensors only."""
+        """Return a record for each slice of the sequence; only the sent tensors differ."""
         if len(self._of_slices) != num_slices:
             assert self.sequence is not None
             parts = self.sequence.slices(self.outputs[0].payload, num_slices)
@@ -264,12 +264,12 @@ class StepRecord:
 
     @property
     def derivation(self) -> str:
-        """The end of an error's message if the record is possibly at fault."""
+        """The end of an error message if the record, derived from others, may be wrong; else ""."""
         return _DERIVED if self.is_derived or self.is_short else ""
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All that records of other lengths have in common."""
+        """All fields that do not depend on the lengths of the microbatch, for comparison."""
         values = [getattr(self, part.name) for part in fields(self) if part.name not in _APART]
         segments = {name: frozenset(uses) for name, uses in self.segments.items() if uses}
         writes = [(write.variable.key, *write[1:]) for write in self.writes]
@@ -289,7 +289,7 @@ class StepRecord:
         return self.is_template(block) and block not in self.opened
 
     def is_template(self, block: int) -> bool:
-        """Return whether a block returns only tensors, and values equal for every batch."""
+        """Return whether a block's output has only tensors, and constants equal for every batch."""
         return all(self.outputs[call].is_template for call in self.calls.calls_of(block))
 
     def meets_kernels(self) -> bool:
@@ -305,7 +305,7 @@ class StepRecord:
         return self._carried[block]
 
     def handed_over(self, block: int) -> list[int]:
-        """List the calls whose outputs are handed over the cut before ``block``."""
+        """List the calls whose outputs are sent over the cut before ``block``."""
         return [call for call in self.calls.calls_of(block - 1) if self.calls.hands_on(call)]
 
     def payload_over(self, block: int) -> list[TensorSpec]:
@@ -359,9 +359,9 @@ class StageRecord:
         is_last: Whether the step ends there.
 
     Attributes:
-        specs_in: The tensors that the previous stage sends.
-        specs_out: The tensors that go to the next stage.
-        gradient_specs: Those of them whose gradients come back.
+        specs_in: Specs of the tensors that the previous stage sends.
+        specs_out: Specs of the tensors that are sent to the next stage.
+        gradient_specs: Specs of the sent tensors whose gradients come back.
         coming: The carried values that are received.
         going: The carried values that are sent.
         calls: The block of each call.
@@ -369,13 +369,13 @@ class StageRecord:
         handed_on: For each call whose output the previous stage sends, the indices of its tensors.
         num_handed_on: The number of these tensors; carried values follow.
         sent: The calls whose outputs go to the next stage.
-        exit: The call behind which the stage leaves the step; -1: it runs to the end.
-        shape_outputs: By call before the stage, the tensor without values that it returns, with its
-            meta tensor; all F's use the same. To make one takes as long as all else that an F does
-            for such a block, of which the last stages of a deep model have many.
-        seed_segment: Seeds the generators that the step draws from.
-        meets_kernels: Whether it may call kernels without values.
-        shapes_suffice: Of each call, whether the shapes of its output are known.
+        exit: The call after which the stage leaves the step; -1: it runs to the end.
+        shape_outputs: For each call of an earlier stage's block, the shape-only tensor that it
+            returns and its meta tensor, a cache for all F's. Making one takes as long as the rest
+            of what an F does for such a block, and late stages of a deep model have many of them.
+        seed_segment: Seeds the global generators that the step draws from.
+        meets_kernels: Whether it may call kernels that take addresses on shape-only tensors.
+        shapes_suffice: For each call, whether later stages need only the shapes of its output.
     """
 
     def __init__(self, step: StepRecord, blocks: range, is_last: bool) -> None:

@@ -1,9 +1,10 @@
-"""Finds the sequence dimensions of blocks' arguments and outputs, which change with its length.
+"""Finds which dimensions of blocks' arguments and outputs are sequence dimensions.
 
-The step has been traced on the microbatch, and is traced on one half of its sequences. A mask
-depends on values, such as whether there is padding, which may be at either end: so if the first
-half gets other arguments than the whole, the second one is tried. It may also depend on the length,
-as that of a window does: so last are sequences of one token less, and of one more.
+The step has been traced on the whole sequences of a microbatch. It is traced again on half of each
+sequence; dimensions whose size differs are sequence dimensions. Which arguments a block gets may
+depend on values, such as whether a mask has padding, which may be at either end. So if the blocks
+get other arguments for the first half, the second half is tried. They may also depend on the
+length, as with an attention window. So sequences of one token less or more are tried last.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ Shape = tuple[int, ...]
 def find_dims(
     chain: BlockChain, whole: StepRecord, part: Any, trace: Callable[[Any], StepRecord]
 ) -> SequenceDims:
-    """Find the sequence in the arguments and outputs of blocks.
+    """Return the sequence dimensions of each block's arguments and outputs.
 
     Args:
         chain: The blocks.
         whole: The traced record of a microbatch.
-        part: The microbatch.
-        trace: Traces the step on it with sequences of another length.
+        part: The samples of the microbatch.
+        trace: Traces the step on given samples, and returns the record.
 
     Raises:
-        ValueError: There is no sequence, or it is not found everywhere.
+        ValueError: The step fails on sequences of other lengths, no dimension changes with the
+            length, or a tensor has an unsupported number of sequence dimensions.
     """
     other, error = None, None
     for changed in _of_other_lengths(part):

@@ -1,11 +1,12 @@
-"""The user's module, of which each rank has the tensors of its own stages.
+"""The user's module split over ranks: each rank has the parameters and buffers of its own stages.
 
-Names never change. A tensor that no stage of this rank owns is a shape under its name, so that the
-module is whole. While a stage runs, tensors that only other stages of the rank own are shapes too:
-the dicts of the few modules outside of the blocks are exchanged. A tied weight is one parameter
-with several names, possibly on several stages; its first name identifies it.
+Names never change. A tensor that no stage of this rank owns is replaced by a shape-only tensor
+under the same name, so that the module has all its names. While a stage runs, tensors that only
+other stages of the rank own are shape-only too: the dicts of parameters and buffers are swapped, in
+the few modules outside of the blocks. A tied weight is one parameter with several names, possibly
+on several stages; its first name identifies it.
 
-What is in a slot, from the trace of a step to the end of an entry::
+Contents of a slot (the place of a parameter or buffer in its module), by the method called last::
 
                    this stage's   the rank's other stages'   other ranks'
     assign         value          value                      value
@@ -41,7 +42,10 @@ _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 
 
 class _Hidden(Awaited, RemoteTensor):
-    """A weight outside of the blocks, hidden until the stage's first block or all the step."""
+    """A shape in place of a tensor outside of the blocks, while a stage runs.
+
+    A tensor of that stage is hidden until its first block runs, others during the whole step.
+    """
 
 
 class SharedWeight(NamedTuple):
@@ -53,7 +57,7 @@ class SharedWeight(NamedTuple):
 
 
 class SplitModule:
-    """The parameters and buffers of the module, and what this rank has of them.
+    """The parameters and buffers of the module: which stages own each, and where values are.
 
     Args:
         module: The user's module.
@@ -63,7 +67,7 @@ class SplitModule:
         device: The device of this rank.
 
     Attributes:
-        slots: The places of parameters and buffers.
+        slots: The slots of all parameters and buffers.
         parameters: The parameters, each once.
         names: The keys of the module's state dict.
         identity: A number for each parameter and buffer, by name; the same for tied weights.
@@ -108,7 +112,7 @@ class SplitModule:
         self._absent: AbsentValues | None = None
 
     def assign(self, owners: Mapping[str, frozenset[int]], slots: list[Slot]) -> None:
-        """Set the stages that own each parameter and buffer: anew where a step needs more."""
+        """Set the stages that own each parameter and buffer; again when a step uses more."""
         self.owners, self.slots = owners, slots
         self.parameters = list(self._module.parameters())
         self._stand_ins: list[tuple[RemoteTensor, Slot]] = []
@@ -133,7 +137,7 @@ class SplitModule:
     # In a step
 
     def show(self, stage: int) -> None:
-        """Put the tensors that ``stage`` owns into the modules outside of the blocks."""
+        """Put ``stage``'s tensors into the modules outside of the blocks; shapes for all others."""
         _exchange(self._views[stage])
         # A weight that the step has read before the stage's first block gets its value now.
         self._shown = self._fetched[stage]
@@ -141,7 +145,7 @@ class SplitModule:
             placeholder.value = slot.tensor
 
     def hide(self) -> None:
-        """Put shapes into the modules outside of the blocks."""
+        """Put shapes into the modules outside of the blocks, except for buffers that all have."""
         _exchange(self._hidden)
         for placeholder, _ in self._shown:
             placeholder.value = None
@@ -152,7 +156,7 @@ class SplitModule:
 
     @contextmanager
     def hiding(self, *blocks: str) -> Iterator[None]:
-        """Put shapes into blocks of other stages, for tensors of this rank too."""
+        """Within the context, put shapes into these blocks, also for tensors of this rank."""
         if blocks not in self._blocks:
             paths = tuple(f"{block}." for block in blocks)
             slots = [slot for slot in self.slots if slot.name.startswith(paths)]
@@ -205,11 +209,11 @@ class SplitModule:
                 move_weight(slot, self._device)
 
     def drop_remote(self, age: GradientAge, global_ranks: Sequence[int]) -> None:
-        """Replace remote tensors with shapes, for good; a tied weight under all its names.
+        """Replace the tensors of other ranks with shapes; a tied weight under all its names.
 
         Args:
-            age: The age of the gradients that they show.
-            global_ranks: The global rank of each stage, for messages.
+            age: Counts the changes of gradients; the shapes' ``grad`` depends on it.
+            global_ranks: The global rank of each stage, for error messages.
         """
         self.is_split = True
         self._unsaved |= {slot.name: slot.tensor for slot in self.slots if self._is_lost(slot)}
@@ -228,12 +232,12 @@ class SplitModule:
         return is_unsaved and not self.is_local(slot.name)
 
     def detach(self) -> None:
-        """Have the shapes of remote tensors replaced by what a state dict has, from now on."""
+        """Let ``load_state_dict`` replace shapes with real tensors, once the pipeline has ended."""
         if self.is_split and self._absent is None:
             self._absent = AbsentValues(self._module, self._unsaved)
 
     def attach(self) -> None:
-        """Put the shapes back, for another entry with the module."""
+        """Put the shapes back, when the module is used by a pipeline again."""
         if self._absent is not None:
             self._absent.leave()
             self._absent = None

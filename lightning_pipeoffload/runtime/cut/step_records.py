@@ -1,7 +1,8 @@
 """The records of a module's steps, traced once for each kind of step and shape of microbatch.
 
 The first step of each kind is traced twice from the same state. It is refused if a value between
-the blocks differs, or if the second run writes to a Python module or class: stages would disagree.
+the blocks differs, or if the second run writes to a Python module or class, because stages would
+compute with different values.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class StepRecords:
         self.always_trained: set[str] = set()
 
     def cut_anew(self, num_stages: int) -> None:
-        """Expect other stages, of which no record has been taken in yet."""
+        """Prepare for a new cut into ``num_stages`` stages: no record is assigned to these yet."""
         if (num_stages > 1) != (self._num_stages > 1):  # sizes count between stages only
             self.forget()
         self._num_stages = num_stages
@@ -373,7 +374,7 @@ class StepRecords:
         )
 
     def forget(self) -> None:
-        """Drop all records: blocks' outputs may have changed their ``requires_grad``."""
+        """Drop all records, after a change of ``requires_grad``, for example."""
         self.by_key.clear()
         self._ran.clear()
         self._flags.clear()
@@ -384,12 +385,12 @@ class StepRecords:
 
     @property
     def device_reads(self) -> dict[str, str]:
-        """The lines of all steps that read values of the device, each with its part of a step."""
+        """The lines of all steps that read values of the device, each with where that is."""
         records = reversed(self.by_key.values())
         return {line: part for record in records for line, part in record.reads.lines.items()}
 
     def weight_flops(self, segments: Iterable[int]) -> int:
-        """Return the operations of W of some segments for the first training microbatch."""
+        """Return the floating-point operations of W in ``segments``, for the first microbatch."""
         first = self._first_of_training
         return sum(first.weight_flops[segment] for segment in segments) if first is not None else 0
 

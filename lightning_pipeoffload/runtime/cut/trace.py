@@ -1,6 +1,6 @@
 """The trace: one run of the user's step without values for each kind of step and shape.
 
-It needs no memory and no arithmetic, and fills a :class:`.record.StepRecord`.
+The trace allocates no memory and does no arithmetic. It fills a :class:`.record.StepRecord`.
 
 The step is divided at its blocks into **segments**: segment k is the code after block k-1 up to
 and including block k; the last segment is the code after the last block. So segment 0 includes the
@@ -107,15 +107,15 @@ class StepTrace:
         device: The device that tensors report, wherever the module is.
         kernels: The Functions and modules that run on zeros; None: none so far.
         log: A list to which calls with values between the blocks are appended; None: no log.
-        imagined: How to make up the values that blocks read, and those read behind them.
+        imagined: How to make up the values that blocks read, and those read after the blocks.
         observes: Whether to record all of the step; else only its values and sizes.
         until: The call at which to leave the step; None: run to the end.
         compared: Attributes that are compared at each block, though they are long.
         calls: The order of the calls of blocks; None: each is called once.
 
     Attributes:
-        outputs: The outputs of blocks that do not run.
-        alike: Which blocks one of their class stands for; None: all run.
+        outputs: The outputs of blocks that are skipped, by index.
+        alike: Decides which blocks are skipped, since one like each has run; None: all run.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class StepTrace:
 
     @property
     def segment(self) -> int:
-        """The segment that is running; the first that may, where blocks are called again."""
+        """The running segment; between blocks that are called again, the first possible one."""
         return self._values.place
 
     @property
@@ -191,8 +191,9 @@ class StepTrace:
         Raises:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
             ImaginedError: The step failed after a value was made up.
-            KernelFoundError: The step is to be traced again.
-            LongWriteError: The step is to be traced again with the written attributes compared.
+            KernelFoundError: A kernel asked for an address; the step has to be traced again.
+            LongWriteError: The step wrote long containers in place; it has to be traced again, with
+                these attributes in ``compared``.
         """
         try:
             with self.running():
@@ -283,10 +284,10 @@ class StepTrace:
         self.record.saved_and_written |= written & self._stripped.saved_attributes
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block on shapes.
+        """Run a block on shape-only arguments, and return its shape-only output.
 
         Raises:
-            StageExit: The step is left at this block.
+            StageExit: ``until`` is this call, so the step ends here.
         """
         arguments: Any = args, kwargs
         call = self.num_calls
@@ -581,7 +582,7 @@ def _shape_of(leaf: Any) -> torch.Size | None:
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
-    """Return the operations of a matrix product, convolution or attention; 0 for any other."""
+    """Return the floating-point operations of a product, convolution or attention; else 0."""
     packet = func.overloadpacket
     # Torch has no formula for all of these.
     if packet.__name__.lstrip("_").startswith("scaled_dot_product"):

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model by the modules that a step calls, which runs once more for it."""
+"""Finds the blocks of a model from the modules that a step calls, in a trace for this purpose."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class TrialCuts:
         self._call = call
 
     def best_first(self) -> list[list[str]]:
-        """Return the names of blocks that have most of the step's work.
+        """Return chains of blocks, by names, that have at least half of the step's work.
 
-        Those that are called once come before those that are called several times.
+        Chains whose blocks are called once come before those with blocks called several times.
         """
         notes = self._note_calls()
         candidates: list[list[str]] = []

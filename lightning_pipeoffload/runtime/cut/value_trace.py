@@ -115,7 +115,7 @@ class ValueTrace(CallCounter):
 
     @property
     def is_between_repeated(self) -> bool:
-        """Whether operands tell the position of the code that runs."""
+        """Whether code between repeated calls of blocks runs: its operands decide its position."""
         return self._running is None and not self._calls.is_once and self.place < len(self._chain)
 
     def position_of(self, tensors: Iterable[Any]) -> int:
@@ -189,7 +189,10 @@ class ValueTrace(CallCounter):
         return result
 
     def weights_of(self, tensor: Any) -> frozenset[str]:
-        """Return the weights of which alone a tensor was made since the last call of a block."""
+        """Return the weights of a tensor computed only from weights since the last call of a block.
+
+        Empty if it has any other operand, or was computed before.
+        """
         weights: frozenset[str] = getattr(tensor, "weights", frozenset())
         return weights if weights and tensor.source.num_calls == self.segment else frozenset()
 
@@ -203,7 +206,8 @@ class ValueTrace(CallCounter):
     ) -> None:
         """Record the tensors that an operation uses, makes and writes.
 
-        ``weights`` are those of which alone it computes, at the position of who uses the result.
+        ``weights`` is not empty if all operands are weights, or were computed only from weights;
+        then the operation has the position of the code that uses its result.
         """
         tensors = list(_with_source(args))
         if not (weights or self._calls.is_once):
@@ -330,7 +334,7 @@ class ValueTrace(CallCounter):
         return self._reach
 
     def unused_blocks(self) -> set[int]:
-        """Return the blocks of which an attribute, a hook or the like holds values, all unused."""
+        """Return the blocks whose tensors escaped to an attribute or hook, and were never used."""
         gc.collect()  # a circle in a block's frame holds its values too
         calls = {value.call for reference in self._inside if (value := reference()) is not None}  # type: ignore[attr-defined]
         return {self._calls.blocks[call] for call in calls} - self._record.opened
@@ -348,7 +352,7 @@ class ValueTrace(CallCounter):
                 leaf.source.trains_from = self.segment if is_once else leaf.source.position
 
     def use(self, tensor: Any, position: int) -> None:
-        """Record that the code of a position uses a value."""
+        """Record that code at ``position`` uses a tensor; add a crossing if it was made before."""
         if hasattr(tensor, "weights"):
             is_new = bool(self.weights_of(tensor))
             for name in tensor.weights:
@@ -470,12 +474,12 @@ def _numbers_of(leaf: Any) -> Iterable[float]:
 
 
 class BackwardReach:
-    """The graph behind the loss.
+    """The autograd graph of the loss.
 
     Attributes:
-        leaves: Its leaves, which get a gradient.
-        uses: The positions that use each leaf, by its id, and whether its gradient could wait for
-            W.
+        leaves: The leaves of the graph, which get a gradient.
+        uses: By id of a leaf, pairs of a position that uses it and whether this part of its
+            gradient could be deferred to W.
     """
 
     def __init__(self) -> None:

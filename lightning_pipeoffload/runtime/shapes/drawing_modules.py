@@ -24,10 +24,21 @@ def note_draw(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Record whether the module that runs draws for shards.
+    """Record that the innermost running module draws random numbers, and whether for a shard.
+
+    Tensor ranks must draw different numbers for shards, and equal ones for replicated tensors. So
+    each module gets a random stream of one of these kinds.
+
+    Args:
+        drawing_modules: The modules that draw, with whether for shards; updated.
+        root: The user's module.
+        func: The operation that draws.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: It does, and cannot have a stream of its own.
+        ValueError: It draws for a shard from its own generator or outside of submodules, or one
+            module draws for both kinds.
     """
     names = [argument.name for argument in func._schema.arguments]
     if not dict(zip(names, args, strict=False)).get("dropout_p", True):  # an attention without it

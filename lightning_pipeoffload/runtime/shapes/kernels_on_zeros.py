@@ -1,14 +1,15 @@
-"""Autograd Functions and modules whose kernels take addresses: their shapes, from runs on zeros.
+"""Output shapes of custom kernels that take tensor addresses, found by running them on zeros.
 
-A kernel of Triton's, or of an extension in C++, gets the addresses of tensors, which a tensor
-without a value does not have. The innermost autograd Function or module that calls one is run once
-for each class and shape on zeros on the device, its parameters too. A call with shape-only tensors
-then returns shape-only results, and saves tensors of the same shapes as that run for its backward::
+A Triton kernel, or one of a C++ extension, gets the addresses of tensors, which a tensor without a
+value does not have. So the innermost autograd Function or module that calls such a kernel is run on
+zeros on the device, once for each class and input shape; its parameters are zeros too. A call with
+shape-only tensors then returns shape-only results of the same shapes, and saves shape-only tensors
+for its backward like those that the run on zeros saved::
 
-    traced step      Silu.apply(shapes)  ->  a kernel asks for an address: Silu is taken in
+    traced step      Silu.apply(shapes)  ->  a kernel asks for an address: Silu is registered
     traced again     Silu.apply(shapes)  ->  Silu.apply(zeros), once; shapes like its results
 
-Calls in a counted part of a step count as one call of a torch function, on every stage.
+For the numbering of carried values, such a call counts as one torch function on every stage.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _do_nothing(name: str, arguments: Any) -> None:
 
 
 class KernelFoundError(Exception):
-    """A step called a kernel with an address; traced again, it is run on zeros."""
+    """A traced step called an address-taking kernel, now registered: trace the step again."""
 
 
 class KernelsOnZeros:
@@ -125,7 +126,7 @@ class KernelsOnZeros:
         return False
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an error that :meth:`take_in` has found nothing for, with the reason."""
+        """Return ``error`` with the reason why :meth:`take_in` could register nothing for it."""
         if not _asks_for_address(error):
             return error
         origins = error.origins if isinstance(error, AddressNeededError) else _SOME
@@ -144,10 +145,10 @@ class KernelsOnZeros:
 
     @contextmanager
     def in_use(self, note: _Note = _do_nothing) -> Iterator[None]:
-        """Run them on zeros, where values are missing, within the context.
+        """Within the context, run registered Functions and modules on zeros if values are missing.
 
         Args:
-            note: Called at each of their calls, with values or without, with a name and arguments.
+            note: Called with a name and the arguments at each of their calls, also of real tensors.
         """
         if not self._functions and not self._modules:
             yield

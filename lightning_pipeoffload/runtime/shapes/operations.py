@@ -1,7 +1,7 @@
-"""Properties of operations, foreach operations by member, and results on the meta device.
+"""Runs operations without values: on the meta device, on each member of a list, with random draws.
 
-Properties are the arguments that an operation writes or returns, and its random draws. Results are
-cached by the shapes of the arguments.
+Also tells properties of an operation, such as the arguments that it writes in place. Results on the
+meta device are cached by the shapes of the arguments.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def written_arguments(
 def call_factory(
     func: torch._ops.OpOverload, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Run one of :data:`FACTORIES` with real values, though an argument is shape-only."""
+    """Run one of :data:`FACTORIES` on a shape-only argument; the result is a real tensor."""
     source = args[0]
     real = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
     tensor: Tensor = func(real, *args[1:], **{**kwargs, "device": device})
@@ -81,7 +81,7 @@ def is_foreach(func: torch._ops.OpOverload) -> bool:
 
 
 def goes_member_by_member(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether :func:`run_members` has to run an operation."""
+    """Whether an operation is a foreach operation that :func:`run_members` has to run."""
     return is_foreach(func) and (_num_members(args) > 1 or func.overloadpacket is _NORM)
 
 
@@ -95,9 +95,16 @@ def run_members(
     kwargs: dict[str, Any],
     is_shape: Callable[[Any], bool],
 ) -> Any:
-    """Run ``func`` once on all real members, and separately on each shape-only member.
+    """Run a foreach operation once on all real members, and separately on each shape-only one.
 
-    ``is_shape`` returns whether a pytree has a shape-only tensor.
+    Args:
+        func: The foreach operation.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        is_shape: Returns whether a pytree contains a shape-only tensor.
+
+    Returns:
+        The results of the members in order; None if the operation returns nothing.
     """
     count = _num_members(args)
     members = [_take((args, kwargs), [index]) for index in range(count)]
@@ -155,7 +162,10 @@ def advance_generator(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> None:
-    """Draw and discard the owner's random numbers: the next ones are the same on all stages."""
+    """Draw and discard the random numbers that the stage with the value draws.
+
+    So generators are in the same state on all stages afterwards.
+    """
     if func.overloadpacket is aten.native_dropout:
         torch.empty(args[0].shape, dtype=args[0].dtype, device=device).bernoulli_(0.5)
     elif func.overloadpacket in _IN_PIECES and _is_drawn_in_pieces(args[0], device):

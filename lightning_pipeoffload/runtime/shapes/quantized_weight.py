@@ -61,7 +61,7 @@ def carry_options(shape: Any, weight: Any) -> None:
 
 
 def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
-    """Pack the shape of a slot's 4-bit weight, and add a quantization state of shapes.
+    """Give ``stand_in`` the packed shape of a slot's 4-bit weight, and a shape-only state.
 
     An unquantized weight gets the packed shape and state that it will have on a device.
 
@@ -113,7 +113,7 @@ def _refuse_packed(slot: Slot) -> None:
 
 
 def quantize_shape(shape: Any, weight: Any) -> None:
-    """Pack a shape, and add a state, as quantizing a weight on a device would."""
+    """Set a shape to the packed shape and state that quantizing ``weight`` would produce."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
     with IN_FORCE.during(StepRules()):  # outside of a step a mean, of scales, is refused
         packed, state = bitsandbytes.functional.quantize_4bit(
@@ -246,7 +246,7 @@ def entries_of(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def read_state(entries: Mapping[str, Tensor], device: Any) -> Any:
-    """Return the quantization state that is in these entries, on a device."""
+    """Return the quantization state that these entries of a state dict hold, on a device."""
     bitsandbytes: Any = sys.modules["bitsandbytes"]
     return bitsandbytes.functional.QuantState.from_dict(
         {key: value_of(value) for key, value in entries.items()}, device
@@ -254,7 +254,7 @@ def read_state(entries: Mapping[str, Tensor], device: Any) -> Any:
 
 
 def read_shapes(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
-    """Return the state in these entries for a shape; the scales are shapes too, not read."""
+    """Return the quantization state of saved entries with shape-only scales, for ``weight``."""
     scales = {
         key: ShapeOnly.like(value, key) for key, value in entries.items() if key.endswith("absmax")
     }
@@ -262,7 +262,7 @@ def read_shapes(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
 
 
 def load_packed(slot: Slot, packed: Tensor, entries: Mapping[str, Tensor]) -> None:
-    """Load a packed value and the state of saved entries into a slot's weight."""
+    """Load a packed 4-bit weight, and the quantization state of saved entries, into a slot."""
     weight = slot.tensor
     weight.data = value_of(packed).to(weight.device)
     _set_state(slot, read_state(entries, weight.device))

@@ -1,4 +1,4 @@
-"""Shapes that replace the parameters and buffers of other stages."""
+"""Shape-only tensors that replace the parameters and buffers of other stages."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class GradientAge:
     _sizes: list[KnownSize] = field(default_factory=list)
 
     def expire_with_change(self, size: KnownSize) -> None:
-        """Let the size of a gradient that another replica has be known until the next change."""
+        """Register the norm of another replica's gradient, which is valid until the next change."""
         self._sizes.append(size)
 
     def change(self, are_none: bool = False) -> None:
-        """Invalidate the known sizes of all gradients."""
+        """Count a change of gradients: all known norms become invalid."""
         self.num_changes += 1
         self.are_none = are_none
         while self._sizes:
@@ -112,7 +112,7 @@ class RemoteTensor(ShapeOnly):
         """Do nothing: the owner runs the same write, so the tensor has the same origins."""
 
     def share_age(self, age: GradientAge) -> None:
-        """Follow the age that all remote parameters of the rank share."""
+        """Set the age that all remote parameters of the rank share."""
         self.age = age
 
     def become(self, tensor: Tensor) -> None:
@@ -132,7 +132,7 @@ class RemoteTensor(ShapeOnly):
         self._grad_age = self.age.num_changes
 
     def know_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
-        """Set ``grad`` to a shape or None, with the gradient's size if that is known."""
+        """Set ``grad`` to a shape-only gradient, with its norm if ``size`` is known, or to None."""
         self.grad = RemoteGradient.of(self, size) if is_there else None
 
     @override
@@ -147,7 +147,7 @@ class RemoteTensor(ShapeOnly):
 
 @cache
 def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
-    """Return a subclass of ``kind`` and of a class of parameters.
+    """Return a subclass of both ``kind`` and ``parameter``, a class such as ``Params4bit``.
 
     peft and transformers find ``Params4bit`` by class and by name.
     """
@@ -174,7 +174,7 @@ def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
 
 
 def explain_remote(error: ValueNeededError) -> str:
-    """Return the error message for code outside of a step that reads a remote value."""
+    """Return the error message for a hook or script that reads a value of another rank."""
     advice = (
         "its 2-norm and largest absolute value are on every rank in on_after_backward, "
         "on_before_optimizer_step and configure_gradient_clipping, where your module or callback "

@@ -113,7 +113,7 @@ class ShapeOnly(Tensor):
         return cls(_to_meta(tensor), device, frozenset((origin,)), requires_grad)
 
     def is_as_made(self, meta: Tensor) -> bool:
-        """Return whether nothing was written since the tensor was made of ``meta``."""
+        """Return whether the tensor is unchanged since it was constructed from ``meta``."""
         is_written = self._version or self.requires_grad or self.meta is not meta
         return not is_written and len(self.__dict__) == _NUM_OWN
 
@@ -164,7 +164,7 @@ class ShapeOnly(Tensor):
         raise AddressNeededError(self.origins)
 
     def storage(self) -> Any:
-        """Raise ``ValueNeededError``: safetensors calls it before it writes the value."""
+        """Raise ``ValueNeededError``: safetensors calls this method before it writes a value."""
         raise ValueNeededError("a file of safetensors", self.origins)
 
     def tolist(self) -> Any:
@@ -176,14 +176,14 @@ class ShapeOnly(Tensor):
         return self._imagined("numpy()").numpy()
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Register the hook if a gradient comes; else only the stage with the value does."""
+        """Register the hook if the tensor requires a gradient; else ignore it on this stage."""
         if self.requires_grad:
             handle: RemovableHandle = super().register_hook(hook)
             return handle
         return RemovableHandle(OrderedDict())
 
     def retain_grad(self) -> None:
-        """Retain the gradient if one comes; else only the stage with the value does."""
+        """Retain the gradient if the tensor requires one; else do nothing on this stage."""
         if self.requires_grad:
             super().retain_grad()
 
@@ -414,7 +414,7 @@ class Awaited(ShapeOnly):
 
     @classmethod
     def of(cls, leaf: ShapeOnly) -> Awaited:
-        """Make a stand-in for ``leaf``."""
+        """Return a tensor that replaces ``leaf``, and can receive a value."""
         stand_in = cls(leaf.meta, leaf.device, leaf.origins)
         assert isinstance(stand_in, Awaited)
         return stand_in

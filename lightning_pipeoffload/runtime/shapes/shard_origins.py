@@ -17,9 +17,10 @@ _from_local, _to_local = DTensor.from_local, DTensor.to_local
 
 @contextmanager
 def noting_shards() -> Iterator[None]:
-    """Mark tensors without values that differ between tensor ranks, within the context.
+    """Within the context, add :data:`.OF_SHARD` to shape-only tensors that come from a DTensor.
 
-    A compiler knows torch's own functions only.
+    Patches ``DTensor.from_local`` and ``to_local``, only in a trace, since a compiler supports only
+    torch's own functions.
     """
     DTensor.from_local = staticmethod(_from_local_with_origin)  # type: ignore[method-assign]
     DTensor.to_local = _to_local_with_origin  # type: ignore[method-assign]

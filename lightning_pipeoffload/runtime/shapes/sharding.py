@@ -1,4 +1,4 @@
-"""The shard of a parameter or buffer on this rank, one of the ranks that share its layer."""
+"""How parameters and buffers are sharded over the tensor ranks, which share a layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSOR_RANKS = ("tensor_parallel",)
 _SHARDING = "_pipeoffload_sharding"
 
 OF_SHARD = frozenset(("a shard",))
-"""The origin, besides others, of what is not the same on all tensor ranks."""
+"""Added to the ``origins`` of a shape-only tensor whose value differs between tensor ranks."""
 
 
 class Sharding(NamedTuple):
@@ -26,9 +26,9 @@ class Sharding(NamedTuple):
 
     Attributes:
         mesh: The tensor ranks.
-        placement: The placement on each rank: a shard, or all of it.
-        shape: The shape of the whole.
-        stride: The strides of the whole.
+        placement: ``Shard`` or ``Replicate``, on each tensor rank.
+        shape: The shape of the whole tensor.
+        stride: The strides of the whole tensor.
     """
 
     mesh: DeviceMesh
@@ -67,7 +67,7 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether other tensor ranks have other elements of a parameter or buffer."""
+    """Whether ``tensor`` is a shard: other tensor ranks have other elements of the whole."""
     sharding = sharding_of(tensor)
     return sharding is not None and sharding.is_divided
 
@@ -90,10 +90,10 @@ def refuse_dtensor(value: Any, block: str, verb: str) -> None:
 
 
 def whole_value(value: Any) -> Any:
-    """Return the plain tensor of a DTensor that all tensor ranks have, as loss_parallel makes it.
+    """Return the local tensor of a replicated DTensor, such as loss_parallel's; else ``value``.
 
     Raises:
-        ValueError: Tensor ranks have different parts of it.
+        ValueError: The DTensor is sharded or partial, so tensor ranks have different values.
     """
     if not isinstance(value, DTensor) or value.device_mesh.mesh_dim_names != TENSOR_RANKS:
         return value
@@ -116,9 +116,13 @@ def refuse_loss_of_shard(loss: Any) -> None:
 
 
 def refuse_weight_on_shard(tensors: Sequence[Tensor], are_weights: Sequence[bool]) -> None:
-    """Raise ``ValueError`` for a weight that all tensor ranks have and that one uses on its shard.
+    """Raise ``ValueError`` if an operation combines a replicated weight with a shard.
 
-    Its gradient would be that of the shard alone.
+    Each tensor rank would compute only its shard's part of the weight's gradient.
+
+    Args:
+        tensors: The operands of the operation.
+        are_weights: For each operand, whether it is a parameter.
     """
     origins: list[frozenset[str]] = [getattr(each, "origins", frozenset()) for each in tensors]
     if not any(each >= OF_SHARD for each in origins):

@@ -3,9 +3,9 @@
 The caller of the step sets the rules: an observer of operations, values to make up, and writes to
 drop.
 
-Value-dependent sizes are refused or made up. A mixture of experts searches for the tokens of each
+Sizes that depend on values are refused or made up. A mixture of experts selects the tokens of each
 expert; their number is known only on the stage that runs the block. So the block is traced as if
-all tokens were found, and its output is compared with the traced shapes when it runs.
+every expert got all tokens, and its output is compared with the traced shapes when it runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StepRules:
 
     Attributes:
         observe: Called with each operation on shape-only tensors, its arguments and its result.
-        imagine: Returns how to make up a value that code reads; None: it is refused.
+        imagine: Returns how to make up a value that code reads, or None to refuse the read.
         drop: Returns whether to drop a write of a missing value into a real tensor, such as
             running statistics, whose true value is on the stage that computes them.
     """
@@ -107,7 +107,7 @@ def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: A
 
 
 def are_observed() -> bool:
-    """Return whether operations are only observed, so that their results are not used."""
+    """Return whether an observer is set: then this is a trace, whose results are not used."""
     return _rules().observe is not None
 
 
@@ -144,7 +144,7 @@ def make_result(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return a possible result of ``func``, one of ``_MAKERS``, on the meta device."""
+    """Return a meta tensor as a possible result of an operation with value-dependent sizes."""
     return _MAKERS[func](*args, **kwargs)
 
 
@@ -249,7 +249,10 @@ def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bo
 
 
 def with_fitting_parts(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace made-up split sizes of a wrong sum: the first piece gets all, the others none."""
+    """Return ``args`` with valid sizes for a split whose made-up sizes have the wrong sum.
+
+    The first piece gets the whole length, the others 0.
+    """
     if func is not aten.split_with_sizes.default or not args[1]:
         return args
     source, (_, *others), *place = args

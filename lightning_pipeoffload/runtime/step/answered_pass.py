@@ -1,13 +1,13 @@
-"""An F whose reads of the device are answered by those of an earlier F of the rank.
+"""An F that reuses the values that an earlier F of the rank has read from the device.
 
-Each stage runs the code before its blocks. A value that the first one has read there, of the same
-microbatch and at the same line, need not be waited for again::
+Each stage runs the code before its blocks. A value that the rank's first stage has read there is
+stored, for the same microbatch and line, so that later stages do not wait for the device again::
 
-    stage 0 of the rank    if mask.all():    waits for the device; the value is kept
-    stage 3 of the rank    if mask.all():    gets that value
+    stage 0 of the rank    if mask.all():    waits for the device; the value is stored
+    stage 3 of the rank    if mask.all():    gets the stored value
 
-Only lines are answered whose operand is the same on every stage by the trace: computed from the
-batch and from constants.
+Only lines are included whose operand, as the trace shows, is computed only from the batch and from
+constants, so that it is the same on every stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READERS = ("__bool__", "__float__", "__int__", "__index__", "item")
 
 
 class AnsweredPass(StagePass):
-    """One F that gets values read from the device from an earlier F of the rank."""
+    """One F that reuses values that an earlier F of the rank has read from the device."""
 
     @override
     def run(self) -> Any:
@@ -52,7 +52,12 @@ class AnsweredPass(StagePass):
         return output
 
     def read(self, tensor: Tensor, plain: Callable[[Tensor], Any]) -> Any:
-        """Return the result of ``plain(tensor)``, or that of the same read in an earlier F."""
+        """Return ``plain(tensor)``, or the stored result of the same read in an earlier F.
+
+        Args:
+            tensor: The tensor on the device.
+            plain: Torch's own method, which waits for the device.
+        """
         if self._segment is None or get_ident() != self._thread:
             return plain(tensor)
         frame = sys._getframe(2)

@@ -31,10 +31,10 @@ def sharing_casts(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def without_fused_layers(device: torch.device) -> Iterator[None]:
-    """Run torch's transformer layers by their parts under autocast, as on shapes.
+    """Under autocast, disable the fused inference kernels of torch's transformer layers.
 
-    Without gradients they have fused kernels, which ignore autocast: torch avoids them only under
-    that of CUDA.
+    These kernels ignore autocast, and torch avoids them only for CUDA's autocast. The trace without
+    values runs the layers unfused.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(before and not torch.is_autocast_enabled(device.type))
@@ -45,12 +45,12 @@ def without_fused_layers(device: torch.device) -> Iterator[None]:
 
 
 def forget_casts() -> None:
-    """Drop the casts, of weights that have been written since."""
+    """Clear the cached casts of weights, after the weights have been written."""
     torch.clear_autocast_cache()
 
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch autocast off for a backward; the shared casts stay."""
+    """Return a context without autocast, for a backward; cached casts remain."""
     is_on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else NOTHING
 

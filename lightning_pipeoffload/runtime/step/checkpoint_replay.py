@@ -1,8 +1,9 @@
-"""Compares each checkpoint's recomputation in B with its result in F, in the first step (rule 5).
+"""Compares recomputation in B with the result of F, in the first step (rule 5 of the contract).
 
-Other microbatches' forwards run in between, so values that a block reads besides its arguments may
-belong to another microbatch by then. This holds for checkpoints of the user, of a library and of
-this package, around blocks, parts of them or the head.
+Forwards of other microbatches run between F and B. So an attribute that a checkpointed function
+reads besides its arguments may have another microbatch's value by then. All checkpoints of
+``torch.utils.checkpoint`` are compared, of the user, of libraries and of this package, around
+blocks, their parts or the head. The rules are in docs/contract_rules.md.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ _run_reentrant = torchs.CheckpointFunction.forward
 
 @dataclass(frozen=True)
 class CheckpointWatch:
-    """Follows the checkpoints of one F, the pass ``step``.
+    """Wraps the functions that are checkpointed during one F.
 
-    ``compares`` is whether B's results are compared with F's; else only the writes of the block in
-    B are undone.
+    Attributes:
+        step: The F.
+        writes: Undoes the attribute writes of a recomputation.
+        compares: Whether to compare results of B with those of F, bit for bit.
     """
 
     step: StagePass
@@ -48,7 +51,7 @@ class CheckpointWatch:
     compares: bool
 
     def watching(self) -> AbstractContextManager[None]:
-        """Follow checkpoints that are made within the context."""
+        """Return the context in which functions that are checkpointed are wrapped."""
         return IN_FORCE.during(self)
 
 
@@ -178,19 +181,19 @@ def _find_watch() -> CheckpointWatch | None:
 
 
 def is_repeatable(device: torch.device) -> bool:
-    """Return whether operations are deterministic; accelerators may sum in any order."""
+    """Return whether repeated operations give equal bits; accelerators may sum in any order."""
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def install_replay() -> None:
-    """Follow torch's checkpoints from now on."""
+    """Patch ``torch.utils.checkpoint``, so that a :class:`CheckpointWatch` can wrap functions."""
     generator = _checkpoint if _TAKES_ARGUMENTS_APART else _checkpoint_until_2_13
     setattr(torchs, GENERATOR, generator)
     torchs.CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]
 
 
 def remove_replay() -> None:
-    """Follow them no more."""
+    """Restore torch's own functions."""
     setattr(torchs, GENERATOR, _make_checkpoint)
     torchs.CheckpointFunction.forward = staticmethod(_run_reentrant)  # type: ignore[method-assign]
 

@@ -1,7 +1,7 @@
 """A microbatch in flight, and the life of a microbatch in the pipeline.
 
-Three objects have its state, each with its own lifetime: :class:`.Microbatch`, a slice of the
-batch on a rank; :class:`InFlight`, one microbatch on one stage from its F to its W; and
+Three objects hold its state, each with its own lifetime: :class:`.Microbatch`, a part of the batch
+on a rank; :class:`InFlight`, one microbatch on one stage from its F to its W; and
 :class:`.StagePass`, one call of the user's step, which is that F. Messages are in the rank's
 :class:`.Mailbox`, saved tensors in autograd's graph or in an :class:`.ActivationStore`. A stage in
 the middle, with the numbers of the events below::
@@ -66,14 +66,13 @@ class InFlight:
         microbatch: The microbatch.
         record: The part of its shapes' record that concerns the stage.
         queue: The weight gradients that wait for W.
-        received: The gradients of the received tensors; None: no backward follows.
+        received: Holds the gradients of the received tensors; None: no backward follows.
         store: The tensors that autograd saves; None: autograd keeps them.
-        loss: On the last stage, until B.
+        loss: The loss, on the last stage and until B; else None.
         sent: The graph edges of the sent tensors that get a gradient, until B.
-        left: The attributes that the user's steps write, as F has left them.
-        seen: The values of tensors that the step writes in place, as F has seen them, where later
-            F's have written them and B or W may read them.
-        earlier: The tensors that slices keep for later slices; None: it is no slice.
+        left: The attributes that the user's steps write, with their values at the end of F.
+        seen: The values during F of tensors that later F's write in place and B or W may read.
+        earlier: The tensors that slices of a sequence keep for later slices; None: not sliced.
         awaits_weight: Whether B has run.
     """
 
@@ -91,13 +90,13 @@ class InFlight:
 
     @property
     def place(self) -> int:
-        """The index of the slice of its microbatch; 0 of a whole one."""
+        """The index of the slice of the sequence; 0 if sequences are not sliced."""
         part = self.microbatch.record.sequence_slice
         return 0 if part is None else part.index
 
     @property
     def slice(self) -> SequenceSlice:
-        """The slice of the sequence of a microbatch in slices."""
+        """The slice of the sequence; only for microbatches that are sliced."""
         part = self.microbatch.record.sequence_slice
         assert part is not None
         return part

@@ -1,4 +1,4 @@
-"""The microbatches of a batch, with their records, and with their indices in a plan."""
+"""The microbatches of a batch, each with its step record and its index in the plan."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 
 @dataclass(eq=False)  # not frozen, which takes four times as long to make
 class Microbatch:
-    """One slice of a batch, and the data needed to run the step on it.
+    """A part of a batch, and the data needed to run the step on it.
 
     Attributes:
-        part: Its samples.
-        num_samples: The number of these.
-        run: Calls the user's step on it.
-        record: The record of the trace of its shapes.
+        part: The samples, in the structure of the batch.
+        num_samples: The number of samples.
+        run: Calls the user's step on ``part``.
+        record: The record of the step traced on these shapes.
         device: The device of its tensors.
-        seed: The seed of all its random numbers.
-        index: Its number in a plan, which names it in actions (``Action.microbatch``).
-        weight: Its share of the batch's loss, over the batches that accumulate; a number, or a
-            tensor where the host does not know it.
-        differentiate: Starts the backward from the weighted loss.
-        answers: The values that the rank's stages have read from the device for it.
-        is_new: Whether some dimension is larger than in all that were cut before its batch.
+        seed: The seed from which all its random numbers are derived.
+        index: The index in the plan (``Action.microbatch``).
+        weight: The factor of its loss in the sum over the microbatches of an optimizer step; a
+            tensor if only the device has its value.
+        differentiate: Runs the backward from the weighted loss.
+        answers: Values read from the device in an F of a stage, for the rank's other stages.
+        is_new: Whether some dimension is larger than in all microbatches of earlier batches.
     """
 
     part: Any
@@ -48,7 +48,7 @@ class Microbatch:
 
     @property
     def has_result(self) -> bool:
-        """Whether its step runs to its end; of slices only the last one's step does."""
+        """Whether its step runs to the end; with sequence slices only the last slice's does."""
         part = self.record.sequence_slice
         return part is None or part.is_last
 
@@ -58,12 +58,12 @@ def placed(
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,
 ) -> Sequence[Microbatch]:
-    """Set the indices in a plan of the microbatches of a batch, and return them.
+    """Set the index in the plan and the weight of each microbatch of a batch; return ``slices``.
 
     Args:
-        slices: The microbatches.
+        slices: The microbatches of the batch.
         weights: The weight of each; None: 1.
-        differentiate: Starts the backward from a weighted loss.
+        differentiate: Runs the backward from a weighted loss.
     """
     weights = [1.0] * len(slices) if weights is None else weights
     for index, (microbatch, weight) in enumerate(zip(slices, weights, strict=True)):
@@ -73,7 +73,7 @@ def placed(
 
 
 def in_slices(microbatches: Sequence[Microbatch], num_slices: int) -> Sequence[Microbatch]:
-    """Return each microbatch once per slice of its sequences, with its index in a plan."""
+    """Return each microbatch once per slice of its sequences, with the indices in the plan."""
     if num_slices == 1:
         return microbatches
     return [

@@ -1,8 +1,8 @@
 """A block that is computed again in the backward (``recompute="full"``).
 
-It goes through ``torch.utils.checkpoint``, with additions: random numbers of Python and numpy are
-the same again, and buffers that the block writes, such as running statistics, are written
-once.
+It uses ``torch.utils.checkpoint``, with two additions: the recomputation draws the same random
+numbers of Python and numpy, and works on copies of the buffers that the block writes, such as
+running statistics, which are updated only once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,17 @@ def run_checkpointed(
     written: Iterable[Tensor] = (),
     generators: Generators | None = None,
 ) -> Any:
-    """Return ``call(*args, **kwargs)``, which runs again in the backward.
+    """Return ``call(*args, **kwargs)``; the backward recomputes what autograd would have saved.
 
-    A block that the user's model checkpoints already runs as it is.
+    A block that the user's model already checkpoints is just called.
+
+    Args:
+        block: The block, whose buffers are restored for the recomputation.
+        call: Runs the block.
+        args: The arguments of the block.
+        kwargs: The keyword arguments of the block.
+        written: Tensors that steps write in place; the recomputation sees their values during F.
+        generators: The random generators that modules hold.
     """
     if not torch.is_grad_enabled() or _is_checkpointed(block):
         return call(*args, **kwargs)

@@ -1,13 +1,13 @@
 """One F of a stage on a slice of the sequence (``num_sequence_slices``).
 
-The step's code runs on whole sequences: before the blocks on the whole microbatch, and between
-blocks on a stand-in for the whole output of the block. Only the blocks run
-on the slice. On the last stage the step exits behind them, except for the last slice, whose
-step gets the outputs of all slices, joined. Two blocks on one stage, two slices::
+The step's own code sees whole sequences: before the blocks the microbatch, and between blocks a
+shape-only tensor with the shape of the block's whole output. Only the blocks run on the slice. On
+the last stage the step exits after the blocks, except for the last slice, for which the code after
+the blocks gets the outputs of all slices, concatenated. Two blocks on one stage, two slices::
 
     training_step   embedding   block 0          block 1                head, loss
     slice 0         runs        on slice 0  ->   on slice 0, exit
-    slice 1         runs        on slice 1  ->   on slice 1, joined ->  runs, returns
+    slice 1         runs        on slice 1  ->   on slice 1, concat ->  runs, returns
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 
 
 class SlicedPass(StagePass):
-    """One F on a slice."""
+    """One F on a slice of the sequence of a microbatch."""
 
     def __init__(
         self, context: StageContext, flight: InFlight, receive: Callable[[], list[Tensor]]

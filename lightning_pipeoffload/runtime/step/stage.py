@@ -67,13 +67,13 @@ class StageRunner:
         return self._context.tensors.local_tensors().values()
 
     def memory_of(self, place: int) -> SavedMemory:
-        """Return the measured memory of slice ``place`` of a microbatch; 0 if it is not sliced."""
+        """Return the measured memory of slice ``place`` of a microbatch (0 if it is not sliced)."""
         if place not in self.memories:
             self.memories[place] = SavedMemory(self._measures_all)
         return self.memories[place]
 
     def measure_all(self, measures_all: bool) -> None:
-        """Set whether to measure every microbatch of the next step, or only unmeasured slices."""
+        """Set whether to measure all microbatches of the next step, or only unmeasured slices."""
         self._measures_all = measures_all
         for memory in self.memories.values():
             memory.measure_all(measures_all)
@@ -226,7 +226,12 @@ class StageRunner:
             flight.queue.run()
 
     def last_weights(self, microbatches: Sequence[Microbatch], final: FinalGradients) -> None:
-        """Run the last W's of a step parameter by parameter: each gradient is final at once."""
+        """Run the last W's of a step, grouped by parameter, so that gradients become final early.
+
+        Args:
+            microbatches: The microbatches whose W is due.
+            final: Called with each parameter once its gradient is final.
+        """
         flights = [self.in_flight[microbatch.index] for microbatch in microbatches]
         if any(flight.seen for flight in flights):  # each W needs the values of its own F
             parameters = RegroupedWeightGrads(each.queue.waiting for each in flights).parameters
@@ -320,7 +325,7 @@ class StageRunner:
         self._context.gradients.forget()
 
     def take_back(self) -> None:
-        """Drop the F's that have run without their backwards; they run again."""
+        """Drop all forwards of this step, since they run again with other weights."""
         self._compared.difference_update(self.in_flight)
         self._drop_flights()
 
@@ -331,7 +336,7 @@ class StageRunner:
         self.in_flight.clear()
 
     def keep_writes(self) -> Callable[[], None]:
-        """Save the state that steps write; return a function that restores it."""
+        """Save attributes and buffers that steps write; return a function that restores them."""
         # All buffers: the trace does not see what a kernel writes, statistics of a norm say.
         return self._context.writes.keep(
             tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
@@ -357,7 +362,7 @@ def backward_on(device: torch.device) -> _BackwardOn:
     """Return the context of B and W: autocast is off, and autograd runs in this thread.
 
     Autograd's own thread for an accelerator takes time to wake, and does not have this thread's
-    autocast state: a checkpoint in it would drop the casts that microbatches share.
+    autocast state: a checkpoint that ran in it would clear the casts that microbatches share.
     """
     return _BackwardOn(device)
 

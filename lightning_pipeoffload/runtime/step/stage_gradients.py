@@ -1,12 +1,14 @@
 """A separate gradient per stage for weights that several stages of a rank use.
 
-The order in which backwards of two stages alternate depends on the plan. So that the bits of a tied
-weight's gradient do not, each stage accumulates its own gradient in the order of its microbatches,
-and these are summed once, in the order of the stages::
+The order in which backwards of two stages alternate depends on the plan, and with it the rounding
+of a tied weight's gradient. So each stage accumulates a gradient of its own, in the order of its
+microbatches, and these are summed once, in the order of the stages. Then the bits are the same for
+every plan::
 
-    rank 0 of zb_v     B3  W3  B3  B0  W3  W0  B3 ...   stages 0 and 3 use the weight
-    parameter.grad     [ of stage 0                ]  + that of stage 3
-    here               [ of stage 3; parameter.grad while its B and W run ]
+    rank 0 of zb_v        B3  W3  B3  B0  W3  W0  B3 ...     stages 0 and 3 use the weight
+    parameter.grad        the gradient of stage 0            + that of stage 3, at the end
+    StageGradient.grad    the gradient of stage 3            swapped with parameter.grad while
+                                                             stage 3 runs B or W
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from torch import Tensor
 
 
 class StageGradient:
-    """One stage's gradient of a weight that an earlier stage of the rank uses too.
+    """One stage's gradient of a weight that an earlier stage of the rank also uses.
 
     Attributes:
-        grad: The gradient while no action of the stage runs; then it is in ``parameter.grad``.
+        grad: The gradient. While B or W of the stage runs, it is in ``parameter.grad`` instead.
     """
 
     grad: Tensor | None = None
@@ -31,12 +33,12 @@ class StageGradient:
         self.stage = stage
 
     def exchange(self) -> None:
-        """Swap it with ``parameter.grad``."""
+        """Swap :attr:`grad` with ``parameter.grad``."""
         self.parameter.grad, self.grad = self.grad, self.parameter.grad
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add it to ``parameter.grad``."""
+        """Add :attr:`grad` to ``parameter.grad``, and set it to None."""
         gradient, self.grad = self.grad, None
         if self.parameter.grad is None:
             self.parameter.grad = gradient
@@ -45,7 +47,7 @@ class StageGradient:
 
 
 class OwnGradients:
-    """Context of one stage's B and W: ``.grad`` of shared weights is the stage's own."""
+    """Context of one stage's B and W, in which ``.grad`` of shared weights is the stage's own."""
 
     def __init__(self, gradients: Sequence[StageGradient] = ()) -> None:
         self._gradients = gradients
@@ -62,7 +64,7 @@ class OwnGradients:
             gradient.exchange()
 
     def forget(self) -> None:
-        """Drop them, after an error."""
+        """Drop the gradients, after an error."""
         for gradient in self._gradients:
             gradient.grad = None
 

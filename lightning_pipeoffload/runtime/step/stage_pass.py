@@ -1,20 +1,21 @@
 """One F of a stage: a call of the user's step in which only the stage's blocks run.
 
-Calls of earlier blocks return shapes, but for the last of them, which returns the tensors that the
-previous stage sent. After the stage's last block an exception leaves the step with its output. Only
-the last stage runs the head and the loss. Three blocks, one in each stage::
+Calls of blocks of earlier stages return shape-only tensors, except for the last such call, which
+returns the tensors received from the previous stage. After the stage's last block an exception
+(:class:`.StageExit`) leaves the step. Only the last stage runs the head and the loss. Three blocks,
+one on each stage::
 
     training_step   embedding   block 0      block 1      block 2      head, loss
     stage 0         runs        runs, exit
-    stage 1         shapes      hands on     runs, exit
-    stage 2         shapes      shapes       hands on     runs         runs, returns
+    stage 1         shapes      received     runs, exit
+    stage 2         shapes      shapes       received     runs         runs, returns
 
-Where the step calls blocks several times, the stage receives once, before its first block, and
-leaves behind the last call that is before its end. Until then calls of later blocks return shapes::
+If the step calls blocks several times, the stage receives once, before its first block, and exits
+after the last call of its own or an earlier block. Until then calls of later blocks return shapes::
 
     training_step   block 0   block 1              block 0      block 1
     stage 0         runs      shapes               runs, exit
-    stage 1         hands on  runs                 hands on     runs, returns
+    stage 1         received  runs                 received     runs, returns
 """
 
 from __future__ import annotations
@@ -77,23 +78,23 @@ def _are_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @dataclass
 class StageContext:
-    """Shared by all F's of one stage.
+    """The objects and settings that all F's of one stage share.
 
     Attributes:
         stage: The stage.
         num_stages: The number of stages of the whole model.
         chain: The blocks of the user's module.
-        tensors: The parameters and buffers, of which the F sees the stage's.
+        tensors: The parameters and buffers of the module; an F sees those of its stage.
         writes: Attributes and buffers that the rank's steps write outside of the blocks.
-        gradients: The stage's gradients of weights that other stages of the rank use too.
+        gradients: The stage's gradients of weights that other stages of the rank also use.
         generators: The random generators that the modules hold.
         kernels: The Functions and modules that run on zeros where values are missing.
-        recompute: The calls that B repeats: "none", "cheap" (norms, activations, dropout) or "full"
-            (blocks).
-        add_product: Adds W's products to gradients.
-        head_is_at_once: Whether the last stage's B computes weight gradients behind the blocks.
-        is_first: Whether the step starts here.
-        is_last: Whether the step ends here.
+        recompute: What B recomputes: "none", "cheap" (norms, activation functions, dropout) or
+            "full" (blocks).
+        add_product: Adds a matrix product of W to a gradient.
+        head_is_at_once: Whether weight gradients of the code after the blocks are computed in B.
+        is_first: Whether this is the first stage of the model.
+        is_last: Whether this is the last stage of the model.
     """
 
     stage: Stage
@@ -122,18 +123,21 @@ class StageContext:
     def notice_draws(self, seed: int) -> None:
         """Seed numpy and Python for each block from now on if the step has drawn from them.
 
-        A step may begin to draw after it was traced, as mixup does after a warm-up. In the
-        microbatch where that is noticed, the numbers of a block depend on the cut.
+        A step may begin to draw after it was traced, as mixup does after a warm-up. In the first
+        microbatch that does, a block's random numbers depend on the cut.
+
+        Args:
+            seed: The seed at the start of the step.
         """
         self.draws_beside_torch = has_drawn_since(seed)
 
     def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
-        """Return a block's output with tensors that have no value."""
+        """Return the output of block ``index`` with shape-only tensors."""
         origins = self.chain.output_origins(index)
         return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return the context of an F: attributes and generators as they are for this stage."""
+        """Return the context of an F: it sets this stage's attributes, and restores generators."""
         attributes = self.writes.of_stage(self.stage)
         if not self.generators.exist:
             return attributes
@@ -145,12 +149,12 @@ class StageContext:
 
 
 class StagePass:
-    """One F: answers each call of a block.
+    """One F: one call of the user's step, in which :meth:`call_block` replaces calls of blocks.
 
     Args:
         context: Shared by all F's of the stage.
-        flight: The microbatch, for which the step is called.
-        receive: Waits for the tensors of the previous stage.
+        flight: The microbatch on which the step is called.
+        receive: Waits for the tensors of the previous stage, and returns them.
     """
 
     def __init__(
@@ -184,7 +188,7 @@ class StagePass:
         return name, self._is_in_block
 
     def run(self) -> Any:
-        """Call the step; return the tensors for the next stage, on the last stage its result."""
+        """Call the step; return the tensors for the next stage, or on the last stage its result."""
         context = self._context
         seed = mix_seed(self._microbatch.seed, 0)
         seed_all(seed)
@@ -225,7 +229,14 @@ class StagePass:
             return self._microbatch.run(self._context.call)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block of the stage; hand over the payload; return shapes for other blocks."""
+        """Return the output of block ``index``: run it if it is the stage's, else do not.
+
+        Blocks of other stages return the received tensors, or shape-only ones.
+
+        Raises:
+            StageExit: This was the stage's last call; it has the tensors to send.
+            ValueError: The traced step did not make this call.
+        """
         call, record = self._num_calls, self._record
         self._num_calls = call + 1
         if call >= len(record.calls) or record.calls[call] != index:

@@ -1,16 +1,16 @@
-"""Attributes that steps write, as each stage of a rank has written them (rules 4 and 5).
+"""Attributes that steps write: values per stage of a rank (rules 4 and 5, docs/contract_rules.md).
 
-A step is called once for each microbatch and stage, and leaves where the stage ends. An attribute
-that is written only behind that point is a placeholder while the stage runs: to use it raises. So
-is, in a backward, an attribute that other microbatches' forwards have written since.
+A step is called once for each microbatch and stage, and exits at the end of the stage. While a
+stage runs, an attribute that is written only after that exit is a placeholder, whose use raises an
+error. So is, in a backward, an attribute that forwards of other microbatches have written since.
 
-Each stage of a rank runs the beginning of the step on the rank's one module, and would count every
-microbatch once more. So each stage has its own values of the attributes that it has written. The
-modules have those of their home: the rank's last stage, but for a block the stage that runs it.
-Another stage's values are exchanged for them while that stage runs. When all stages have run the
-same number of microbatches, only those of the homes remain, so that writes of hooks between steps
-hold for every stage. A value that the first pass makes for all later passes, a flag or a cache, is
-made once.
+Each stage of a rank runs the beginning of the step on the same module. If it increments
+``self.count``, several stages would count each microbatch several times. So each stage has its own
+values of the attributes that it writes. Between forwards, a module holds the values of its *home*
+stage: for a block the stage that runs it, else the last stage of the rank. During an F of another
+stage, that stage's values are swapped in. When all stages have run the same number of microbatches,
+the values of the other stages are dropped, so that all see what hooks write between steps. A flag
+or a cache that the first F creates for all later ones is not kept per stage.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ _MOST = 64  # values of an attribute that are compared; of more, each forward co
 
 
 class Left(NamedTuple):
-    """The attributes that steps write, as a forward has left them; None: too large to compare."""
+    """Fingerprints of the attributes that steps write, at the end of a forward.
+
+    None instead of a fingerprint: the value is too large to compare.
+    """
 
     forward: int  # its number among the rank's
     values: list[tuple[Variable, Fingerprint | None]]
@@ -72,12 +75,12 @@ _COUNTS = (int, float, complex, Tensor)
 
 
 class StepWrites:
-    """Attributes and buffers outside of the blocks, as each stage of a rank has written them.
+    """The values, per stage of a rank, of attributes and buffers that steps write.
 
     Attributes:
         is_by_users: Whether the user's training steps write any state.
         may_write_tensors: Whether any step writes a tensor in place that a backward may read.
-        num_forwards: The forwards that the rank's stages have begun.
+        num_forwards: The number of forwards that have begun, of all stages of the rank.
     """
 
     def __init__(self, module: nn.Module, chain: BlockChain, tensors: SplitModule) -> None:
@@ -113,7 +116,7 @@ class StepWrites:
         return max(self._num_passes)
 
     def expect(self, record: StepRecord, stages: Sequence[Stage]) -> None:
-        """Add the writes of a traced step."""
+        """Add the writes of a traced step, for the stages of a cut."""
         self._spaces.clear()
         self._weights.update(write.name for write in record.weight_writes)
         self._saved.update(record.saved_and_written)
@@ -176,7 +179,7 @@ class StepWrites:
         return f"before {self._chain.block_name(point.segment)}"
 
     def tensors_of(self, stage: int) -> list[Tensor]:
-        """List the tensors that a stage writes in place, and that its backwards may read."""
+        """List the tensors that ``stage`` writes in place and that its backwards may read."""
         if not self.may_write_tensors:
             return []
         weights = [
@@ -191,10 +194,10 @@ class StepWrites:
         return [tensor for tensor in by_id.values() if not isinstance(tensor, ShapeOnly)]
 
     def of_stage(self, stage: Stage) -> AbstractContextManager[Any]:
-        """Put the values that ``stage`` has written into the module during one microbatch.
+        """Return the context of an F, in which attributes have the values that ``stage`` wrote.
 
-        The blocks of the rank's other stages whose weights the step writes itself are hidden, else
-        each stage of the rank would write them.
+        If the step itself writes weights of blocks, such blocks of the rank's other stages have
+        shapes meanwhile. Else each stage of the rank would repeat the write.
         """
         missing = self._missing[stage.index]
         if len(self._num_passes) == 1:
@@ -214,7 +217,7 @@ class StepWrites:
         return self._tensors.hiding(*map(self._chain.block_name, others))
 
     def left(self) -> Left:
-        """Record the attributes that the user's steps write, at the end of a forward."""
+        """Return fingerprints of the attributes that the user's steps write, after a forward."""
         written = self._by_users.values()
         return Left(self.num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written])
 
@@ -248,7 +251,7 @@ class StepWrites:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo a step's writes after the context, for all but a microbatch's last slice."""
+        """Restore the attributes at the end of the context; the writes of the last slice remain."""
         state = self._state(())
         yield
         state.put_back()
@@ -268,9 +271,9 @@ class StepWrites:
 
     @contextmanager
     def running_again(self, is_in_block: bool) -> Iterator[None]:
-        """Undo the writes of a function that is recomputed in a backward.
+        """Undo, after the context, the attribute writes of a function that a backward recomputes.
 
-        ``is_in_block``: only a block's code runs.
+        ``is_in_block``: whether only code of a block runs.
         """
         written = [v for k, v in self._by_users.items() if not is_in_block or k in self._of_blocks]
         values = [(v, v.value) for v in written]
