@@ -230,7 +230,8 @@ class StageRunner:
 
         Args:
             microbatches: The microbatches whose W is due.
-            final: Called with each parameter once its gradient is final.
+            final: Its ``expect`` gets the stage's parameters; its ``finish`` gets each parameter
+                once its gradient is final.
         """
         flights = [self.in_flight[microbatch.index] for microbatch in microbatches]
         if any(flight.seen for flight in flights):  # each W needs the values of its own F
