@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
 from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping
@@ -30,6 +31,9 @@ _BESIDE_A_DEVICE = {
     **{"host_bandwidth": None, "link": None, "network": None},
     **{"efficiency": 0.5, "devices_per_machine": 8},
 }
+# What is searched with devices, unless the command line has it. Of other arguments of the strategy,
+# which conf/plan.yaml does not have, those that are given are kept.
+_SEARCHED = ("num_ranks", "tensor_parallel_size", "schedule", "offload", "strategy.recompute")
 _PICTURE = ("path", "steps", "microbatches", "time")
 
 
@@ -50,7 +54,8 @@ def plan(config: DictConfig) -> None:
                 f"{name} ({config[name]}) counts beside a device; add device=h100 and model=NAME, "
                 f"or leave it out"
             )
-    _check_tensor_ranks(config.tensor_parallel_size, config.get("model") is not None)
+    _check_devices(config)
+    _check_tensor_ranks(config)
     if config.device is not None or config.get("model") is not None:
         _plan_model(config)
         return
@@ -77,14 +82,43 @@ def plan(config: DictConfig) -> None:
         print_plan(step, figures, plans.units, is_json)
 
 
-def _check_tensor_ranks(size: Any, has_model: bool) -> None:
-    if size == "auto":
+def _check_devices(config: DictConfig) -> None:
+    if config.devices is None:
+        searched = {name: config[name] for name in ("num_ranks", "tensor_parallel_size")}
+        for name in ("data_parallel_size", "recompute"):
+            searched[f"strategy.{name}"] = config.strategy.get(name)
+        for name, value in searched.items():
+            if value == "auto":
+                raise ScheduleError(
+                    f"{name} (auto) is searched for a number of devices: add devices=8, or write a "
+                    f"value"
+                )
+        if config.num_nodes != 1:
+            raise ScheduleError(
+                f"num_nodes ({config.num_nodes}) is for a search of layouts: add devices=8, the "
+                f"devices of each machine, or leave it out"
+            )
+        return
+    check_sizes(devices=config.devices, num_nodes=config.num_nodes)
+    if config.device is None or config.get("model") is None:
         raise ScheduleError(
-            "tensor_parallel_size (auto) is not searched; plan two or three sizes, as with "
-            "tensor_parallel_size=2 and tensor_parallel_size=4, and compare their figures"
+            f"devices ({config.devices}) is for a model and a device, whose layouts are searched: "
+            f"add model=NAME device=h100, or leave it out"
         )
+    per_machine = config.devices_per_machine
+    if per_machine not in (_BESIDE_A_DEVICE["devices_per_machine"], config.devices):
+        raise ScheduleError(
+            f"devices_per_machine ({per_machine}) is devices ({config.devices}) where layouts are "
+            f"searched; leave it out"
+        )
+
+
+def _check_tensor_ranks(config: DictConfig) -> None:
+    size = config.tensor_parallel_size
+    if size == "auto":  # with devices
+        return
     check_sizes(tensor_parallel_size=size)
-    if size > 1 and not has_model:
+    if size > 1 and config.get("model") is None:
         raise ScheduleError(
             f"tensor_parallel_size ({size}) is for a model, whose layers it divides: add "
             f"model=NAME, or leave it out, and give costs of one of the ranks that share a stage"
@@ -164,10 +198,20 @@ class _Picture:
             self.file.write([drawn(step, self._units, self._num_steps) for step in steps])
 
 
+def with_searched(words: Sequence[str]) -> list[str]:
+    """Return a command line that with ``devices`` has "auto" for what is searched unless given."""
+    names = [word.lstrip("+").partition("=")[0] for word in words]
+    values = dict(zip(names, words, strict=True))
+    if values.get("devices", "=null").partition("=")[2] == "null":
+        return [*words]
+    return [*(f"{name}=auto" for name in _SEARCHED if name not in values), *words]
+
+
 def main() -> None:
     """Run the console script ``pipeoffload-plan``."""
     # Hydra would replace the group by the path, and find no picture.microbatches in it.
     sys.argv[1:] = [re.sub("^picture=(?!{)", "picture.path=", word) for word in sys.argv[1:]]
+    sys.argv[1:] = with_searched(sys.argv[1:])
     run_hydra_app("plan", plan)
 
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.given_plan import has_barrier, parse_name
+from lightning_pipeoffload.cli.layout_output import describe_layouts, how_to_train, print_layouts
+from lightning_pipeoffload.cli.layout_search import layouts_by_speed
 from lightning_pipeoffload.cli.model_planner import Estimate, ModelPlanner
 from lightning_pipeoffload.cli.plan_output import described, print_choice, print_json, progress
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
@@ -24,8 +26,7 @@ from lightning_pipeoffload.schedule import (
     ScheduleError,
     as_it_runs,
 )
-from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes, check_slices
+from lightning_pipeoffload.schedule.families import check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
@@ -59,28 +60,51 @@ def _beside_tensor_ranks(plan: Callable[[DictConfig], Result]) -> Callable[[Dict
     return plan_beside
 
 
-@_beside_tensor_ranks
 def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
     """Return the fastest plan that fits a device, and what JSON and the text say of it.
 
     Raises:
         ValueError: The device is unknown, the model cannot be built, or nothing fits.
     """
+    if config.devices is not None:
+        return _plan_of_search(config)
+    return _plan_of_sizes(config)
+
+
+def _plan_of_search(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
+    with layouts_by_speed(config) as found:
+        fastest = found.layouts[0]
+        if config.format == "text":
+            print_layouts(found, config)
+        step, figures, answer = _described_plan(fastest.planner, fastest.plan, config)
+        return step, figures | describe_layouts(found), [*answer, *how_to_train(fastest, config)]
+
+
+@_beside_tensor_ranks
+def _plan_of_sizes(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
     check_sizes(num_ranks=config.num_ranks)
     text = f"Planning {config.strategy.schedule} for {config.num_ranks} ranks"
     with progress(text) as show:
         planner = ModelPlanner(config, show)
         plan = _plan(planner, config)
+    if config.format == "text":
+        print_choice(plan, MEASURED)
+    return _described_plan(planner, plan, config)
+
+
+def _described_plan(
+    planner: ModelPlanner, plan: Plan, config: DictConfig
+) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
+    num_ranks = plan.schedule.num_ranks
     device, precision = planner.device, planner.probe.precision
     assert device is not None
     assert planner.memory is not None
     if config.format == "text":
-        print_choice(plan, MEASURED)
         Console().print(
             f"{device.name} at {config.efficiency:g} of its data sheet's rates: "
             f"{planner.flops / 1e12:.4g} TFLOP/s dense (precision {precision}), copies "
             f"{device.copy_rate / 1e9:.4g} GB/s each way, messages {device.link_rate / 1e9:.4g} "
-            f"GB/s, between machines of {config.devices_per_machine} "
+            f"GB/s, between machines of {planner.devices_per_machine} "
             f"{device.network_rate / 1e9:.4g} GB/s\n",
             highlight=False,
         )
@@ -93,27 +117,23 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
         "copy_rate": device.copy_rate,
         "link_rate": device.link_rate,
         "device_memory": planner.memory,
-        "taken_by_weights": planner.memory_beside(
-            plan.best.option, config.num_ranks, planner.settings
-        ),
+        "taken_by_weights": planner.memory_beside(plan.best.option, num_ranks, planner.settings),
     }
     early = planner.steps_early(planner.settings)
     as_run = as_it_runs(plan.schedule, plan.costs, early)
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
-    needs = planner.rank_needs(plan, config.num_ranks)
-    proposal = _proposed_slices(planner, plan, config)
+    needs = planner.rank_needs(plan)
+    proposal = _proposed_slices(planner, plan)
     speed = _speed(planner, step, config)
     figures |= {"memory": describe_needs(needs), **speed}
     if proposal is not None:
         figures |= {"sequence_slices": proposal}
-    answer: list[str | Table] = [_table_of_ranks(needs), *_answer(needs, speed, planner, config)]
+    answer: list[str | Table] = [_table_of_ranks(needs), *_answer(plan, needs, speed, planner)]
     answer += _about_slices(proposal, config.num_chunks)
     return step, described(plan, with_candidates=True) | figures, answer
 
 
-def _proposed_slices(
-    planner: ModelPlanner, plan: Plan, config: DictConfig
-) -> dict[str, Any] | None:
+def _proposed_slices(planner: ModelPlanner, plan: Plan) -> dict[str, Any] | None:
     """Return the fewest slices of sequences that gain about as much as any; None if they do not."""
     length, before = planner.probe.num_tokens_of_sequence, plan.best.period
     is_fixed = planner.num_slices > 1 or planner.settings.tensor_parallel_size > 1
@@ -125,7 +145,7 @@ def _proposed_slices(
         if length >= count * _LEAST_TOKENS:
             wanted = [replace(whole, num_sequence_slices=count)]
             with suppress(ScheduleError):
-                request = planner.request(wanted, config.num_ranks, planner.settings)
+                request = planner.request(wanted, plan.schedule.num_ranks, planner.settings)
                 periods[count] = make_plan(request).best.period or before
     least = min(periods.values(), default=before)
     if least > before * (1 - _LEAST_GAIN):
@@ -148,21 +168,21 @@ def _about_slices(proposal: Mapping[str, Any] | None, num_chunks: int | None) ->
 
 def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict[str, float | None]:
     """Return what a buyer compares; MFU is of the data sheet's rate, without recomputation."""
-    probe, replicas = planner.probe, int(planner.settings.data_parallel_size)
-    tokens = None if probe.num_tokens is None else replicas * probe.num_tokens / step.period
-    peak = planner.flops / config.efficiency * config.num_ranks
+    probe, num_batches = planner.probe, planner.num_batches
+    tokens = None if probe.num_tokens is None else num_batches * probe.num_tokens / step.period
+    peak = planner.flops / config.efficiency * step.schedule.num_ranks
     return {
-        "samples_per_second": replicas * probe.batch_size / step.period,
+        "samples_per_second": num_batches * probe.batch_size / step.period,
         "tokens_per_second": tokens,
-        "mfu": probe.batch_flops / step.period / peak,
+        "mfu": probe.batch_flops / planner.num_dividing / step.period / peak,
     }
 
 
 def _answer(
+    plan: Plan,
     needs: Sequence[RankNeeds],
     speed: Mapping[str, float | None],
     planner: ModelPlanner,
-    config: DictConfig,
 ) -> list[str]:
     assert planner.memory is not None
     assert planner.device is not None
@@ -172,17 +192,14 @@ def _answer(
     rates.append(f"MFU {share_text(speed['mfu'] or 0.0)} of the data sheet's rate")
     most = max(rank.device for rank in needs)
     replicas = int(planner.settings.data_parallel_size)
-    size, rate = planner.settings.tensor_parallel_size, planner.tensor_rate / 1e9
-    hosts = [rank.host for rank in needs for _ in range(size)] * replicas
+    size, links = planner.settings.tensor_parallel_size, planner.links(planner.settings)
+    rate, hosts = links.tensor_rate / 1e9, [rank.host for rank in needs]
     reserve = planner.device.memory - planner.memory
     beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
-    per_machine = max(
-        sum(hosts[first : first + config.devices_per_machine])
-        for first in range(0, len(hosts), config.devices_per_machine)
-    )
+    per_machine = links.most_of_a_machine(hosts, plan.schedule.placement)
     fits = "it fits" if most <= planner.memory else "with its messages it does not fit"
     return [
-        f"{', '.join(rates)}, with {replicas * planner.probe.batch_size} samples a step",
+        f"{', '.join(rates)}, with {planner.num_batches * planner.probe.batch_size} samples a step",
         *_about_tensor_ranks(
             len(needs), size, replicas, f"F and B wait for collectives at {rate:.4g} GB/s"
         ),
@@ -203,38 +220,20 @@ def _about_tensor_ranks(num_ranks: int, size: int, replicas: int, collectives: s
 
 
 def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
-    name = config.strategy.schedule
-    if name != "auto" and name not in FAMILIES:
-        raise ScheduleError(
-            f"schedule ({name}) cannot be planned for a device; use auto or one of "
-            f"{', '.join(FAMILIES)}"
-        )
-    if name != "auto":
-        check_slices(name, FAMILIES[name], planner.num_slices)
-        if FAMILIES[name].can_slice and planner.num_slices == 1:
-            raise ScheduleError(f"{name} is for slices of sequences; set num_sequence_slices=8")
-    sizes = [config.num_microbatches], None, config.num_chunks, [config.strategy.recompute]
-    candidates = options(*sizes, planner.settings.heads_to_try, planner.num_slices)
-    wanted = [option for option in candidates if name in ("auto", option.schedule)]
-    if not wanted:
-        raise ScheduleError(f"{name} does not accept num_chunks ({config.num_chunks})")
+    recomputes = [config.strategy.recompute]
+    wanted = planner.options(config.strategy.schedule, config.num_microbatches, recomputes)
     request = planner.request(wanted, config.num_ranks, planner.settings)
     memory = planner.memory
     assert memory is not None
     try:
-        plan = make_plan(request)
-        needs = planner.rank_needs(plan, config.num_ranks)
-        if max(rank.device for rank in needs) > memory:  # the planner counts no messages
-            messages = max(rank.messages for rank in needs)
-            plan = make_plan(replace(request, memory_limit=memory - messages))
-        return plan
+        return planner.plan(request)
     except MemoryLimitError as error:
         _, limit, needed = error.args
         write = bytes_writer(config.device_memory)
         raise ScheduleError(
             f"{config.device} has {write(memory)}, and any such plan needs "
             f"{write(needed + memory - limit)} or more of a device; "
-            f"{planner.advice(planner.settings_named(name), config.num_ranks)}"
+            f"{planner.advice(planner.settings_named(config.strategy.schedule), config.num_ranks)}"
         ) from None
 
 
@@ -341,7 +340,7 @@ def _print_estimates(
     settings = estimates[0].settings
     sizes = settings.tensor_parallel_size, int(settings.data_parallel_size)
     for num_ranks in dict.fromkeys(plan.num_ranks for plan in estimates):
-        for line in _about_tensor_ranks(num_ranks, *sizes, "collectives take no time here"):
+        for line in _about_tensor_ranks(num_ranks, *sizes, "F and B wait for collectives"):
             console.out(line, highlight=False)
     for line in refusals:
         console.out(line, highlight=False)

@@ -1,14 +1,14 @@
 """Plans of a model from its shapes: memory of each rank, times by counted operations, advice.
 
 A model is planned by the bytes of its shapes and by its operations, divided by the rate that the
-device reaches. Without a device operations are the unit of time, and a copy there and back takes as
-long as its stage's computing.
+device reaches. Without a device operations are the unit of time, a copy there and back takes as
+long as its stage's computing, and a byte to a tensor rank as long as ``OPERATIONS_PER_BYTE``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -22,18 +22,24 @@ from lightning_pipeoffload.cli.given_plan import (
     has_barrier,
     needs_all_gradients,
 )
+from lightning_pipeoffload.cli.machine_links import Links
 from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes
-from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, RankNeeds, StandIns
+from lightning_pipeoffload.planning.memory_needs import (
+    OPERATIONS_PER_BYTE,
+    MemoryNeeds,
+    RankNeeds,
+    StandIns,
+)
 from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
 from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
-from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
+from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes, check_slices
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.schedule import stages_on
 from lightning_pipeoffload.schedule.slices import of_every_stage
@@ -42,14 +48,17 @@ from lightning_pipeoffload.schedule.text import seconds_text
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["Estimate", "ModelPlanner"]
+__all__ = ["HOST_STEP", "MASTERS", "Estimate", "ModelPlanner", "Show"]
 
 Show = Callable[[str], None]
 """Shows what is being done."""
 
 _RECOMPUTES = ("none", "cheap", "full")
 _ABOUT_EQUAL = 1.01  # of plans that take so little longer, that with the fewest changes is named
-_MASTERS = "++trainer.precision=bf16-true +strategy.master_weights=float32"
+MASTERS = "++trainer.precision=bf16-true +strategy.master_weights=float32"
+"""Words for weights in bfloat16 and their masters."""
+HOST_STEP = "+strategy.optimizer_offload=true"
+"""Words for an optimizer that steps on the host."""
 _MORE_RANKS = (1, 2, 4, 8, 16)
 
 
@@ -95,7 +104,7 @@ class _Proposal:
 _COUNTING = {
     *("schedule", "blocks", "split", "offload", "recompute", "head_weight_grad", "sharding"),
     *("data_parallel_size", "optimizer_offload", "optimizer_sync", "master_weights"),
-    "host_memory_limit",
+    *("host_memory_limit", "rank_order"),
 }
 _INSTEAD = {
     "memory_limit": "write device_memory, of which weights and messages take their part",
@@ -147,6 +156,30 @@ class ModelPlanner:
         return None if self.device is None else SHARE_PLANNED * self.device.memory
 
     @property
+    def num_dividing(self) -> int:
+        """The replicas that divide the batch among them; 1: each has a batch as large as it."""
+        is_divided = self._config.get("devices") is not None
+        return int(self.settings.data_parallel_size) if is_divided else 1
+
+    @property
+    def num_batches(self) -> int:
+        """The batches as large as that of the data that all replicas have together in a step."""
+        return int(self.settings.data_parallel_size) // self.num_dividing
+
+    @property
+    def devices_per_machine(self) -> int:
+        """The devices of a machine."""
+        devices = self._config.get("devices")
+        return int(self._config.devices_per_machine if devices is None else devices)
+
+    def in_layout(self, settings: PipelineSettings) -> ModelPlanner:
+        """Return a planner by other sizes, with what this one has traced."""
+        self.probe  # noqa: B018 - so that both have it
+        planner = copy(self)
+        planner.settings = settings
+        return planner
+
+    @property
     def flops(self) -> float:
         """Operations of the device in a second."""
         assert self.device is not None
@@ -163,7 +196,7 @@ class ModelPlanner:
             "recompute": option.recompute,
             "head_weight_grad": option.head_weight_grad,
         }
-        key = placement, option.num_microbatches, *varied.values()
+        key = placement, option.num_microbatches * self.num_dividing, *varied.values()
         if key not in self._needs:
             settings = replace(self.settings, **varied)
             probe = self.probe  # not inside: what a model cannot be made by is no reason of a plan
@@ -173,7 +206,8 @@ class ModelPlanner:
                 raise
             except ValueError as error:
                 raise ScheduleError(str(error)) from error
-            self._needs[key] = needs.scaled(self._count / option.num_microbatches)
+            times = self._count / self.num_dividing / option.num_microbatches
+            self._needs[key] = needs.scaled(times)
         return self._needs[key]
 
     def costs_of(self, option: Option, num_ranks: int, settings: PipelineSettings) -> Costs:
@@ -188,23 +222,23 @@ class ModelPlanner:
         if option.recompute == "full":
             pairs = zip(compute["backward_input"], compute["forward"], strict=True)
             compute["backward_input"] = [b + f for b, f in pairs]
+        copies = [sum(work) / 2 for work in zip(*compute.values(), strict=True)]
+        per_byte: float = OPERATIONS_PER_BYTE
+        if self.device is not None:
+            per_byte = self.flops / self.links(settings).tensor_rate
+        for name, waits in needs.waits(per_byte).items():
+            pairs = zip(compute[name], waits, strict=True)
+            compute[name] = [seconds + unit * wait for seconds, wait in pairs]
         if self.device is None:
-            copies = [sum(work) / 2 for work in zip(*compute.values(), strict=True)]
             return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
-        for name, kind in (("forward", Kind.F), ("backward_input", Kind.B)):
-            sizes = needs.collectives[kind]
-            pairs = zip(compute[name], sizes, strict=True)
-            compute[name] = [seconds + size / self.tensor_rate for seconds, size in pairs]
+        links, placement = self.links(settings), option.placement(num_ranks)
         if option.num_sequence_slices > 1:
             compute["slices"] = self._slices(needs, option)
         sizes = needs.costs.per_stage("activation", num_stages)
         copies = [size / self.device.copy_rate for size in sizes]
-        compute["communication"] = self._message_seconds(
-            needs.sent[Kind.SEND_F], option.placement(num_ranks), self.device
-        )
-        replicas = int(settings.data_parallel_size)
-        if replicas > 1:
-            compute["reduce"] = self._reduce_seconds(needs, option, num_ranks, replicas)
+        compute["communication"] = links.message_seconds(needs.sent[Kind.SEND_F], placement)
+        if int(settings.data_parallel_size) > 1:
+            compute["reduce"] = links.reduce_seconds(needs.gradient_bytes(), placement)
         if needs.is_on_host:
             compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
         return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
@@ -224,43 +258,50 @@ class ModelPlanner:
         sizes = (num_slices,) if length is None else (num_slices, length)
         return costs.with_equal_slices(num_stages, *sizes).slices
 
-    def _message_seconds(
-        self, sent: Sequence[int], placement: Sequence[int], device: Device
-    ) -> list[float]:
-        """Return the seconds of each stage's message to the next stage, by where that is."""
-        machines = [self._machine_of(rank) for rank in placement]
-        pairs = zip(machines, [*machines[1:], machines[-1]], strict=True)
-        rates = [device.link_rate if a == b else device.network_rate for a, b in pairs]
-        return [size / rate for size, rate in zip(sent, rates, strict=True)]
-
-    @property
-    def tensor_rate(self) -> float:
-        """Bytes per second that a rank sends to one that shares its layers."""
+    def links(self, settings: PipelineSettings) -> Links:
+        """Return the links between the ranks of these settings."""
         assert self.device is not None
-        is_near = self._config.devices_per_machine % self.settings.tensor_parallel_size == 0
-        return self.device.link_rate if is_near else self.device.network_rate
+        return Links(self.device, settings, self.devices_per_machine)
 
-    def _machine_of(self, rank: int) -> int:
-        """Return the machine of a rank, whose tensor ranks are neighbours; replicas follow."""
-        return rank * self.settings.tensor_parallel_size // int(self._config.devices_per_machine)
+    def options(self, name: str, count: int, recomputes: Sequence[str]) -> list[Option]:
+        """Return the options of a schedule, or of all families with "auto".
 
-    def _reduce_seconds(
-        self, needs: MemoryNeeds, option: Option, num_ranks: int, replicas: int
-    ) -> list[float]:
-        """Return the seconds in which replicas add up each stage's gradients around a ring."""
-        assert self.device is not None
-        seconds = []
-        for gradients, rank in zip(
-            needs.gradient_bytes(), option.placement(num_ranks), strict=True
-        ):
-            last = rank + (replicas - 1) * num_ranks
-            is_near = self._machine_of(rank) == self._machine_of(last)
-            rate = self.device.link_rate if is_near else self.device.network_rate
-            seconds.append(2 * (replicas - 1) / replicas * gradients / rate)
-        return seconds
+        Raises:
+            ScheduleError: There is no such family, or it does not accept the configured sizes.
+        """
+        if name != "auto" and name not in FAMILIES:
+            raise ScheduleError(
+                f"schedule ({name}) cannot be planned for a device; use auto or one of "
+                f"{', '.join(FAMILIES)}"
+            )
+        if name != "auto":
+            check_slices(name, FAMILIES[name], self.num_slices)
+            if FAMILIES[name].can_slice and self.num_slices == 1:
+                raise ScheduleError(f"{name} is for slices of sequences; set num_sequence_slices=8")
+        sizes = [count], None, self._num_chunks, recomputes
+        candidates = options(*sizes, self.settings.heads_to_try, self.num_slices)
+        wanted = [option for option in candidates if name in ("auto", option.schedule)]
+        if not wanted:
+            raise ScheduleError(f"{name} does not accept num_chunks ({self._num_chunks})")
+        return wanted
 
-    def rank_needs(self, plan: Plan, num_ranks: int) -> list[RankNeeds]:
+    def plan(self, request: PlanRequest) -> Plan:
+        """Return the fastest plan that fits a device, with its messages.
+
+        Raises:
+            ScheduleError: None fits, or none can be made.
+        """
+        plan, memory = make_plan(request), self.memory
+        assert memory is not None
+        needs = self.rank_needs(plan)
+        if max(rank.device for rank in needs) <= memory:
+            return plan
+        messages = max(rank.messages for rank in needs)  # the planner counts none
+        return make_plan(replace(request, memory_limit=memory - messages))
+
+    def rank_needs(self, plan: Plan) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""
+        num_ranks = plan.schedule.num_ranks
         needs = self._with_optimizer(self.needs_of(plan.best.option, num_ranks), self.settings)
         return needs.in_slices(plan.costs).of_ranks(lower(plan.schedule))
 
@@ -337,7 +378,7 @@ class ModelPlanner:
         else:
             plan = lower(first_plan(settings, num_ranks, count)[0])
         needs = needs_of(plan)
-        step = PlannedStep(plan, needs.costs, self._has_barrier)
+        step = PlannedStep(plan, needs.costs_by_operations, self._has_barrier)
         return Estimate(settings, num_ranks, count, needs.of_ranks(plan), step)
 
     def advice(self, asked: PipelineSettings, num_ranks: int) -> str:
@@ -350,13 +391,13 @@ class ModelPlanner:
         """
         self.probe.recomputes = _RECOMPUTES
         for times in _MORE_RANKS:
-            for planner, changed in self._places(asked):
+            for planner, changed in self.places(asked):
                 best = planner._best(asked, num_ranks, times, changed)
                 if best is not None:
                     return f"use {' '.join(best.words)}: {self._step_time(best, asked, num_ranks)}"
         return "use a smaller model, batch or data type"
 
-    def _places(self, asked: PipelineSettings) -> Iterator[tuple[ModelPlanner, dict[str, Any]]]:
+    def places(self, asked: PipelineSettings) -> Iterator[tuple[ModelPlanner, dict[str, Any]]]:
         """Yield what the optimizer may step where: the planner, and the settings that change."""
         yield self, {}
         is_whole = self.probe.precision == "bf16-mixed" and not asked.optimizer_offload
@@ -473,9 +514,8 @@ class ModelPlanner:
             f"+strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad
             != before.head_weight_grad,
             f"+strategy.sharding={settings.sharding}": settings.sharding != asked.sharding,
-            _MASTERS: settings.master_weights != asked.master_weights,
-            "+strategy.optimizer_offload=true": settings.optimizer_offload
-            and not asked.optimizer_offload,
+            MASTERS: settings.master_weights != asked.master_weights,
+            HOST_STEP: settings.optimizer_offload and not asked.optimizer_offload,
         }
         words = [word for word, is_changed in changes.items() if is_changed]
         return _Proposal(candidate, settings, times * num_ranks, words)

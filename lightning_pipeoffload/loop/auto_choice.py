@@ -252,7 +252,7 @@ class AutoChoice:
     def _count(self, first: Microbatch) -> Costs:
         """Return the costs of the first cut's stages by operations and shapes."""
         try:
-            return MemoryNeeds.of(self._pipeline, first).costs
+            return MemoryNeeds.of(self._pipeline, first).costs_by_operations
         except Exception as error:  # the user's own code, which may not run without values
             self._log(f"{type(error).__name__}: {error}".splitlines()[0])
             return self._pipeline.cut.costs

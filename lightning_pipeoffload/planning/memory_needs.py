@@ -42,6 +42,13 @@ from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 
 _MOST_OF = 0.9  # of the bytes of parameters and buffers
 
+OPERATIONS_PER_BYTE = 2000
+"""Operations in the time of a byte to a tensor rank, where no device is known.
+
+An H100's 989 TFLOP/s over NVLink's 450 GB/s are 2,200, an A100's 312 over 300 are 1,040, and an RTX
+4090's 165 over PCIe's 32 are 5,200.
+"""
+
 ON_DEVICE = ("parameters", "gradients", "optimizer", "activations", "workspace", "messages")
 """The kinds of memory on a device, by their names in the report."""
 
@@ -165,6 +172,29 @@ class MemoryNeeds:
         }
         owned = _owned(pipeline, states)
         return cls(owned, costs, sent, unit, workspace, num_sharing, collectives=collectives)
+
+    @property
+    def costs_by_operations(self) -> Costs:
+        """The costs, in which F and B wait for what they send to tensor ranks."""
+        num_stages = len(self.owned)
+        compute: dict[str, Any] = {
+            name: [*map(sum, zip(self.costs.per_stage(name, num_stages), of, strict=True))]
+            for name, of in self.waits(OPERATIONS_PER_BYTE).items()
+        }
+        return replace(self.costs, **compute) if compute else self.costs
+
+    def waits(self, operations_per_byte: float) -> dict[str, list[float]]:
+        """Return how long F and B of each stage wait for tensor ranks, in the unit of the costs.
+
+        Empty where there are no such ranks.
+        """
+        if not any(map(any, self.collectives.values())):
+            return {}
+        times = operations_per_byte / self.flops_of_one
+        kinds = {"forward": Kind.F, "backward_input": Kind.B}
+        return {
+            name: [times * size for size in self.collectives[kind]] for name, kind in kinds.items()
+        }
 
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
         """Return the needs of stages that have several blocks.

@@ -84,12 +84,15 @@ def test_collectives_in_f_and_b_take_the_time_of_their_bytes():
     message = 2 * 192 * fits.WIDTH * 8  # an all-reduce of two ranks sends half of it twice
     assert [sum(needs.collectives[kind]) for kind in (Kind.F, Kind.B)] == [4 * message, 8 * message]
     assert sum(map(sum, costs.values())) == pytest.approx(12 * message / 1e9, rel=0.01)
+    by_operations = needs.costs_by_operations.compute(2), needs.costs.compute(2)
+    waiting, alone = (sum(map(sum, of.values())) for of in by_operations)
+    assert waiting - alone == pytest.approx(12 * message * 2000 / needs.flops_of_one)
 
 
 @pytest.mark.parametrize(
     ("asked", "size", "message"),
     [
-        ((), "auto", r"size \(auto\) is not searched; plan two or three sizes, as with tensor_par"),
+        ((), "auto", r"size \(auto\) is searched for a number of devices: add devices=8, or write"),
         ((), 0, r"tensor_parallel_size \(0\) must be a whole number from 1 on"),
         ((), 3, "cannot be shared in equal parts by tensor_parallel_size=3 along"),
         (("Net", "+strategy.tensor_parallel_size=2"), 1, "here; set tensor_parallel_size, without"),

@@ -216,7 +216,7 @@ class RankMesh:
 
     def _lay_out(self, schedule: Schedule, num_replicas: int, rank_order: str) -> None:
         self._rank_order = rank_order
-        self._cells = _table_of(schedule, num_replicas, rank_order)
+        self._cells = cells_of(schedule.placement, num_replicas, rank_order)
         self._table = self._table_of_tensor_rank(self.tensor_rank)
         # Private: torch would make groups of all ranks of a dimension, with its own timeout; those
         # of a pipeline are made by edge, and with the user's.
@@ -431,14 +431,21 @@ def forget_meshes() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def _table_of(schedule: Schedule, num_replicas: int, rank_order: str) -> list[list[int]]:
-    """Return the global rank of each pipeline rank of each replica.
+def cells_of(placement: Sequence[int], num_replicas: int, rank_order: str) -> list[list[int]]:
+    """Return by replica and pipeline rank its place among all global ranks, in groups that share.
 
     A pipeline's lowest global rank has the last stage, as Lightning's loggers, progress bar and
     rank-zero code are there. In a V the last stage is on pipeline rank 0 already.
+
+    Args:
+        placement: The rank of every stage.
+        num_replicas: The number of replicas.
+        rank_order: As of :class:`RankMesh`.
+
+    Returns:
+        Global ranks; with several tensor ranks, the numbers of their groups, in order.
     """
-    num_ranks = schedule.num_ranks
-    last = schedule.rank_of(schedule.num_stages - 1)
+    num_ranks, last = max(placement) + 1, placement[-1]
     positions = [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]
     if rank_order == "data_inner":
         return [[place * num_replicas + n for place in positions] for n in range(num_replicas)]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeoffload.runtime.comm.mesh import MESH_DIMENSIONS, forget_meshes
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
@@ -41,6 +41,10 @@ def beside_absent_ranks(num_tensor_ranks: int) -> Iterator[None]:
 
 
 def mesh_of_absent_ranks(num_tensor_ranks: int) -> DeviceMesh:
-    """Return the mesh that ``configure_model`` gets, of one pipeline rank and one replica."""
+    """Return the mesh that ``configure_model`` gets, of one pipeline rank and one replica.
+
+    There may be fewer tensor ranks than the group has, so that several sizes are tried within it.
+    """
     forget_meshes()
-    return init_device_mesh(_CPU.type, (1, 1, 1, num_tensor_ranks), mesh_dim_names=MESH_DIMENSIONS)
+    ranks = torch.arange(num_tensor_ranks).view(1, 1, 1, num_tensor_ranks)
+    return DeviceMesh(_CPU.type, ranks, mesh_dim_names=MESH_DIMENSIONS)

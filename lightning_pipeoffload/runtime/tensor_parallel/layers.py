@@ -46,6 +46,10 @@ INSTEAD = (
 """What replaces ``fully_shard``."""
 
 
+class NothingDistributedError(ValueError):
+    """``configure_model`` distributes no layer over the tensor ranks."""
+
+
 def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace a module's DTensors with their local tensors, which its layers compute with.
 
@@ -68,7 +72,7 @@ def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
         _, _, shardings = layers.setdefault(id(slot.module), (slot.module, name, {}))
         shardings[slot.attribute] = sharding
     if not layers and not any(map(is_shard, module.parameters())):
-        raise ValueError(
+        raise NothingDistributedError(
             f"configure_model distributes no layer over tensor_parallel_size={mesh.size()} ranks, "
             f"which would all compute the same; call torch's parallelize_module there with "
             f'self.device_mesh["tensor_parallel"] and a plan, or leave tensor_parallel_size out'

@@ -1,0 +1,439 @@
+"""The fastest layouts of a model over machines: ``pipeoffload-plan devices=8 num_nodes=2``.
+
+The sizes of a layout are its pipeline ranks, tensor ranks and replicas, whose product is the number
+of devices. Each is planned with any schedule, recomputation and offload, the most promising first;
+plans that take much longer than the fastest so far are skipped. The model is traced once for each
+number of tensor ranks.
+
+All layouts have the same samples in a step, in microbatches of the same size, which replicas
+divide. Tensor ranks share a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omegaconf import OmegaConf
+
+from lightning_pipeoffload.cli.model_planner import HOST_STEP, MASTERS, ModelPlanner, Show
+from lightning_pipeoffload.cli.plan_output import progress
+from lightning_pipeoffload.planning.limits import bytes_writer
+from lightning_pipeoffload.planning.memory_needs import RankNeeds
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
+from lightning_pipeoffload.runtime.tensor_parallel.layers import NothingDistributedError
+from lightning_pipeoffload.schedule import Kind, MemoryLimitError, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
+from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.text import seconds_text
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["SHOWN", "Found", "Layout", "PlannedLayout", "layouts_by_speed"]
+
+_RECOMPUTES = ("none", "cheap", "full")
+_RANK_ORDERS = ("pipeline_inner", "data_inner")
+SHOWN = 1.5
+"""Layouts are shown that take up to so many times as long as the fastest."""
+# Of layouts and arguments that take so little longer, the simplest is taken.
+_ABOUT_EQUAL = 1.01
+_MORE_MACHINES = (2, 4, 8)
+_WORDS = {"master_weights": MASTERS, "optimizer_offload": HOST_STEP}
+
+
+class Layout(NamedTuple):
+    """How many ranks a pipeline has, how many share each layer, and how many replicas there are."""
+
+    num_ranks: int
+    num_tensor_ranks: int
+    num_replicas: int
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self))
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """The fastest plan of a layout that fits.
+
+    Attributes:
+        planner: The planner of this layout, whose settings have its sizes.
+        plan: The plan.
+        needs: The memory of each rank.
+    """
+
+    planner: ModelPlanner
+    plan: Plan
+    needs: Sequence[RankNeeds]
+
+    @property
+    def settings(self) -> PipelineSettings:
+        return self.planner.settings
+
+    @property
+    def layout(self) -> Layout:
+        num_replicas = int(self.settings.data_parallel_size)
+        return Layout(len(self.needs), self.settings.tensor_parallel_size, num_replicas)
+
+    @property
+    def period(self) -> float:
+        return self.plan.best.period or 0.0
+
+    @property
+    def order(self) -> tuple[int, bool, float]:
+        """The order among layouts that take about as long: the simplest first."""
+        tensor_ranks = self.settings.tensor_parallel_size
+        return tensor_ranks, self.settings.sharding != "none", self.plan.best.score
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        layouts: Those that fit, first the one to take, then by their speed.
+        left_out: Other layouts, or numbers of tensor ranks, and why each is left out.
+    """
+
+    layouts: Sequence[PlannedLayout]
+    left_out: Sequence[tuple[str, str]]
+
+
+@contextmanager
+def layouts_by_speed(config: DictConfig) -> Iterator[Found]:
+    """Yield the fastest layouts; within the context their planners may trace the model.
+
+    Raises:
+        ValueError: A size cannot be, the model cannot be built, or no layout fits.
+    """
+    sizes = _tensor_sizes(config)
+    text = f"Planning layouts of {config.devices * config.num_nodes} devices"
+    with beside_absent_ranks(max(sizes)):
+        with progress(text) as show:
+            found = _Search(config, sizes, show).run()
+        yield found
+
+
+def _tensor_sizes(config: DictConfig) -> list[int]:
+    size, devices = config.tensor_parallel_size, config.devices
+    if size == "auto":
+        return [n for n in _powers_of_two(devices) if devices % n == 0]
+    if devices % size:
+        raise ScheduleError(
+            f"tensor_parallel_size ({size}) must divide devices ({devices}), so that ranks which "
+            f"wait for each other in each block share a machine; leave it out, and its powers of "
+            f"two that do are tried"
+        )
+    return [size]
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    return [1 << n for n in range(limit.bit_length())]
+
+
+class _Search:
+    """A search over layouts.
+
+    Args:
+        config: Conf/plan.yaml with the command line's overrides.
+        sizes: The numbers of tensor ranks to try.
+        show: Shows what is being done.
+    """
+
+    def __init__(self, config: DictConfig, sizes: Sequence[int], show: Show) -> None:
+        self._config, self._show = config, show
+        self._sizes, self._beginning = sizes, ""
+        asked = config.strategy.recompute
+        self._recomputes: tuple[str, ...] = _RECOMPUTES if asked == "auto" else (asked,)
+        self._has_sharding = "sharding" in config.strategy
+        self._has_order = "rank_order" in config.strategy
+        self._left_out: dict[str, str] = {}
+        self._least: tuple[float, Layout] | None = None  # bytes of a device, and the layout's sizes
+
+    def run(self) -> Found:
+        """Search, or name what would fit.
+
+        Raises:
+            ScheduleError: No layout can be, or none fits.
+        """
+        self._layouts(self._config.num_nodes)  # refuses sizes before the model is traced
+        planners = self._planners()
+        planned = self._plan_all(planners, self._config.num_nodes)
+        if planned:
+            return Found(planned, [*self._left_out.items()])
+        if self._least is None:
+            size, reason = next(iter(self._left_out.items()))
+            raise ScheduleError(f"no layout can be planned: {size}: {reason}")
+        planner = next(iter(planners.values()))
+        write, (needed, layout) = bytes_writer(self._config.device_memory), self._least
+        assert planner.memory is not None
+        raise ScheduleError(
+            f"{self._config.device} has {write(planner.memory)}, and any layout needs "
+            f"{write(needed)} or more of a device, as {layout} (ranks x tensor ranks x replicas) "
+            f"does; {self._advice(planners)}"
+        )
+
+    def _advice(self, planners: Mapping[int, ModelPlanner]) -> str:
+        """Return what makes a layout fit: where the optimizer steps what, or more machines."""
+        num_nodes = self._config.num_nodes
+        others: dict[str, tuple[dict[int, ModelPlanner], Mapping[str, Any]]] = {}
+        for size, planner in planners.items():
+            for changed_planner, changed in planner.places(self._asked(planner, "auto")):
+                for name in changed:
+                    self._trace(changed_planner)
+                    others.setdefault(name, ({}, changed))[0][size] = changed_planner
+        for name, (changed_planners, changes) in others.items():
+            planned = self._plan_all(changed_planners, num_nodes, changes)
+            if planned:
+                return f"use {_WORDS[name]}: {_about(planned[0])}"
+        for times in _MORE_MACHINES:
+            planned = self._plan_all(planners, num_nodes * times)
+            if planned:
+                return f"use num_nodes={num_nodes * times}: {_about(planned[0])}"
+        return "use a smaller model, batch or data type, or many more machines"
+
+    def _layouts(self, num_nodes: int) -> list[Layout]:
+        """List the layouts of the asked sizes.
+
+        Raises:
+            ScheduleError: There is none.
+        """
+        config, num_devices = self._config, self._config.devices * num_nodes
+        replicas = config.strategy.get("data_parallel_size", "auto")
+        asked = {"num_ranks": config.num_ranks, "strategy.data_parallel_size": replicas}
+        given = {name: size for name, size in asked.items() if size != "auto"}
+        check_sizes(**given)
+        layouts = [
+            Layout(num_ranks, size, num_devices // size // num_ranks)
+            for size in self._sizes
+            for num_ranks in range(1, num_devices // size + 1)
+            if num_devices // size % num_ranks == 0
+        ]
+        layouts = [
+            layout
+            for layout in layouts
+            if config.num_ranks in ("auto", layout.num_ranks)
+            and replicas in ("auto", layout.num_replicas)
+        ]
+        if layouts:
+            return layouts
+        if len(self._sizes) == 1:
+            given["tensor_parallel_size"] = self._sizes[0]
+        words = " x ".join(f"{name} ({size})" for name, size in given.items())
+        raise ScheduleError(
+            f"{words} makes no layout of {num_devices} devices (devices={config.devices}, "
+            f"num_nodes={num_nodes}), which num_ranks x tensor_parallel_size x "
+            f"strategy.data_parallel_size has to be; leave out a size to have it searched"
+        )
+
+    def _planners(self) -> dict[int, ModelPlanner]:
+        """Return a planner, whose model is traced, for each number of tensor ranks that can be."""
+        planners: dict[int, ModelPlanner] = {}
+        errors: list[Exception] = []
+        for size in self._sizes:
+            words = "1 tensor rank" if size == 1 else f"{size} tensor ranks"
+            self._say(f"counting what the model needs with {words}")
+            try:
+                planners[size] = self._planner_of(size)
+            except NothingDistributedError as error:
+                errors.append(error)
+                self._left_out["several tensor ranks"] = _first_line(error)
+                break
+            except Exception as error:  # of the user's own code too, which may need another size
+                errors.append(error)
+                name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                self._left_out[words] = f"{name}{_first_line(error)}"
+        if not planners:
+            raise errors[0]
+        return planners
+
+    def _planner_of(self, size: int) -> ModelPlanner:
+        config = deepcopy(self._config)
+        changes = {"tensor_parallel_size": size, "strategy.recompute": self._recomputes[0]}
+        for name, value in {**changes, "strategy.data_parallel_size": 1}.items():
+            OmegaConf.update(config, name, value, force_add=True)
+        planner = ModelPlanner(config, self._say)
+        self._trace(planner)
+        return planner
+
+    def _trace(self, planner: ModelPlanner) -> None:
+        """Trace the model, and leave out recomputation that it cannot have.
+
+        Raises:
+            ValueError: The step cannot be traced.
+        """
+        planner.probe.recomputes = self._recomputes
+        count = self._config.num_microbatches
+        for recompute in self._recomputes:
+            try:
+                planner.needs_of(Option("1f1b", 1, count, recompute), 1)
+            except ScheduleError:
+                if len(self._recomputes) == 1 or recompute == "none":
+                    raise
+                self._recomputes = tuple(r for r in self._recomputes if r != recompute)
+
+    def _asked(self, planner: ModelPlanner, num_replicas: int | str) -> PipelineSettings:
+        count = self._config.num_microbatches
+        if isinstance(num_replicas, int):
+            count //= num_replicas
+        sizes: Any = {"data_parallel_size": num_replicas, "num_microbatches": count}
+        return replace(planner.settings, **sizes)
+
+    def _plan_all(
+        self,
+        planners: Mapping[int, ModelPlanner],
+        num_nodes: int,
+        changed: Mapping[str, Any] | None = None,
+    ) -> list[PlannedLayout]:
+        """Return planned layouts: the simplest of the fastest, then the others by their speed."""
+        places = [*self._by_promise(planners, num_nodes, changed or {})]
+        planned: list[PlannedLayout] = []
+        for number, (layout, settings) in enumerate(places):
+            self._beginning = f"layout {number + 1} of {len(places)}, "
+            best = min((each.plan.best.score for each in planned), default=inf)
+            found = self._plan(planners[layout.num_tensor_ranks], layout, settings, SHOWN * best)
+            planned += [] if found is None else [found]
+        self._beginning = ""
+        fastest = min((each.plan.best.score for each in planned), default=inf)
+        for each in planned:
+            if each.plan.best.score > SHOWN * fastest:
+                self._left_out[str(each.layout)] = _SLOW
+        planned = [each for each in planned if each.plan.best.score <= SHOWN * fastest]
+        planned.sort(key=lambda each: each.plan.best.score)
+        near = [each for each in planned if each.plan.best.score <= fastest * _ABOUT_EQUAL]
+        first = min(near, key=lambda each: each.order, default=None)
+        return sorted(planned, key=lambda each: each is not first)
+
+    def _by_promise(
+        self, planners: Mapping[int, ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
+    ) -> list[tuple[Layout, PipelineSettings]]:
+        """Return layouts, those first that may be fastest if work is even and no rank waits."""
+        promising: list[tuple[tuple[bool, float, int], Layout, PipelineSettings]] = []
+        for layout in self._layouts(num_nodes):
+            num_ranks, size, num_replicas = layout
+            if size not in planners:
+                continue
+            if self._config.num_microbatches % num_replicas:
+                self._left_out[str(layout)] = (
+                    f"the replicas cannot divide num_microbatches ({self._config.num_microbatches})"
+                )
+                continue
+            settings = replace(self._asked(planners[size], num_replicas), **changed)
+            planner = planners[size].in_layout(settings)
+            option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
+            sharded = replace(settings, sharding=self._shardings(settings)[-1])
+            assert planner.memory is not None
+            try:
+                is_too_large = planner.memory_beside(option, num_ranks, sharded) > planner.memory
+                times = planner.costs_of(option, 1, settings).compute(1).values()
+            except ScheduleError as error:
+                self._left_out[str(layout)] = _first_line(error)
+                continue
+            seconds = sum(map(sum, times)) * option.num_microbatches / num_ranks
+            promising.append(((is_too_large, seconds, num_ranks), layout, settings))
+        promising.sort(key=lambda each: each[0])
+        return [(layout, settings) for _, layout, settings in promising]
+
+    def _plan(
+        self,
+        planner: ModelPlanner,
+        layout: Layout,
+        settings: PipelineSettings,
+        omits_above: float,
+    ) -> PlannedLayout | None:
+        """Return the fastest plan of a layout; None if it does not fit, or is slow."""
+        best: PlannedLayout | None = None
+        reason = ""
+        for sharding in self._shardings(settings):
+            if best is not None and not best.plan.is_bound_by_memory:
+                break
+            for order in self._orders(planner, layout, settings):
+                changed = replace(settings, sharding=sharding, rank_order=order)
+                least = omits_above if best is None else best.plan.best.score
+                try:
+                    found = self._plan_of(planner.in_layout(changed), layout, least)
+                except MemoryLimitError as error:
+                    reason = reason or self._too_large(planner, layout, error)
+                except ScheduleError as error:
+                    reason = reason or _first_line(error)
+                else:
+                    if best is None or found.plan.best.score * _ABOUT_EQUAL < best.plan.best.score:
+                        best = found
+        if best is None:
+            self._left_out[str(layout)] = reason if omits_above == inf else _SLOW_OR_LARGE
+        return best
+
+    def _plan_of(self, planner: ModelPlanner, layout: Layout, omits_above: float) -> PlannedLayout:
+        settings, name = planner.settings, self._config.strategy.schedule
+        wanted = planner.options(name, int(settings.num_microbatches), self._recomputes)
+        if name == "auto":  # searches of many seconds
+            wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
+        more = {"omits_above": omits_above}
+        plan = planner.plan(planner.request(wanted, layout.num_ranks, settings, **more))
+        needs = planner.rank_needs(plan)
+        most, memory = max(rank.device for rank in needs), planner.memory
+        assert memory is not None
+        if most > memory:
+            raise MemoryLimitError("its messages do not fit", memory, most)
+        return PlannedLayout(planner, plan, needs)
+
+    def _too_large(self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError) -> str:
+        _, limit, needed = error.args
+        assert planner.memory is not None
+        needed += planner.memory - limit  # messages
+        if self._least is None or needed < self._least[0]:
+            self._least = needed, layout
+        return f"needs {bytes_writer(self._config.device_memory)(needed)} or more of a device"
+
+    def _shardings(self, settings: PipelineSettings) -> list[str]:
+        if self._has_sharding or settings.data_parallel_size == 1:
+            return [settings.sharding]
+        return ["none", "optimizer"]
+
+    def _orders(
+        self, planner: ModelPlanner, layout: Layout, settings: PipelineSettings
+    ) -> list[str]:
+        """Return the orders of ranks of which another one is not faster over every link."""
+        if self._has_order or 1 in (layout.num_ranks, layout.num_replicas):
+            return [settings.rank_order]
+        option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
+        needs = planner.in_layout(settings).needs_of(option, layout.num_ranks)
+        placement = option.placement(layout.num_ranks)
+        seconds = {}
+        for order in _RANK_ORDERS:
+            links = planner.links(replace(settings, rank_order=order))
+            messages = links.message_seconds(needs.sent[Kind.SEND_F], placement)
+            seconds[order] = [*messages, *links.reduce_seconds(needs.gradient_bytes(), placement)]
+        first, second = _RANK_ORDERS
+        if _is_nowhere_more(seconds[first], seconds[second]):
+            return [first]
+        return [second] if _is_nowhere_more(seconds[second], seconds[first]) else [*_RANK_ORDERS]
+
+    def _say(self, text: str) -> None:
+        self._show(f"{self._beginning}{text}")
+
+
+_SLOW = f"takes more than {SHOWN:g} times as long"
+_SLOW_OR_LARGE = f"no plan that fits takes less than {SHOWN:g} times as long as the fastest"
+
+
+def _is_nowhere_more(seconds: Iterable[float], others: Iterable[float]) -> bool:
+    return all(a <= b for a, b in zip(seconds, others, strict=True))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _about(planned: PlannedLayout) -> str:
+    return (
+        f"as {planned.layout} a step takes {seconds_text(planned.period)} with "
+        f"schedule={planned.plan.best.option.schedule}"
+    )
