@@ -28,14 +28,17 @@ def keeping_own_parts(have_equal_values: bool) -> Iterator[None]:
             the first one, and only parameters without values are divided here.
     """
     # Private: distribute_tensor calls them, under whichever name that was imported.
-    shard, replicate = vars(Shard)["_make_shard_tensor"], vars(Replicate)["_make_replicate_tensor"]
-    of_shard, of_replicate = Shard._make_shard_tensor, Replicate._make_replicate_tensor
-    Shard._make_shard_tensor = _without_sending(of_shard, have_equal_values)
-    Replicate._make_replicate_tensor = _without_sending(of_replicate, have_equal_values)
+    shard: Any = vars(Shard)["_make_shard_tensor"]
+    replicate: Any = vars(Replicate)["_make_replicate_tensor"]
+    of_shard = _without_sending(Shard._make_shard_tensor, have_equal_values)
+    of_replicate = _without_sending(Replicate._make_replicate_tensor, have_equal_values)
+    Shard._make_shard_tensor = of_shard  # type: ignore[method-assign]
+    Replicate._make_replicate_tensor = of_replicate  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Shard._make_shard_tensor, Replicate._make_replicate_tensor = shard, replicate
+        Shard._make_shard_tensor = shard  # type: ignore[method-assign]
+        Replicate._make_replicate_tensor = replicate  # type: ignore[method-assign]
 
 
 def _without_sending(make: Callable[..., Tensor], have_equal_values: bool) -> Any:
