@@ -257,7 +257,10 @@ CASES = {
         (1, 2, 2),
         {"pipeline": {"sharding": "optimizer", "optimizer_offload": True}},
     ),
-    "optimizer on the host": ((2, 2), {"pipeline": {"optimizer_offload": True}}),
+    "optimizer on the host": (
+        (2, 2),
+        {"module": {"plan": "sequence"}, "pipeline": {"optimizer_offload": True}},
+    ),
     "loss_parallel": ((2, 2), {"kind": LossOfShards, "module": {"plan": "torchtitan"}}),
     "auto": ((2, 2), {"pipeline": {"schedule": "auto", "num_microbatches": "auto"}}),
     "auto of replicas": ((1, 2, 2), {"pipeline": {"schedule": "auto"}}),
@@ -290,7 +293,7 @@ CASES = {
         },
     ),
     "clipped by value": ((2, 2), {"gradient_clip_algorithm": "value", "gradient_clip_val": 1e-3}),
-    "accumulated": ((2, 2), {"accumulate_grad_batches": 2}),
+    "accumulated": ((2, 2), {"module": {"plan": "sequence"}, "accumulate_grad_batches": 2}),
     "replicas of two stages": (
         (2, 2, 2),
         {"module": {"plan": "sequence"}, "pipeline": {"sharding": "optimizer"}},

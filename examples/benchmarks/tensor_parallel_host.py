@@ -45,7 +45,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: to
 
 from examples.benchmarks.weight_split import Engine, fused, ours
 from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
-from lightning_pipeoffload.runtime.shapes.sharding import is_shard, sharding_of
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    has_gradient_in_parts,
+    is_shard,
+    sharding_of,
+)
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     gather_whole,
     install_collectives,
@@ -228,11 +232,14 @@ class Case:
 
 
 def whole_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter, gathered if this rank has a part of it."""
+    """Return the gradient of a parameter, gathered or summed if this rank has a part of it."""
     gradient: Any = parameter.grad
     if isinstance(gradient, DTensor):
         return gradient.full_tensor()
     sharding = sharding_of(parameter)
+    if has_gradient_in_parts(parameter):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
     return gather_whole(gradient, sharding) if sharding and is_shard(parameter) else gradient
 
 

@@ -43,6 +43,7 @@ from lightning_pipeoffload.runtime.memory.host_memory import (
 )
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
+from lightning_pipeoffload.runtime.shapes.sharding import has_gradient_in_parts
 from lightning_pipeoffload.schedule.text import bytes_text
 
 
@@ -153,9 +154,10 @@ class OptimizedParameters:
     def early_step(self) -> EarlyStep:
         """Return the object that steps parameters as their gradients become final."""
         tensors = self._pipeline.tensors
-        shared = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
+        later = {id(tensor) for _, tensor, _ in tensors.shared_parameters()}
         pairs = tensors.with_local_stages().values()
-        alone = {p: min(s) for p, s in pairs if len(s) == 1 and id(p) not in shared}
+        later |= {id(p) for p, _ in pairs if has_gradient_in_parts(p)}
+        alone = {p: min(s) for p, s in pairs if len(s) == 1 and id(p) not in later}
         steps = [n.stand_ins for n in self._narrowed if isinstance(n.stand_ins, HostStep)]
 
         def take(parameter: Tensor) -> None:

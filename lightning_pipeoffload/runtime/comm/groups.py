@@ -2,7 +2,7 @@
 
 After the first steps a training step uses three collectives: the sum of the gradients of shared
 parameters; the norm of the gradients if they are clipped; and an asynchronous check that all ranks
-have read the same batch.
+have read the same batch. Tensor ranks also sum the gradients of norms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups, RankMesh
-from lightning_pipeoffload.runtime.comm.replicas import Replicas
+from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, in_buckets
 from lightning_pipeoffload.runtime.comm.transport import (
     ProcessGroupTransport,
     blaming_peers,
@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import is_shard
+from lightning_pipeoffload.runtime.shapes.sharding import has_gradient_in_parts, is_shard
 from lightning_pipeoffload.schedule import Schedule
 
 
@@ -230,6 +230,7 @@ class PipelineGroup(RankMesh, HostGroup):
 
         Where no rank has a gradient, ``.grad`` stays None.
         """
+        self._sum_over_tensor_ranks()
         if not self._shared:
             return
         with blaming_peers("lost a rank while summing tied weights' gradients"):
@@ -243,6 +244,24 @@ class PipelineGroup(RankMesh, HostGroup):
                     parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
                 dist.all_reduce(parameter.grad, group=group)
 
+    def _sum_over_tensor_ranks(self) -> None:
+        """Sum gradients of which each tensor rank has a part, such as those of norms."""
+        gradients = self._gradients_in_parts()
+        with blaming_peers("lost a rank that shares its layers while summing their gradients"):
+            for names in in_buckets(gradients):
+                bundle = Bundle([gradients[name] for name in names])
+                dist.all_reduce(bundle.flat, group=self.tensor_group())
+                bundle.unpack()
+
+    def _gradients_in_parts(self) -> dict[int, Tensor]:
+        parameters = enumerate(self._parameters if self.num_tensor_ranks > 1 else ())
+        return {
+            index: parameter.grad
+            for index, parameter in parameters
+            if has_gradient_in_parts(parameter) and self.owns(parameter)
+            if parameter.grad is not None
+        }
+
     def _has_gradient(self, shared: _Shared, group: Any) -> bool:
         """Whether any rank has a gradient; an all-reduce, unless the parameter always trains."""
         if shared.always_trains():
@@ -255,9 +274,12 @@ class PipelineGroup(RankMesh, HostGroup):
     def part_shared_gradients(self) -> None:
         """Prevent the next sums over ranks and replicas from counting summed gradients twice.
 
-        Only the first owner keeps the sum over ranks. Where gradients are divided among replicas,
-        only a gradient's owner keeps it, times the number of replicas, since a mean follows.
+        Only the first owner keeps the sum over ranks, and each tensor rank its share. Where
+        gradients are divided among replicas, only a gradient's owner keeps it, times the number of
+        replicas, since a mean follows.
         """
+        for gradient in self._gradients_in_parts().values():
+            gradient.div_(self.num_tensor_ranks)
         for shared in self._shared:
             if not shared.is_first:
                 shared.parameter.grad = None

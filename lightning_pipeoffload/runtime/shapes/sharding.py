@@ -29,12 +29,15 @@ class Sharding(NamedTuple):
         placement: ``Shard`` or ``Replicate``, on each tensor rank.
         shape: The shape of the whole tensor.
         stride: The strides of the whole tensor.
+        has_gradient_in_parts: Whether the gradient is the sum of those of all tensor ranks, which
+            is computed once a batch.
     """
 
     mesh: DeviceMesh
     placement: Placement
     shape: torch.Size
     stride: tuple[int, ...]
+    has_gradient_in_parts: bool = False
 
     @property
     def is_divided(self) -> bool:
@@ -70,6 +73,12 @@ def is_shard(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a shard: other tensor ranks have other elements of the whole."""
     sharding = sharding_of(tensor)
     return sharding is not None and sharding.is_divided
+
+
+def has_gradient_in_parts(tensor: Tensor) -> bool:
+    """Whether tensor ranks sum their gradients of a parameter, once a batch."""
+    sharding = sharding_of(tensor)
+    return sharding is not None and sharding.has_gradient_in_parts
 
 
 def local_part(tensor: Tensor) -> Tensor:

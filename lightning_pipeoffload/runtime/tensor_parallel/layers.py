@@ -13,8 +13,9 @@ local sizes. DTensors exist only between the hooks and ``forward``. A linear lay
     torch's hook    redistributes it as the plan says, and returns the local tensor y
 
 An embedding looks up its local rows or columns. Any other layer converts its local parameters to
-DTensors during each call, and B computes its weight gradients. A compiler traces the hooks and
-``forward`` together, and compiles their DTensors to local tensors and collectives.
+DTensors during each call, and B computes its weight gradients. Those of torch's norms are left as
+parts of a sum, which tensor ranks compute once a batch. A compiler traces the hooks and ``forward``
+together, and compiles their DTensors to local tensors and collectives.
 """
 
 from __future__ import annotations
@@ -201,6 +202,13 @@ def _share_embedding(layer: nn.Module, name: str, shardings: Mapping[str, Shardi
 
 def _share_other(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]) -> None:
     run = type(layer).forward
+    if run in (nn.LayerNorm.forward, nn.RMSNorm.forward):  # whose gradients are never divided
+        shardings = {
+            attribute: sharding._replace(has_gradient_in_parts=True)
+            for attribute, sharding in shardings.items()
+        }
+        for attribute, sharding in shardings.items():
+            set_sharding(getattr(layer, attribute), sharding)
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kept: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -223,8 +231,9 @@ def _share_other(layer: nn.Module, name: str, shardings: Mapping[str, Sharding])
 
 def _as_dtensor(local: Tensor, sharding: Sharding) -> Any:
     dtensor: Any = DTensor.from_local(
-        local, sharding.mesh, [sharding.placement],
-        run_check=False, shape=sharding.shape, stride=sharding.stride,
+        local, sharding.mesh, [sharding.placement], run_check=False,
+        shape=sharding.shape, stride=sharding.stride,
+        grad_placements=[Partial()] if sharding.has_gradient_in_parts else None,
     )  # fmt: skip
     if isinstance(local, ShapeOnly):  # its gradient is summed
         dtensor._local_tensor.origins |= OF_SHARD

@@ -28,7 +28,11 @@ from lightning_pipeoffload.runtime.memory.stage_store import (
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.shapes.sharding import is_shard, sharding_of
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    has_gradient_in_parts,
+    is_shard,
+    sharding_of,
+)
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     gather_whole,
     install_collectives,
@@ -129,6 +133,8 @@ def train(plan, compiled=False, through_host=False):
         gradient, sharding = parameter.grad, sharding_of(parameter)
         if is_shard(parameter):
             gradient = gather_whole(gradient, sharding)
+        if has_gradient_in_parts(parameter):  # which ranks sum once a batch
+            dist.all_reduce(gradient)
         off.append((gradient - whole.get_parameter(name).grad).abs().max())
     shards = [name for name, parameter in net.named_parameters() if is_shard(parameter)]
     return waiting, collectives, max(off).item(), shards, num_bytes, bytes_saved_by(plain, x)
