@@ -265,10 +265,15 @@ def _restore_class(loader: Any) -> None:
 
 def epoch_to_read(trainer: Trainer) -> int:
     """Return the epoch of the training batches that are read next."""
-    # A fit that was saved in an epoch's last batch goes on with the next epoch, but Lightning
-    # begins to read before it counts that one.
+    # A fit that was saved in an epoch's last batch, or at its end, goes on with the next epoch, but
+    # Lightning begins to read before it counts that one.
     batches = _resumed_batches(trainer)
-    return trainer.current_epoch + int(batches is not None and batches.is_last_batch)
+    if batches is not None:
+        return trainer.current_epoch + int(batches.is_last_batch)
+    if trainer.max_steps != -1:  # Lightning goes on within the epoch that has ended, and reads anew
+        return trainer.current_epoch
+    num_processed: int = trainer.fit_loop.epoch_progress.current.processed
+    return max(trainer.current_epoch, num_processed)
 
 
 def count_seen(trainer: Trainer) -> int:

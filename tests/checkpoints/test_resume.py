@@ -1,11 +1,13 @@
 """A fit that goes on within an epoch does what the uninterrupted one does, to the bit."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint import save
@@ -229,3 +231,44 @@ def test_the_rest_is_that_of_the_uninterrupted_fit(ranks, tmp_path, written, opt
         load_weights(module, path)
     for one, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+class Reading(fits.Net):
+    """Keeps what its batches hold."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.order = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.order.append((self.current_epoch, batch_idx, batch["x"].tolist()))
+
+
+class Ending(L.Callback):
+    """Ends the process within the second epoch."""
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == EPOCH + 2:
+            raise RuntimeError("power cut")
+
+
+def read(folder, length, monitor, path=None, callbacks=()):
+    """Return the order of the batches of a fit over one rank."""
+    L.seed_everything(7, verbose=False)
+    module, saving = Reading(), ModelCheckpoint(folder, monitor=monitor, save_last=True)
+    trainer = L.Trainer(
+        **fits.SILENT, strategy=fits.strategy(1), callbacks=[saving, *callbacks], **length
+    )
+    fits.outlive_failures(trainer)
+    with pytest.raises(RuntimeError, match="power cut") if callbacks else nullcontext():
+        trainer.fit(module, fits.loader("shuffled"), fits.loader(), ckpt_path=path)
+    return module.order
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", None])
+@pytest.mark.parametrize("length", [{"max_epochs": 3}, {"max_steps": 15, "max_epochs": -1}])
+def test_from_an_epochs_end_the_next_epochs_batches_are_read(tmp_path, monitor, length):
+    whole = read(tmp_path / "whole", length, monitor)
+    read(tmp_path / "cut", length, monitor, callbacks=[Ending()])
+    rest = read(tmp_path / "cut", length, monitor, tmp_path / "cut" / "last.ckpt")
+    assert rest == whole[EPOCH:]
