@@ -272,8 +272,8 @@ def epoch_to_read(trainer: Trainer) -> int:
         return trainer.current_epoch + int(batches.is_last_batch)
     if trainer.max_steps != -1:  # Lightning goes on within the epoch that has ended, and reads anew
         return trainer.current_epoch
-    num_processed: int = trainer.fit_loop.epoch_progress.current.processed
-    return max(trainer.current_epoch, num_processed)
+    loop: Any = trainer.fit_loop  # its counters have no declared types
+    return max(trainer.current_epoch, int(loop.epoch_progress.current.processed))
 
 
 def count_seen(trainer: Trainer) -> int:

@@ -13,7 +13,11 @@ from typing import Any
 
 
 def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any]) -> type[Any]:
-    """Make a subclass of ``plain`` with its name, for ``instance.__class__``."""
+    """Make a subclass of ``plain`` with its name, for ``instance.__class__``.
+
+    ``plain.__init_subclass__`` is not called: it may register the subclass, or wrap its methods, as
+    in layers of Hugging Face, which would change ``plain`` itself since attributes are set there.
+    """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     metaclass: Any = type(plain)
     subclass: type[Any] = _forwarding(metaclass)(
@@ -22,17 +26,30 @@ def subclass_like(plain: type[Any], methods: Mapping[str, Any], *marks: type[Any
     return subclass
 
 
+class _Quiet:
+    """Precedes the original class in the order of classes, so that its method below is called."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Do nothing: replaces that of the original class."""
+
+
 @cache
 def _forwarding(plain: Any) -> Any:
+    def mro(cls: type[Any]) -> list[type[Any]]:
+        first, *others = plain.mro(cls)
+        return [first, _Quiet, *others]
+
     def assign(cls: type[Any], name: str, value: Any) -> None:
-        owner = cls if _is_pythons(name) else cls.__mro__[1]
+        owner = cls if _is_pythons(name) else cls.__bases__[0]
         plain.__setattr__(owner, name, value)
 
     def delete(cls: type[Any], name: str) -> None:
-        owner = cls if _is_pythons(name) else cls.__mro__[1]
+        owner = cls if _is_pythons(name) else cls.__bases__[0]
         plain.__delattr__(owner, name)
 
-    methods = {"__setattr__": assign, "__delattr__": delete}
+    methods = {"mro": mro, "__setattr__": assign, "__delattr__": delete}
     return type(plain)(plain.__name__, (plain,), methods)
 
 
@@ -42,7 +59,7 @@ def _is_pythons(name: str) -> bool:
 
 def own_class(instance: object) -> type[Any]:
     """Return the original class of an instance that has one of :func:`subclass_like`."""
-    return type(instance).__mro__[1]
+    return type(instance).__bases__[0]
 
 
 class WrappedHook:
