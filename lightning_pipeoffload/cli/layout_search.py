@@ -295,9 +295,12 @@ class _Search:
         """Return planned layouts: the simplest of the fastest, then the others by their speed."""
         places = [*self._by_promise(planners, num_nodes, changed or {})]
         planned: list[PlannedLayout] = []
-        for number, (layout, settings) in enumerate(places):
+        for number, (layout, settings, least) in enumerate(places):
             self._beginning = f"layout {number + 1} of {len(places)}, "
             best = min((each.plan.best.score for each in planned), default=inf)
+            if least > SHOWN * best:
+                self._left_out[str(layout)] = _SLOW
+                continue
             found = self._plan(planners[layout.num_tensor_ranks], layout, settings, SHOWN * best)
             planned += [] if found is None else [found]
         self._beginning = ""
@@ -313,8 +316,11 @@ class _Search:
 
     def _by_promise(
         self, planners: Mapping[int, ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[tuple[Layout, PipelineSettings]]:
-        """Return layouts, those first that may be fastest if work is even and no rank waits."""
+    ) -> list[tuple[Layout, PipelineSettings, float]]:
+        """Return layouts with the seconds that a step takes at least, the most promising first.
+
+        It takes so long where work is even and no rank waits. Layouts that hardly fit are last.
+        """
         promising: list[tuple[tuple[bool, float, int], Layout, PipelineSettings]] = []
         for layout in self._layouts(num_nodes):
             num_ranks, size, num_replicas = layout
@@ -339,7 +345,7 @@ class _Search:
             seconds = sum(map(sum, times)) * option.num_microbatches / num_ranks
             promising.append(((is_too_large, seconds, num_ranks), layout, settings))
         promising.sort(key=lambda each: each[0])
-        return [(layout, settings) for _, layout, settings in promising]
+        return [(layout, settings, key[1]) for key, layout, settings in promising]
 
     def _plan(
         self,
