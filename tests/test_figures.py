@@ -188,7 +188,7 @@ def idle_ranks(compared):
     ("path", "lines"),
     [
         ("README.md", readme),
-        ("docs/cluster.md", bubbles_by_size),
+        slow(("docs/cluster.md", bubbles_by_size)),
         ("docs/gpu.md", bubbles_of_an_h200),
         ("docs/memory_reference.md", a_step_on_the_host),
         ("docs/memory_reference.md", copies_for_w),

@@ -116,7 +116,7 @@ def same(found, plain):
 @pytest.mark.parametrize(
     ("size", "name", "options"),
     [
-        (2, "mean", {}),
+        slow((2, "mean", {})),
         slow((3, "ema", {"schedule": "zb_v", **FOLDER})),
         slow((2, "foreach", FOLDER)),
         slow((2, "swa", {"schedule": "zb_v", **FOLDER})),

@@ -148,7 +148,7 @@ def test_one_device_goes_on_from_a_folder(ranks, tmp_path):
     assert rest["losses"] == pytest.approx(whole["losses"][EPOCH:], rel=1e-12)
 
 
-@pytest.mark.parametrize("form", ["zb_h1", "folder"])
+@pytest.mark.parametrize("form", [slow("zb_h1"), "folder"])
 def test_a_rank_has_and_reads_its_own_part_only(ranks, tmp_path, form):
     expected = count_values(0, str(tmp_path / "plain.ckpt"), {})
     size, options = FORMS[form]

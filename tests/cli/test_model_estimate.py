@@ -174,6 +174,7 @@ def test_a_module_is_made_once_for_all_plans(capsys, monkeypatch):
     assert len(made) == 3  # also to see whether it is made in parts
 
 
+@pytest.mark.slow
 def test_what_no_change_makes_fit_is_refused(capsys):
     with pytest.raises(ScheduleError, match="use a smaller model, batch or data type"):
         estimate(capsys, "model.depth=2", "device_memory=1KiB")

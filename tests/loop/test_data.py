@@ -264,6 +264,7 @@ def independent_trials(num_devices):
     return found
 
 
+@pytest.mark.slow
 def test_trials_in_a_loop_differ_as_on_one_device(ranks):
     (alone,) = ranks(1).run(independent_trials, 1)
     first, second = ranks(2).run(independent_trials, 2)

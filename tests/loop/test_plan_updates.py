@@ -151,6 +151,7 @@ def test_the_solver_runs_beside_a_fit_and_ends_with_it(ranks, tmp_path):
     assert results[0]["ended"] == [-9] or results[0]["ended"] == [0]
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_fit_that_fails(ranks, tmp_path):
     results = ranks(2).run(with_solver, 2, str(tmp_path), {"pause": 0.05, "end": "error"})
     assert "broken off" in results[0]["error"]

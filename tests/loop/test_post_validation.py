@@ -289,7 +289,8 @@ def test_readers_after_an_error_see_what_is_right(ranks):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("rank", some([1, 0], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_kill_while_a_step_is_taken_back_leaves_the_last_checkpoint_and_a_message(tmp_path, rank):
     run = run_forked(
         failing.main,

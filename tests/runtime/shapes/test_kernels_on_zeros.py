@@ -265,7 +265,8 @@ def test_what_cannot_run_on_zeros_is_refused_by_name(step, message):
         pipeline.run(torch.randn(4, WIDTH), 1)
 
 
-@pytest.mark.parametrize("options", [{}, slow({"schedule": "zb_v"})])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb_v"}])
 def test_a_fit_of_two_processes_with_kernels_equals_one_device(ranks, options):
     expected = _fit(0, {})
     for found in ranks(2).run(_fit, 2, options):
