@@ -929,6 +929,44 @@ def test_ranks_make_the_layers_of_their_own_stages(ranks, tmp_path):
         assert shards < 0.3 * whole
 
 
+class Unseeded(L.LightningModule):
+    """Is made by ``__init__``, on each process from another seed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Inner(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(2)
+        )
+
+    def configure_model(self):
+        plan = {"0.up": ColwiseParallel(), "0.gate": ColwiseParallel(), "0.down": RowwiseParallel()}
+        for block in self.blocks:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], plan)
+
+    def training_step(self, batch, batch_idx):
+        hidden = batch[0].double()[..., None].expand(*batch[0].shape, WIDTH).sin()
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_unseeded(_):
+    torch.seed()
+    module = Unseeded()
+    trainer = fits.trainer(2, {"tensor_parallel_size": 2}, max_steps=2)
+    trainer.fit(module, loader())
+    return [float(block[1].weight.detach().norm()) for block in module.blocks]
+
+
+@pytest.mark.slow
+def test_layers_that_no_plan_names_are_those_of_the_first_tensor_rank_without_a_seed(ranks):
+    first, second = ranks(2).run(fit_unseeded, None)
+    assert first == second
+
+
 def config_with(**options):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
     return LlamaConfig(**sizes, num_attention_heads=2, **options)

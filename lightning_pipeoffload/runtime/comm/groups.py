@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups, RankMesh
-from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, in_buckets
+from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, copy_values, in_buckets
 from lightning_pipeoffload.runtime.comm.transport import (
     ProcessGroupTransport,
     blaming_peers,
@@ -30,7 +30,11 @@ from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import has_gradient_in_parts, is_shard
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    has_gradient_in_parts,
+    is_shard,
+    local_part,
+)
 from lightning_pipeoffload.schedule import Schedule
 
 
@@ -211,7 +215,10 @@ class PipelineGroup(RankMesh, HostGroup):
     # Parameters that several ranks have
 
     def share(self, tensors: SplitModule, records: StepRecords) -> None:
-        """Copy shared parameters from their first owner, and common buffers from the root."""
+        """Copy shared parameters from their first owner, and common buffers from the root.
+
+        Of ranks that share a stage's layers the first one sends what all of them have whole.
+        """
         sharing = tensors.ranks_sharing()
         self._sharing = {ranks: self.device_group(ranks) for ranks in sharing}
         self._parameters = [*tensors.canonical_parameters().values()]
@@ -224,6 +231,13 @@ class PipelineGroup(RankMesh, HostGroup):
             self._shared.append(_Shared(parameter, ranks, self.rank == ranks[0], trains))
         for buffer in tensors.common_buffers():
             _copy_from(self.root, buffer, self._ranks_group)
+        if (
+            self.num_tensor_ranks > 1
+        ):  # a module that __init__ makes without a seed is drawn by each
+            whole = [local_part(t) for t in tensors.distinct() if not is_shard(t)]
+            first = self.global_rank - self.tensor_rank
+            with blaming_peers("lost a rank that shares its layers while weights were sent"):
+                copy_values(whole, first, self.global_rank == first, self.tensor_group())
 
     def sum_shared_gradients(self) -> None:
         """All-reduce the gradient of each shared parameter over the ranks that have it.

@@ -241,26 +241,34 @@ class Replicas:
         """Whether other replicas possibly do not run the code that passes this tensor."""
         return isinstance(tensor, ShapeOnly) or self._is_tracing
 
-    @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Copy tensors of any dtypes from replica 0 to all, small ones in one message.
 
         ``what`` names them in an error.
         """
-        if self.num == 1:
-            return
-        values = [tensor.detach() for tensor in tensors]
-        dense = [value.contiguous() for value in values]
-        parts = dict(enumerate(map(as_bytes, dense)))
-        for numbers in in_buckets(parts):
-            bundle = Bundle([parts[number] for number in numbers])
+        if self.num > 1:
             with blaming_peers(f"lost a replica while {what} were sent"):
-                dist.broadcast(bundle.flat, self.counterparts[0], group=self.group)
-            if self.replica:
-                bundle.unpack()
-        for value, received in zip(values, dense, strict=True):
-            if self.replica and received is not value:
-                value.copy_(received)
+                copy_values(tensors, self.counterparts[0], not self.replica, self.group)
+
+
+@torch.no_grad()
+def copy_values(tensors: Iterable[Tensor], source: int, is_source: bool, group: Any) -> None:
+    """Copy the values of tensors of any dtypes from a global rank to a group, in place.
+
+    Small ones go in one message. All processes of the group call it, with tensors of the same
+    shapes in the same order.
+    """
+    values = [tensor.detach() for tensor in tensors]
+    dense = [value.contiguous() for value in values]
+    parts = dict(enumerate(map(as_bytes, dense)))
+    for numbers in in_buckets(parts):
+        bundle = Bundle([parts[number] for number in numbers])
+        dist.broadcast(bundle.flat, source, group=group)
+        if not is_source:
+            bundle.unpack()
+    for value, received in zip(values, dense, strict=True):
+        if not is_source and received is not value:
+            value.copy_(received)
 
 
 class _GatheredTensor(torch.autograd.Function):
