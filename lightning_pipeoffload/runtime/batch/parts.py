@@ -111,9 +111,10 @@ def merge_outputs(
 
 
 def sample_counts(outputs: Any) -> frozenset[int] | None:
-    """Return the numbers of samples for which a step's outputs have a row for each.
+    """Return the numbers of samples that a microbatch may have had, judged by its step's outputs.
 
-    Microbatches' outputs of so many samples can be joined. None: any number, for it returned None.
+    A number counts if each output has as many rows or entries; then outputs of microbatches can be
+    joined along the samples. None: any number, for the step returned None.
     """
     if outputs is None:
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def batch_leaves(tree: Any) -> list[Any]:
-    """Return the tensors and values of a batch, and the entries of its lists of plain values."""
+    """Flatten a batch: return its tensors and all other values, entries of lists included."""
     leaves: list[Any] = []
 
     def leaf(value: Any) -> Any:
@@ -23,7 +23,10 @@ def batch_leaves(tree: Any) -> list[Any]:
 
 
 def map_batch(leaf: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``leaf`` to tensors, values and lists of plain values."""
+    """Return a tree like ``tree``, with the result of ``leaf`` in place of each leaf.
+
+    Leaves are tensors, single values, and lists of plain values as a whole; see :func:`is_column`.
+    """
     if isinstance(tree, Tensor) or is_column(tree):
         return leaf(tree)
     parts = parts_of(tree)
@@ -33,12 +36,12 @@ def map_batch(leaf: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def is_list(value: Any) -> bool:
-    """Whether ``value`` is a list or a tuple without names of its fields."""
+    """Whether ``value`` is a list, or a tuple that is no namedtuple."""
     return isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
 
 
 def is_column(value: Any) -> bool:
-    """Whether ``value`` is a list of plain values, or a tuple of strings as of torch's collate."""
+    """Whether ``value`` is a list without tensors or containers, or a tuple of strings (bytes)."""
     if type(value) is tuple:
         return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
     return isinstance(value, list) and not any(

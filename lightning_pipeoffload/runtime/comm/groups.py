@@ -114,7 +114,7 @@ class PipelineGroup(RankMesh, HostGroup):
     def place(self, schedule: Schedule) -> None:
         """Assign stages to ranks as another schedule does; all processes call it between steps.
 
-        The schedule has as many ranks. Pipelines and counterparts stay the same.
+        The schedule must have the same number of ranks. Pipelines and counterparts stay the same.
         """
         if schedule.placement == self.stage_ranks:
             return
@@ -134,13 +134,14 @@ class PipelineGroup(RankMesh, HostGroup):
 
     @property
     def owner_of(self) -> Callable[[Tensor], int] | None:
-        """Returns the replica that steps a parameter; None: all step all."""
+        """A function that returns the replica that steps a parameter; None: all replicas do."""
         return self._owner_of
 
     def end_reduction(self) -> None:
-        """Record that each gradient is on one replica from now on, if they are divided.
+        """Record that the gradients are reduced over the replicas.
 
-        Sums over ranks are over all replicas too then.
+        If they are divided, each one is on its owner only from now on. So :meth:`sum` and
+        :meth:`largest` then include all replicas.
         """
         self._is_divided = self._owner_of is not None
 
@@ -178,9 +179,9 @@ class PipelineGroup(RankMesh, HostGroup):
         return [by_global_rank[rank] for rank in self.global_ranks]
 
     def gather_from_pipelines(self, obj: Any) -> list[list[Any]]:
-        """Return the objects of all ranks of each pipeline, of all replicas and tensor ranks.
+        """Return, for each pipeline of the run, the objects of its ranks in pipeline order.
 
-        What decides plans is gathered so: all pipelines run the same one.
+        Plans depend on values from all pipelines, since all of them run the same plan.
         """
         of_all = self.world.gather(obj)
         return [[of_all[rank] for rank in pipeline] for pipeline in self.pipelines]
@@ -304,7 +305,7 @@ class PipelineGroup(RankMesh, HostGroup):
             self.drop_remote_gradients()
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank includes a parameter in sums over ranks of any kind."""
+        """Whether this rank adds a parameter to sums over ranks, so that each counts once."""
         is_first = all(each.is_first for each in self._shared if each.parameter is parameter)
         is_once = not self.tensor_rank or is_shard(parameter)
         return is_first and is_once and self.owns(parameter)
@@ -334,7 +335,7 @@ class PipelineGroup(RankMesh, HostGroup):
         return wait
 
     def largest(self, number: Tensor) -> Tensor:
-        """Return the largest of a number over all ranks that share gradients."""
+        """Return the maximum of a number over all ranks that share gradients."""
         largest = number.clone()
         with blaming_peers("lost a rank while looking for infinite gradients"):
             self._reduce(largest, dist.ReduceOp.MAX)

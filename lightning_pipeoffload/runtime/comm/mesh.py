@@ -46,9 +46,9 @@ class GroupLayout(NamedTuple):
 class ProcessGroups:
     """The process groups of one layout of ranks, which the trainers of a process share in turn.
 
-    A group of gloo has three threads, one of a device has buffers, and a trainer that has ended
-    lives until Python collects it. So groups end when a run of another layout begins, or any
-    run after a failed one, of which messages may be pending.
+    Groups take resources (gloo's three threads each, a device's buffers), and a trainer that has
+    ended lives until Python collects it. So the groups end when a run of another layout begins, or
+    any run after a failed one, whose messages may still be pending.
 
     Args:
         layout: The layout.
@@ -170,9 +170,9 @@ class RankMesh:
         replica 0        3  2  1  0                    6  4  2  0     <- global ranks; that of a
         replica 1        7  6  5  4                    7  5  3  1        root is its lowest
 
-    With several tensor ranks, which share the layers of a stage, each of these is as many
-    neighbouring global ranks, and the first of each make one pipeline, as do the second. Two
-    replicas of two ranks of two::
+    Tensor ranks share the layers of a stage. With several of them, each entry of the table is a
+    group of neighbouring global ranks; the first ranks of all groups in a row are one pipeline, the
+    second ranks another. Two replicas of two ranks, with two tensor ranks each::
 
                    rank    0     1
         replica 0        2, 3  0, 1        <- pipelines 2, 0 and 3, 1
@@ -424,7 +424,7 @@ class RankMesh:
 
 
 def forget_meshes() -> None:
-    """Have DTensors use the groups of the meshes that are made from now on."""
+    """Clear torch's DTensor caches, which may hold equal meshes of ended runs."""
     # Private: DTensors are placed by the first of all meshes that are equal, whose groups may have
     # ended with an earlier run.
     debug._clear_python_sharding_prop_cache()
@@ -432,7 +432,7 @@ def forget_meshes() -> None:
 
 
 def cells_of(placement: Sequence[int], num_replicas: int, rank_order: str) -> list[list[int]]:
-    """Return by replica and pipeline rank its place among all global ranks, in groups that share.
+    """Return the global rank of each pipeline rank of each replica.
 
     A pipeline's lowest global rank has the last stage, as Lightning's loggers, progress bar and
     rank-zero code are there. In a V the last stage is on pipeline rank 0 already.
@@ -443,7 +443,8 @@ def cells_of(placement: Sequence[int], num_replicas: int, rank_order: str) -> li
         rank_order: As of :class:`RankMesh`.
 
     Returns:
-        Global ranks; with several tensor ranks, the numbers of their groups, in order.
+        Global ranks, by replica and pipeline rank. With T tensor ranks, n stands for the group of
+        global ranks nT to nT + T - 1.
     """
     num_ranks, last = max(placement) + 1, placement[-1]
     positions = [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]

@@ -3,10 +3,10 @@
 Tensors are sent in buckets: small tensors share a message, large ones are sent without a copy.
 Parameters are sent after a step, while the next one begins. Their first use waits for them: the
 first F of a rank, once its message has arrived, and between batches any torch function that gets
-one of them as an argument::
+one of them as an argument. A later rank loses no time while its first F has no input yet::
 
-    rank 0   step [sent and received] F 0      F 1
-    rank 1   step [sent and received   ]  F 0      F 1      <- as long as the first F takes to come
+    rank 0   step [parameters]  F 0      F 1
+    rank 1   step [parameters     ]      F 0      F 1
 """
 
 from __future__ import annotations

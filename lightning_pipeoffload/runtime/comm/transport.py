@@ -450,7 +450,10 @@ def nccl_options(timeout: timedelta | None) -> Any:
 
 
 def check_environment() -> None:
-    """Refuse settings by which a host or hardware queue waits for a message sent only later."""
+    """Raise ``ValueError`` for CUDA settings with which a pipeline over NCCL may hang.
+
+    With them a host or a hardware queue waits for a message that is sent only later.
+    """
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if int(connections) < _FEWEST_QUEUES:
         raise ValueError(
@@ -472,7 +475,7 @@ def _is_staged(device: torch.device) -> bool:
 
 
 def _backend_for(device: torch.device) -> str:
-    """Return the default group's backend for the device, of "cpu:gloo,cuda:nccl" say."""
+    """Return the default group's backend for a device, such as "nccl" for cuda."""
     if device.type == "cpu":
         return "gloo"
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))

@@ -252,7 +252,15 @@ def _telling(members: Sequence[int], makes: Sequence[_Make]) -> Iterator[tuple[i
 
 
 def _counts(numbers: Sequence[int], members: Sequence[int]) -> bool:
-    """Whether numbers count the blocks, or those of one kind, as where two kinds alternate."""
+    """Return whether a number in the blocks' attributes is only a counter, such as a layer's index.
+
+    It is one if it grows by 1 with each block of the chain, or with each of ``members`` (where
+    blocks of two kinds alternate, and each kind has its own counter).
+
+    Args:
+        numbers: The attribute's value in each member.
+        members: The members' indices in the chain.
+    """
     places = range(len(members))
     return any(
         len({number - index for number, index in zip(numbers, counted, strict=True)}) == 1

@@ -232,12 +232,16 @@ class SplitModule:
         return is_unsaved and not self.is_local(slot.name)
 
     def detach(self) -> None:
-        """Let ``load_state_dict`` replace shapes with real tensors, once the pipeline has ended."""
+        """Make the module loadable again, once the pipeline has ended.
+
+        A forward raises an error until ``load_state_dict`` has replaced the shape-only tensors of
+        other ranks with real ones.
+        """
         if self.is_split and self._absent is None:
             self._absent = AbsentValues(self._module, self._unsaved)
 
     def attach(self) -> None:
-        """Put the shapes back, when the module is used by a pipeline again."""
+        """Undo :meth:`detach`: a pipeline uses the module again, with shape-only tensors."""
         if self._absent is not None:
             self._absent.leave()
             self._absent = None

@@ -430,7 +430,11 @@ def _set_source(
 
 
 def _apart_from(left: Any, right: Any) -> int | None:
-    """Return the first position behind which a cut separates shared memory; None: no cut does."""
+    """Return the first position behind which a cut separates two tensors that share memory.
+
+    Behind it a stage gets at least one of them as a message, a copy in other memory, so a write to
+    one does not reach the other. None: they share memory wherever the chain is cut.
+    """
     common = next((source for source in left.lineage if source in right.lineage), None)
     lefts, rights = (_up_to(common, tensor.lineage) for tensor in (left, right))
     pairs = ((a, b) for a in lefts for b in rights if a is not b)

@@ -138,7 +138,14 @@ def costs_of_slice(
     seconds: Mapping[Any, float] = MappingProxyType({}),
     key: tuple[int, ...] = (),
 ) -> SliceCosts:
-    """Return the costs of a slice at a stage; actions have their seconds by kind and ``key``."""
+    """Return the costs of one slice of a microbatch at a stage.
+
+    Args:
+        memory: The measured bytes.
+        speed: Of copies; offload and reload take bytes divided by it.
+        seconds: The time of an action, by ``(kind, *key)``; 0 if it is missing.
+        key: What follows the kind in the keys of ``seconds``.
+    """
     moved = memory.activation_bytes or 0
     # A fused backward is one measurement; no plan depends on how it divides into B and W.
     half = seconds.get((Kind.BW, *key), 0.0) / 2

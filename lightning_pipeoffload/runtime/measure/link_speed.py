@@ -145,7 +145,7 @@ def measure_latency(transport: Transport, stage: int, peer: int, tensors: list[T
 
 
 def answer_latency(transport: Transport, stage: int, peer: int, specs: list[TensorSpec]) -> None:
-    """Return the messages of the previous stage to its rank, which measures the latency."""
+    """Send each message of the previous stage back; its rank runs :func:`measure_latency`."""
     for repetition in range(1 + _MESSAGES):
         receive = Action(Kind.RECV_F, stage, repetition)
         transport.post(receive, peer, specs)

@@ -1,4 +1,4 @@
-"""The memory that operations take while they run, with values or without."""
+"""The peak memory of a part of a step, of real tensors or of shape-only ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations under this mode have made, until each is freed.
+    """Counts the bytes of each storage that an operation under this mode makes, until it is freed.
 
     Attributes:
-        peak: The largest sum of their bytes.
+        peak: The most bytes that were allocated at one time.
     """
 
     def __init__(self) -> None:

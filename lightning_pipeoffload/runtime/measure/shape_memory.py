@@ -1,9 +1,9 @@
 """Bytes that each stage saves of a microbatch, measured by running F and B on shapes alone.
 
-The step runs as in the trace, but of alike blocks of a stage two run, the second of which counts
-for the others; where each block is a stage, two of alike stages. Each stage has a store for the
-tensors that autograd saves, weight gradients wait for W, and blocks are checkpointed as configured.
-So the bytes are the same as those that the stages' stores count later on the device.
+The step runs as in the trace, but of a stage's alike blocks only two run, and the second counts for
+those left out. Where each block is a stage, only two of the alike stages run. Each stage has a
+store for the tensors that autograd saves, weight gradients wait for W, and blocks are checkpointed
+as configured. So the bytes are the same as those that the stages' stores count later on the device.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class StageStores(WeightInputKeeper):
     """The stores of all stages; tensors go to that of ``turn``, the running stage.
 
     Args:
-        stores: Of every stage those of its slices, of a whole microbatch one.
-        before: That of the code before the blocks, which each slice runs; None: it counts among
-            the first stage's.
+        stores: A list for each stage: one store for each slice, or one where sequences are whole.
+        before: The store of the code before the blocks, which each slice runs; None: the code
+            uses the first stage's store.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ def measure_shapes(
 ) -> list[SavedMemory]:
     """Return the saved bytes of every stage for one microbatch, from a run without values.
 
-    Where blocks run on slices of sequences, they are of all slices of a stage, then of the next.
+    Where blocks run on slices of sequences, the list has an entry for each slice: those of the
+    first stage, then those of the second, and so on.
 
     Args:
         pipeline: One rank's pipeline; its module is not changed.
@@ -373,7 +374,7 @@ class _MeasuringPass(StepTrace):
 
     @property
     def memories(self) -> list[SavedMemory]:
-        """The bytes of every stage, or of all slices of a stage, then of the next."""
+        """The bytes of every stage; where there are slices, those of its slices one by one."""
         alike = self._alike_stages
         of_stages = (self._of_stages[alike.get(n, n)] for n in range(len(self._of_stages)))
         return [memory for of_stage in of_stages for memory in of_stage]
@@ -406,7 +407,7 @@ class _MeasuringPass(StepTrace):
 
 
 class _Turns(TorchFunctionMode):
-    """Begins the stage of each call of a function between blocks that are called again."""
+    """Calls ``begin`` before each torch function, for steps that call blocks more than once."""
 
     def __init__(self, begin: Callable[[Any], None]) -> None:
         super().__init__()
@@ -421,7 +422,7 @@ class _Turns(TorchFunctionMode):
 
 
 class _Apart(torch.autograd.Function):
-    """A slice of a block's output, whose gradient is no view of that of the whole."""
+    """Copies a slice of a block's output, and its gradient, so that neither is a view."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
@@ -433,7 +434,7 @@ class _Apart(torch.autograd.Function):
 
 
 class _LeftOut(torch.autograd.Function):
-    """A block that does not run: shapes that require the gradients that its outputs would."""
+    """Stands for a block that does not run; its outputs and input gradients are shapes."""
 
     @staticmethod
     def forward(

@@ -101,21 +101,21 @@ class Executor:
 
     @property
     def transport(self) -> Transport:
-        """Sends and receives the messages."""
+        """The object that sends and receives the messages."""
         return self.mailbox.transport
 
     @property
     def microbatches(self) -> Sequence[Microbatch]:
-        """Those of the last step."""
+        """The microbatches of the last step."""
         return [*self._microbatches.values()]
 
     def place(self, rank: int, transport: Transport) -> None:
-        """Run another rank's actions from the next plan on."""
+        """From the next plan on, be pipeline rank ``rank``, which sends through ``transport``."""
         self.rank = rank
         self.mailbox.send_through(transport)
 
     def time_by(self, timer: ActionTimer) -> None:
-        """Measure the next steps by another timer, which has none of those before."""
+        """Measure the next steps with another timer; the times so far stay with the old one."""
         self.timer = timer
 
     def run(self, plan: Schedule, microbatches: Sequence[Microbatch]) -> list[Any]:

@@ -71,7 +71,7 @@ class Mailbox:
             self._most_pending.update(most_pending(plan, rank))
 
     def use(self, plan: Schedule, rank: int, costs: Costs) -> None:
-        """Exchange the messages of another plan; by ``costs`` receives are posted."""
+        """Exchange the messages of another plan; ``costs`` decide when receives are posted."""
         self._plan = plan
         self._ends = {a: self._ends_of(a) for a in plan[rank] if a.kind in _EXCHANGING}
         sends = (action for action in plan[rank] if action.kind in SENDS)
@@ -101,16 +101,17 @@ class Mailbox:
         self.receives.expect(actions)
 
     def reach(self, receive: Action) -> None:
-        """Post a receive if it is not posted yet; the F or B that takes the message waits."""
+        """Post a receive if it is not posted yet, without waiting; :meth:`take` waits."""
         self.receives.reach(receive)
 
     def _post(self, receive: Action, peer: int) -> None:
         self.transport.post(receive, peer, self._specs_of(receive))
 
     def take(self, action: Action, timer: ActionTimer) -> list[Tensor]:
-        """Return the tensors that an F or B needs: wait for them, and for those before them.
+        """Wait for the message that an F or B needs, and return its tensors.
 
-        The first and the last stage need none. ``timer`` leaves the wait out.
+        Messages that come before it in the plan are received first, and kept. The list is empty for
+        an F of the first stage and a B of the last one. ``timer`` is paused during the wait.
         """
         needed = self._ends[action].needed
         if needed is None:

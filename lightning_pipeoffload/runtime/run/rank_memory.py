@@ -188,7 +188,13 @@ class ActivationMemory:
     def start_step(
         self, actions: Sequence[Action], stages: Mapping[int, StageRunner], num_slices: int = 1
     ) -> None:
-        """Begin a step with the rank's actions and stages, by slices of the sequences."""
+        """Begin a step.
+
+        Args:
+            actions: The rank's actions in the plan.
+            stages: The rank's stages, by index.
+            num_slices: The number of slices into which sequences are cut.
+        """
         memories = (m for stage in self._stages.values() for m in stage.memories.values())
         sizes = [(m.activation_bytes, m.residue_bytes, m.for_later) for m in memories]
         self.ledger.start_step(sizes)  # counts the last step, with its stages

@@ -75,7 +75,9 @@ class SliceChecks:
     def note_mask(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]
     ) -> None:
-        """Record the number by which a mask excludes all later keys, if it does.
+        """Record the value, such as -inf or False, that a mask has for all keys behind a slice.
+
+        A mask that has no such value for every slice is not recorded, and not checked.
 
         Args:
             place: The call of the block, and the index of the argument.

@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import memory_of, storage_o
 from lightning_pipeoffload.schedule import cut_positions
 
 Dims = tuple[int, ...]
-"""The dimensions of a tensor that are as long as the sequence; a second one counts keys."""
+"""The dimensions of a tensor that are as long as the sequence: of tokens, then of keys if any."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,10 @@ class SequenceSlice:
         return self.stop == self.length
 
     def cut(self, tensor: Tensor, dims: Dims) -> Tensor:
-        """Return a slice's tokens of a tensor; of a second dimension, keys, those up to ``stop``.
+        """Return a copy of the slice's part of a tensor; a view would keep the whole memory alive.
 
-        It is a copy, since a view would keep the whole memory.
+        The first of ``dims`` is cut to the tokens from ``start`` to ``stop``. The second one, the
+        keys of an attention mask, is cut to the tokens from 0 to ``stop``.
         """
         for place, dim in enumerate(dims):
             start = 0 if place else self.start
@@ -63,7 +64,7 @@ class SequenceSlice:
         return tensor.clone()
 
     def cut_spec(self, spec: TensorSpec, dims: Dims) -> TensorSpec:
-        """Return the spec of a tensor's part."""
+        """Return the spec of what :meth:`cut` returns for a tensor with this spec."""
         part = self.cut(spec.empty("meta"), dims)
         return replace(spec, shape=part.shape, stride=dense_stride(part))
 
@@ -85,7 +86,7 @@ class SequenceDims:
     quadratic: float = 0.0
 
     def slices(self, outputs: Sequence[TensorSpec], num_slices: int) -> list[SequenceSlice]:
-        """Return slices of equal work, of sequences as long as the first block's output.
+        """Cut sequences, as long as in the first block's ``outputs``, into slices of equal work.
 
         Raises:
             ValueError: They would have less than two tokens.
@@ -130,7 +131,10 @@ class EarlierSlices:
         return leaf
 
     def drop(self) -> None:
-        """Drop everything, where no B follows: graphs hold this object, and its edges them."""
+        """Drop all tensors, where no B follows.
+
+        Otherwise they would not be freed: their graphs and this object refer to each other.
+        """
         self.outputs.clear()
         self.masks.clear()
         self.keys_and_values.clear()
@@ -147,7 +151,7 @@ class EarlierSlices:
         return KeptForLater(sum(storages.values()), sum(gradients), num_tokens)
 
     def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return the edges where a slice's B begins besides its outputs, and their gradients."""
+        """Return where a slice's B begins besides its outputs: graph edges, and their gradients."""
         self._check_masks()
         del self.outputs[part.index :]
         for of_attention in self.keys_and_values.values():

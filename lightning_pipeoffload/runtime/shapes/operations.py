@@ -183,7 +183,10 @@ def _is_drawn_in_pieces(written: Any, device: torch.device) -> bool:
 def _draw_in_pieces(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Draw a large tensor's numbers without its memory; the last piece is the longest."""
+    """Advance the generator as drawing a whole tensor would, with the memory of a piece of it.
+
+    The last piece has up to twice as many elements, so that none is too short.
+    """
     written, *bounds = args
     left = written.numel()
     piece = torch.empty(min(left, 2 * _PIECE), dtype=written.dtype, device="cpu")

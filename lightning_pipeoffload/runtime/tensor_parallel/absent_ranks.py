@@ -1,4 +1,4 @@
-"""The first of several tensor ranks in a process alone, in which a module runs without values.
+"""Runs a module without values as the first of several tensor ranks, in a single process.
 
 Layers are distributed and called as on the first of the ranks; what collectives would send has no
 values either, so that the other ranks need not exist.
@@ -24,7 +24,10 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def beside_absent_ranks(num_tensor_ranks: int) -> Iterator[None]:
-    """Within the context, have a process group whose other ranks are absent; of one rank: none."""
+    """Within the context, have a default process group of ``num_tensor_ranks``, this one rank 0.
+
+    No other process exists, and nothing is sent. No group is made for one tensor rank.
+    """
     if num_tensor_ranks == 1:
         yield
         return
@@ -43,7 +46,7 @@ def beside_absent_ranks(num_tensor_ranks: int) -> Iterator[None]:
 def mesh_of_absent_ranks(num_tensor_ranks: int) -> DeviceMesh:
     """Return the mesh that ``configure_model`` gets, of one pipeline rank and one replica.
 
-    There may be fewer tensor ranks than the group has, so that several sizes are tried within it.
+    ``num_tensor_ranks`` may be smaller than the process group, so one group serves several sizes.
     """
     forget_meshes()
     ranks = torch.arange(num_tensor_ranks).view(1, 1, 1, num_tensor_ranks)

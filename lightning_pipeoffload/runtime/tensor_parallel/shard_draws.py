@@ -1,8 +1,8 @@
-"""Random numbers that modules draw for shards: other ones on each tensor rank, else the same.
+"""Random numbers of modules: for a shard they differ between tensor ranks, else they are equal.
 
 All tensor ranks begin a segment of a step with one seed. A trace finds which modules draw for
-shards, and these have streams of their own, by rank; what modules inside draw for values that all
-ranks have stays the same on all of them::
+shards; each rank gives these a random stream of its own. A module inside of one may draw for a
+value that all ranks have; it draws from a common stream::
 
     attention         draws for its heads      a stream of each rank
       out.dropout     draws for their sum      a common stream, inside of that
@@ -48,10 +48,16 @@ class ShardDraws:
         blocks: Iterable[nn.Module],
         is_compiled: Any,
     ) -> None:
-        """Give streams to modules that a trace has found, and whether they draw for shards.
+        """Give streams to modules that draw random numbers.
+
+        Args:
+            drawing_modules: The modules that a trace has found; True: it draws for a shard.
+            blocks: The blocks of the chain.
+            is_compiled: The setting ``compile``, of which only the truth counts.
 
         Raises:
-            ValueError: They cannot have any.
+            ValueError: A module that draws for a shard contains a block or is one, is compiled, or
+                draws for a whole value in another step.
         """
         for module, is_of_shard in drawing_modules.items():
             self._add(module, is_of_shard, {*blocks}, bool(is_compiled))

@@ -1,7 +1,7 @@
 """Collectives of tensor ranks over gloo on an accelerator, by way of the host's memory.
 
-Messages of stages go so too (``transport.py``): for tests of several processes on one GPU, which
-NCCL refuses. gloo's own would take the device's addresses for the host's.
+Messages between stages take the same way (``transport.py``): for tests with several processes on
+one GPU, which NCCL refuses. gloo's own collectives would use device addresses as host addresses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def install_host_collectives(device_type: str) -> None:
 
 
 def remove_host_collectives() -> None:
-    """Restore torch's own."""
+    """Restore torch's own collectives."""
     for library in _libraries.values():
         library._destroy()  # private: torch has no other
     _libraries.clear()

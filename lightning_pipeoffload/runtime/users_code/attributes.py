@@ -80,7 +80,7 @@ def variables(module: nn.Module) -> Iterator[Variable]:
 
 
 class GlobalWriteError(ValueError):
-    """A step writes state of a Python module or class, which is wrong however it runs."""
+    """A step writes a variable of a Python module or class; each stage would write its own."""
 
 
 class StepPoint(NamedTuple):
@@ -263,7 +263,11 @@ Globals = dict[str, Fingerprint]
 
 
 def record_globals(module: nn.Module) -> Globals:
-    """Record the variables of a module tree's classes and of the Python modules around them."""
+    """Record the variables of the user's classes and Python modules that a module tree may use.
+
+    These are the Python modules that define the classes of the tree, those that they import from,
+    directly or not, and all classes in them.
+    """
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     states: Globals = {}
     for home in _reachable({kind.__module__ for kind in kinds}):

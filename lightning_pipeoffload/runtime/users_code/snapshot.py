@@ -161,7 +161,10 @@ def _parts_of(container: Any) -> Parts:
 def _walk(
     value: Any, visited: set[int], depth: int, longest: int = sys.maxsize
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the containers in a value with their values; with their number if it is too large."""
+    """Yield each container in a value, down to ``depth`` levels, with the values in it.
+
+    A container with more than ``longest`` values comes with their number, and is not entered.
+    """
     if type(value) in _WALKED_EMPTY and not value:  # as most registries of hooks
         if id(value) not in visited:
             visited.add(id(value))

@@ -59,7 +59,7 @@ class CallOnCopies:
     Args:
         step: The user's step.
         part: The microbatch.
-        num_calls: The number of calls, without traces.
+        num_calls: How many calls with values will follow; traces do not count.
     """
 
     def __init__(self, step: UsersStep, part: Any, num_calls: int) -> None:
@@ -68,7 +68,7 @@ class CallOnCopies:
         self._num_left = num_calls
 
     def __call__(self, call: StepCall) -> Any:
-        """Call the step."""
+        """Call the step on a new copy; after the last call, copy its writes to the microbatch."""
         copies: dict[int, Any] = {}
         self._num_left -= not call.is_trace
         try:

@@ -38,7 +38,8 @@ class Slot:
 def swapped(pairs: Iterable[tuple[Slot, Tensor]]) -> Iterator[None]:
     """Put tensors into slots within the context, and restore the previous tensors after it.
 
-    Where a slot's tensor was replaced by itself, a later assignment within the context stays.
+    If a pair has the tensor that is in the slot already, and code within the context assigns
+    another one, that assignment stays.
     """
     before: list[tuple[Slot, Tensor, Tensor]] = []
     try:

@@ -61,7 +61,13 @@ class DeferredCall:
     def accumulate(
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
-        """Add to the gradients of weight and bias, a product of matrices by ``add_product``."""
+        """Compute the gradients of weight and bias, and add them to ``.grad``.
+
+        Args:
+            x: The operation's input.
+            grad: The gradient of its result.
+            add_product: Adds the product of two matrices to the weight's gradient.
+        """
         raise NotImplementedError
 
     def flops(self, x: Tensor, grad: Tensor) -> int:

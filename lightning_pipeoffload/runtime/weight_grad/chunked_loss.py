@@ -179,7 +179,10 @@ def _count(targets: Tensor, ignored: int, weight: Tensor | None) -> Any:
 
 
 class _Chunks:
-    """Runs the head and its loss on chunks of ``size`` tokens, as the modes of now are."""
+    """Runs the head and its loss on chunks of ``size`` tokens.
+
+    Keeps the autocast settings of its construction, so that B computes the logits as F did.
+    """
 
     def __init__(
         self, head: nn.Module, loss: Callable[..., Tensor], size: int, device_type: str
@@ -191,23 +194,24 @@ class _Chunks:
         self._dtype = torch.get_autocast_dtype(device_type)
 
     def sum_losses(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of all chunks."""
+        """Return the sum of the losses of all chunks."""
         # The cache might return casts of this run, which have no graph, where they need one.
         with _watched(), self._casting(uses_cache=False):
             losses = [self._loss(self._head(x), y) for x, y in self._split(rows, targets)]
         return torch.stack(losses).sum()
 
     def keep_generators(self, rows: Tensor) -> None:
-        """Keep the state of torch's generators, for a head that draws."""
+        """Keep the state of torch's generators, so that B draws the same numbers (dropout) as F."""
         self._states = torch.get_rng_state(), *get_device_states(rows)
 
     def add_gradients(
         self, rows: Tensor, targets: Tensor, grad: Tensor, trains_rows: bool
     ) -> list[Tensor | None]:
-        """Return the gradients of the rows and of each weight; None if it is accumulated here.
+        """Run the chunks again and their backward; return the gradients of rows and weights.
 
-        In a pipeline's B products add to the weights' gradients at once, where nothing else reads
-        the gradient of a single use. All others are summed, and returned to autograd.
+        In a pipeline's B, products with a weight are added to its ``.grad`` at once, unless other
+        code needs the gradient of this use alone; None is returned for such a weight. All other
+        gradients are summed over the chunks, and returned to autograd.
         """
         queue = active_queue()
         adds = queue is not None and is_for_weights()

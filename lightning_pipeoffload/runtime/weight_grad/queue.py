@@ -224,7 +224,10 @@ def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_product_in_float32(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Do the same in one pass, which rounds once, where bfloat16 or float16 adds to float32."""
+    """Add ``left @ right`` to ``.grad``; bfloat16 or float16 to a float32 gradient in one kernel.
+
+    That rounds once; :func:`add_product_to_grad` rounds the product to 16 bits before it adds.
+    """
     leaf = parameter if parameter.is_leaf else _widened(parameter)
     if leaf is None or has_hooks(leaf) or not _adds_to_float32(leaf, left, right):
         add_product_to_grad(parameter, left, right)
