@@ -220,13 +220,27 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
         LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained("FOLDER")
         program = re.search(r"```python\n(.*?class Mine.*?)```", page("schedules.md"), re.DOTALL)[1]
-        Path("mine.py").write_text(program)
+        Path("mine.py").write_text(
+            _with_shared_layers(program) if _shares_layers(line) else program
+        )
         monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *shlex.split(line)])
     plan.main()
     assert "bubble" in capsys.readouterr().out
     for picture in re.findall(r"picture=(\S+)", line):
         assert (tmp_path / picture).stat().st_size > 0
+
+
+def _with_shared_layers(program):
+    """Return the program with the call that docs/cluster.md adds behind the line of the model."""
+    call = re.search(r"`(parallelize_module\(self\.model.*?\))`", page("cluster.md"), re.DOTALL)[1]
+    line = next(line for line in program.splitlines() if "self.model = Auto" in line)
+    imports = (
+        "from torch.distributed.tensor.parallel import parallelize_module\n"
+        "from lightning_pipeoffload import tensor_parallel_plan\n"
+    )
+    indent = " " * (len(line) - len(line.lstrip()))
+    return imports + program.replace(line, f"{line}\n{indent}{' '.join(call.split())}")
 
 
 # What is submitted to Slurm is tried in test_slurm.
