@@ -220,9 +220,8 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
         LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained("FOLDER")
         program = re.search(r"```python\n(.*?class Mine.*?)```", page("schedules.md"), re.DOTALL)[1]
-        Path("mine.py").write_text(
-            _with_shared_layers(program) if _shares_layers(line) else program
-        )
+        shares_layers = re.search(r"tensor_parallel_size=\d", line)
+        Path("mine.py").write_text(_with_shared_layers(program) if shares_layers else program)
         monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *shlex.split(line)])
     plan.main()
