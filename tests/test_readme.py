@@ -223,6 +223,7 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
         shares_layers = re.search(r"tensor_parallel_size=\d", line)
         Path("mine.py").write_text(_with_shared_layers(program) if shares_layers else program)
         monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another line
     monkeypatch.setattr(sys, "argv", ["pipeoffload-plan", *shlex.split(line)])
     plan.main()
     assert "bubble" in capsys.readouterr().out
