@@ -80,7 +80,7 @@ class SegmentWork:
         return SegmentState(*hashes, self._sizes[segment], self._factors[segment])
 
     def put(self, segment: int, state: SegmentState) -> None:
-        """Replace the hashes of a segment by those of another segment."""
+        """Replace the hashes of a segment by ``state``, which is of a segment with equal work."""
         self._forms[segment], self._others[segment] = state.form.copy(), state.others.copy()
         self._sizes[segment], self._factors[segment] = state.sizes, state.factor
 

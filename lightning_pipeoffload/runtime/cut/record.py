@@ -98,9 +98,14 @@ class LoggedValue(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """The properties of a step, traced on a microbatch of these shapes.
+    """What a trace without values finds out about a step, for one shape of a microbatch.
 
-    Its segments are positions, see :mod:`.call_order`.
+    A segment is a block of the chain with the code that runs at its position
+    (:mod:`.call_order`); the last segment is the code after the last block.
+
+    Args:
+        num_segments: The number of blocks, and 1 more.
+        device_type: The type of the device that the step runs on.
     """
 
     num_segments: InitVar[int]
@@ -128,7 +133,7 @@ class StepRecord:
     trained: set[str] | None = None
     """Parameters that get a gradient from the loss, except those of blocks that read values."""
     weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
-    """The segments that use each parameter, with whether that gradient could be deferred to W."""
+    """By parameter, the segments that use it; True: its gradient there could be deferred to W."""
 
     # Work: floating-point operations for one microbatch.
     forward_flops: list[int] = field(init=False)  # of each segment
@@ -144,7 +149,7 @@ class StepRecord:
 
     # Random numbers.
     drawing: dict[nn.Module, bool] = field(default_factory=dict)
-    """With tensor parallelism: the modules that draw random numbers, and whether for a shard."""
+    """With tensor parallelism: for each module that draws random numbers, whether for a shard."""
     draws_beside_torch: bool = False
     """Whether the step draws from numpy's or Python's global generator."""
 

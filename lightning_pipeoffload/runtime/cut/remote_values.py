@@ -183,7 +183,7 @@ _MARK = "_pipeoffload_copies"  # in the __dict__ of each submodule, which a deep
 
 
 def is_tracked_copy(module: nn.Module) -> bool:
-    """Return whether ``module`` or a deep copy of it is tracked by :class:`ModuleCopies`."""
+    """Return whether a :class:`ModuleCopies` tracks ``module``, as an original or a deep copy."""
     return _MARK in vars(module)
 
 

@@ -137,7 +137,7 @@ class SplitModule:
     # In a step
 
     def show(self, stage: int) -> None:
-        """Put ``stage``'s tensors into the modules outside of the blocks; shapes for all others."""
+        """Give modules outside of the blocks the weights and buffers of ``stage``, else shapes."""
         _exchange(self._views[stage])
         # A weight that the step has read before the stage's first block gets its value now.
         self._shown = self._fetched[stage]
@@ -145,7 +145,10 @@ class SplitModule:
             placeholder.value = slot.tensor
 
     def hide(self) -> None:
-        """Put shapes into the modules outside of the blocks, except for buffers that all have."""
+        """Replace tensors of modules outside of the blocks by shapes.
+
+        Buffers that every stage owns stay.
+        """
         _exchange(self._hidden)
         for placeholder, _ in self._shown:
             placeholder.value = None
@@ -156,7 +159,10 @@ class SplitModule:
 
     @contextmanager
     def hiding(self, *blocks: str) -> Iterator[None]:
-        """Within the context, put shapes into these blocks, also for tensors of this rank."""
+        """Replace all parameters and buffers of the named blocks by shapes within the context.
+
+        Those that this rank owns are put back at the exit.
+        """
         if blocks not in self._blocks:
             paths = tuple(f"{block}." for block in blocks)
             slots = [slot for slot in self.slots if slot.name.startswith(paths)]

@@ -508,12 +508,12 @@ def cut_by_costs(
 
 
 def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int) -> BesideBlocks:
-    """Return the overhead of F, B and W beside their blocks.
+    """Return the seconds of an F, B and W that do not depend on how many blocks the stage has.
 
     Args:
         blocks: The costs of each block as a stage of its own.
         num_blocks: The number of blocks.
-        stages: The costs of the stages of another cut.
+        stages: The costs of the stages of a cut with fewer, longer stages; else the result is 0.
         num_stages: The number of these stages.
     """
     overheads = dict.fromkeys(COMPUTE_TIMES, 0.0)

@@ -92,7 +92,10 @@ class SliceChecks:
     def look_behind(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, part: SequenceSlice
     ) -> Callable[[], Tensor] | None:
-        """Return a function that reads whether a mask lets a slice attend to later keys."""
+        """Return a function that reads whether a mask lets a slice attend to later keys.
+
+        None if there are no later keys, or :meth:`note_mask` did not record the mask.
+        """
         number = self._forbidden.get(place)
         if number is None or part.is_last:
             return None

@@ -1,4 +1,4 @@
-"""The modules that draw random numbers in a trace, and whether for shards of layers."""
+"""Records which modules draw random numbers in a trace, and whether for a shard of a layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def note_draw(
     each module gets a random stream of one of these kinds.
 
     Args:
-        drawing_modules: The modules that draw, with whether for shards; updated.
+        drawing_modules: For each module that draws, whether it draws for a shard; updated.
         root: The user's module.
         func: The operation that draws.
         args: Its arguments.

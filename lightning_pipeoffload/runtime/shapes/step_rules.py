@@ -112,7 +112,11 @@ def are_observed() -> bool:
 
 
 def imagine(operation: str, origins: frozenset[str]) -> Imagined:
-    """Return how to make up a value; raise ``ValueNeededError`` if the rules refuse it."""
+    """Return how to make up a missing value that an operation reads.
+
+    Raises:
+        ValueNeededError: The running step's rules do not make up values here.
+    """
     imagined = _imagined()
     if imagined is None:
         raise ValueNeededError(operation, origins)
@@ -120,7 +124,7 @@ def imagine(operation: str, origins: frozenset[str]) -> Imagined:
 
 
 def may_imagine() -> bool:
-    """Return whether the rules make up values at this point."""
+    """Return whether code that now reads a missing value gets a made-up one, not an error."""
     return _imagined() is not None
 
 
@@ -130,7 +134,7 @@ def _imagined() -> Imagined | None:
 
 
 def is_dropped(written: Tensor) -> bool:
-    """Return whether the rules drop a write into a real tensor."""
+    """Return whether the running step's rules drop a write of a missing value into a tensor."""
     drop = _rules().drop
     return drop is not None and drop(written)
 

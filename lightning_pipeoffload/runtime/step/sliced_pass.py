@@ -138,7 +138,17 @@ class SlicedPass(StagePass):
         return tree_unflatten(cut, form)
 
     def _look_behind(self, place: tuple[int, int], index: int, mask: Any, dims: Dims) -> None:
-        """Find, until this microbatch's B, whether a mask lets the slice attend to later ones."""
+        """Start to check that a mask does not let this slice attend to later slices.
+
+        The first B of the microbatch reads the result, and raises ``ValueError`` if the mask does.
+        A mask that several blocks get is checked once.
+
+        Args:
+            place: The call, and the mask's place among the leaves of its arguments.
+            index: The index of the block.
+            mask: The mask for the whole sequence.
+            dims: The mask's dimensions of queries and keys.
+        """
         if isinstance(mask, ShapeOnly) or id(mask) in self._masks:
             return
         self._masks[id(mask)] = mask

@@ -123,7 +123,13 @@ def _check(head: Any, hidden: Tensor, labels: Tensor, num_chunks: Any) -> None:
 def _find_reduction(
     loss: Callable[..., Tensor],
 ) -> tuple[Callable[..., Tensor], Callable[[Tensor], Any] | None]:
-    """Return a loss that sums over a chunk, and a function that returns the divisor."""
+    """Return ``loss`` with reduction="sum", and a function of the labels that returns the divisor.
+
+    The sum is divided by it if ``loss`` is a mean; if ``loss`` is a sum, the function is None.
+
+    Raises:
+        ValueError: ``loss`` is neither, or is a mean without an ``ignore_index``.
+    """
     options = _options_of(loss)
     reduction = options.get("reduction")
     if reduction not in ("mean", "sum"):

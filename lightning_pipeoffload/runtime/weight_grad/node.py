@@ -39,14 +39,18 @@ class WeightInputKeeper:
     """Base of classes with saved-tensors hooks as methods that save W's inputs separately."""
 
     def pack_weight_input(self, x: Tensor) -> Any:
-        """Save the input of a deferred operation."""
+        """Save the input of an operation whose weight gradient waits for W."""
         raise NotImplementedError
 
     def unpack_for_b(self, packed: Any) -> tuple[Tensor, Fetch | None]:
-        """Return such an input; or a stand-in for B, and a function that returns the input to W."""
+        """Return to B what :meth:`pack_weight_input` saved: the input and None, if B may have it.
+
+        Else return a stand-in with its shape, and a function that returns the input to W.
+        """
         raise NotImplementedError
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return a saved tensor to any other reader."""
         raise NotImplementedError
 
 
@@ -81,7 +85,7 @@ class _WeightInput:
         return saved_tensors_hooks(self._keeper.pack_weight_input, self._unpack)
 
     def read(self, node: Any) -> tuple[Tensor, Fetch | None]:
-        """Return the input; or a stand-in, and a function that returns the input to W."""
+        """Return what :meth:`WeightInputKeeper.unpack_for_b` returns, for the input of ``node``."""
         self._is_read_by_b = True
         try:
             (x,) = node.saved_tensors
@@ -130,7 +134,7 @@ class _Keep(torch.autograd.Function):
 
 
 ReadInput = Callable[[], tuple[Tensor, Fetch | None]]
-"""Returns an input; or a stand-in, and a function that returns the input to W."""
+"""Returns an input and None; or a stand-in, and a function that returns the input to W."""
 
 
 def keep_input(x: Tensor) -> ReadInput:
