@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column
 
-from lightning_pipeoffload.cli.layout_search import SHOWN, Found, PlannedLayout
+from lightning_pipeoffload.cli.layout_search import NEAR, QUICK, SHOWN, Found, PlannedLayout
 from lightning_pipeoffload.planning.figures import bare_table, lines_by_reason
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text
@@ -54,6 +54,11 @@ def print_layouts(found: Found, config: DictConfig) -> None:
         )
     console = Console()
     console.print(table)
+    if config.strategy.schedule == "auto" and shown[-1].period > NEAR * shown[0].period:
+        console.print(
+            f"Those that take more than {NEAR:g} times as long have been planned with "
+            f"{', '.join(QUICK)} alone."
+        )
     lines = lines_by_reason(found.left_out)
     for line in ["Left out, of ranks x tensor ranks x replicas:"] * bool(lines) + lines:
         console.print(line, highlight=False, markup=False)

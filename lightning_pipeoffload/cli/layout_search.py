@@ -1,9 +1,10 @@
 """The fastest layouts of a model over machines: ``pipeoffload-plan devices=8 num_nodes=2``.
 
 The sizes of a layout are its pipeline ranks, tensor ranks and replicas, whose product is the number
-of devices. Each is planned with any schedule, recomputation and offload, the most promising first;
-plans that take much longer than the fastest so far are skipped. The model is traced once for each
-number of tensor ranks.
+of devices. Each is planned twice at most, the most promising first: with a few schedules that are
+quickly planned, and, if it is among the fastest then or does not fit so, with any schedule and
+offload. Plans that cannot become the fastest are skipped. The model is traced once for each number
+of tensor ranks, from few to many, until more are slower.
 
 All layouts have the same samples in a step, in microbatches of the same size, which replicas
 divide. Tensor ranks share a machine.
@@ -36,14 +37,26 @@ from lightning_pipeoffload.schedule.text import seconds_text
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["SHOWN", "Found", "Layout", "PlannedLayout", "layouts_by_speed"]
+__all__ = ["NEAR", "QUICK", "SHOWN", "Found", "Layout", "PlannedLayout", "layouts_by_speed"]
 
 _RECOMPUTES = ("none", "cheap", "full")
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
-SHOWN = 1.5
+SHOWN = 1.2
 """Layouts are shown that take up to so many times as long as the fastest."""
+QUICK = ("1f1b", "zb_h1", "zb_v")
+"""The schedules that every layout is planned with first, without copies."""
+NEAR = 1.1
+"""The fastest, and one more up to so many times as slow, are planned with all schedules.
+
+Where the fastest layout with twice as many tensor ranks takes longer, even more are not tried: they
+would wait even longer for each other.
+"""
 # Of layouts and arguments that take so little longer, the simplest is taken.
 _ABOUT_EQUAL = 1.01
+# Of layouts that are quickly planned, so many are planned in full.
+_NUM_IN_FULL = 2
+# A full plan is looked for that takes so many times as long as the fastest so far, or less.
+_WORTH_A_PLAN = 0.97
 _MORE_MACHINES = (2, 4, 8)
 _WORDS = {"master_weights": MASTERS, "optimizer_offload": HOST_STEP}
 
@@ -57,6 +70,14 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         return " x ".join(map(str, self))
+
+
+class _Place(NamedTuple):
+    """A layout to plan, by a planner with its sizes, and the seconds a step takes at least."""
+
+    layout: Layout
+    planner: ModelPlanner
+    least: float
 
 
 @dataclass(frozen=True)
@@ -87,10 +108,14 @@ class PlannedLayout:
         return self.plan.best.period or 0.0
 
     @property
+    def score(self) -> float:
+        return self.plan.best.score
+
+    @property
     def order(self) -> tuple[int, bool, float]:
         """The order among layouts that take about as long: the simplest first."""
         tensor_ranks = self.settings.tensor_parallel_size
-        return tensor_ranks, self.settings.sharding != "none", self.plan.best.score
+        return tensor_ranks, self.settings.sharding != "none", self.score
 
 
 @dataclass(frozen=True)
@@ -155,6 +180,7 @@ class _Search:
         self._has_sharding = "sharding" in config.strategy
         self._has_order = "rank_order" in config.strategy
         self._left_out: dict[str, str] = {}
+        self._traced: dict[int, ModelPlanner] = {}  # by the number of tensor ranks
         self._least: tuple[float, Layout] | None = None  # bytes of a device, and the layout's sizes
 
     def run(self) -> Found:
@@ -164,37 +190,36 @@ class _Search:
             ScheduleError: No layout can be, or none fits.
         """
         self._layouts(self._config.num_nodes)  # refuses sizes before the model is traced
-        planners = self._planners()
-        planned = self._plan_all(planners, self._config.num_nodes)
+        planned = self._plan_all(self._planners(), self._config.num_nodes)
         if planned:
             return Found(planned, [*self._left_out.items()])
         if self._least is None:
             size, reason = next(iter(self._left_out.items()))
             raise ScheduleError(f"no layout can be planned: {size}: {reason}")
-        planner = next(iter(planners.values()))
+        planner = next(iter(self._traced.values()))
         write, (needed, layout) = bytes_writer(self._config.device_memory), self._least
         assert planner.memory is not None
         raise ScheduleError(
             f"{self._config.device} has {write(planner.memory)}, and any layout needs "
             f"{write(needed)} or more of a device, as {layout} (ranks x tensor ranks x replicas) "
-            f"does; {self._advice(planners)}"
+            f"does; {self._advice()}"
         )
 
-    def _advice(self, planners: Mapping[int, ModelPlanner]) -> str:
+    def _advice(self) -> str:
         """Return what makes a layout fit: where the optimizer steps what, or more machines."""
         num_nodes = self._config.num_nodes
-        others: dict[str, tuple[dict[int, ModelPlanner], Mapping[str, Any]]] = {}
-        for size, planner in planners.items():
+        others: dict[str, tuple[list[ModelPlanner], Mapping[str, Any]]] = {}
+        for planner in self._traced.values():
             for changed_planner, changed in planner.places(self._asked(planner, "auto")):
                 for name in changed:
                     self._trace(changed_planner)
-                    others.setdefault(name, ({}, changed))[0][size] = changed_planner
+                    others.setdefault(name, ([], changed))[0].append(changed_planner)
         for name, (changed_planners, changes) in others.items():
             planned = self._plan_all(changed_planners, num_nodes, changes)
             if planned:
                 return f"use {_WORDS[name]}: {_about(planned[0])}"
         for times in _MORE_MACHINES:
-            planned = self._plan_all(planners, num_nodes * times)
+            planned = self._plan_all(self._traced.values(), num_nodes * times)
             if planned:
                 return f"use num_nodes={num_nodes * times}: {_about(planned[0])}"
         return "use a smaller model, batch or data type, or many more machines"
@@ -233,15 +258,14 @@ class _Search:
             f"strategy.data_parallel_size has to be; leave out a size to have it searched"
         )
 
-    def _planners(self) -> dict[int, ModelPlanner]:
-        """Return a planner, whose model is traced, for each number of tensor ranks that can be."""
-        planners: dict[int, ModelPlanner] = {}
+    def _planners(self) -> Iterator[ModelPlanner]:
+        """Yield a planner, whose model is traced, for each number of tensor ranks that can be."""
         errors: list[Exception] = []
         for size in self._sizes:
             words = "1 tensor rank" if size == 1 else f"{size} tensor ranks"
             self._say(f"counting what the model needs with {words}")
             try:
-                planners[size] = self._planner_of(size)
+                self._traced[size] = self._planner_of(size)
             except NothingDistributedError as error:
                 errors.append(error)
                 self._left_out["several tensor ranks"] = _first_line(error)
@@ -250,9 +274,10 @@ class _Search:
                 errors.append(error)
                 name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 self._left_out[words] = f"{name}{_first_line(error)}"
-        if not planners:
+            else:
+                yield self._traced[size]
+        if not self._traced:
             raise errors[0]
-        return planners
 
     def _planner_of(self, size: int) -> ModelPlanner:
         config = deepcopy(self._config)
@@ -288,102 +313,140 @@ class _Search:
 
     def _plan_all(
         self,
-        planners: Mapping[int, ModelPlanner],
+        planners: Iterable[ModelPlanner],
         num_nodes: int,
         changed: Mapping[str, Any] | None = None,
     ) -> list[PlannedLayout]:
         """Return planned layouts: the simplest of the fastest, then the others by their speed."""
-        places = [*self._by_promise(planners, num_nodes, changed or {})]
-        planned: list[PlannedLayout] = []
-        for number, (layout, settings, least) in enumerate(places):
-            self._beginning = f"layout {number + 1} of {len(places)}, "
-            best = min((each.plan.best.score for each in planned), default=inf)
-            if least > SHOWN * best:
-                self._left_out[str(layout)] = _SLOW
+        quick, places = self._plan_quickly(planners, num_nodes, changed or {})
+        best = min((each.score for each in quick.values()), default=inf)
+        scores = {place.layout: getattr(quick.get(place.layout), "score", inf) for place in places}
+        planned = dict(quick)
+        places.sort(key=lambda place: (scores[place.layout], place.least))
+        for number, place in enumerate(places):
+            is_near = number < _NUM_IN_FULL and scores[place.layout] <= NEAR * best
+            is_tight = place.layout not in quick
+            if place.least > best or not (is_near or is_tight):
                 continue
-            found = self._plan(planners[layout.num_tensor_ranks], layout, settings, SHOWN * best)
-            planned += [] if found is None else [found]
+            found = self._plan(place, _WORTH_A_PLAN * best)
+            if found is not None and found.score * _ABOUT_EQUAL < scores[place.layout]:
+                planned[place.layout] = found
+                best = min(best, found.score)
         self._beginning = ""
-        fastest = min((each.plan.best.score for each in planned), default=inf)
-        for each in planned:
-            if each.plan.best.score > SHOWN * fastest:
-                self._left_out[str(each.layout)] = _SLOW
-        planned = [each for each in planned if each.plan.best.score <= SHOWN * fastest]
-        planned.sort(key=lambda each: each.plan.best.score)
-        near = [each for each in planned if each.plan.best.score <= fastest * _ABOUT_EQUAL]
+        for layout, each in planned.items():
+            self._left_out.pop(str(layout), None)
+            if each.score > SHOWN * best:
+                self._left_out[str(layout)] = _SLOW
+        shown = [each for each in planned.values() if each.score <= SHOWN * best]
+        near = [each for each in shown if each.score <= best * _ABOUT_EQUAL]
         first = min(near, key=lambda each: each.order, default=None)
-        return sorted(planned, key=lambda each: each is not first)
+        return sorted(shown, key=lambda each: (each is not first, each.score))
+
+    def _plan_quickly(
+        self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
+    ) -> tuple[dict[Layout, PlannedLayout], list[_Place]]:
+        """Return quick plans of the layouts that fit so, and all that may become the fastest."""
+        planned: dict[Layout, PlannedLayout] = {}
+        places: list[_Place] = []
+        best = inf
+        for planner in planners:
+            best_of_size = inf
+            for place in self._by_promise(planner, num_nodes, changed):
+                if place.least > SHOWN * best:
+                    self._left_out[str(place.layout)] = _SLOW
+                    best_of_size = min(best_of_size, place.least)
+                    continue
+                places.append(place)
+                found = self._plan(place, SHOWN * best, is_quick=True)
+                if found is not None:
+                    planned[place.layout] = found
+                    best_of_size = min(best_of_size, found.score)
+                    best = min(best, found.score)
+            size = planner.settings.tensor_parallel_size
+            if NEAR * best < best_of_size < inf and size < self._sizes[-1]:
+                self._left_out[f"more than {size} tensor ranks"] = (
+                    f"{size} take {best_of_size / best:.2f} times as long as fewer, or longer"
+                )
+                break
+        return planned, places
 
     def _by_promise(
-        self, planners: Mapping[int, ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[tuple[Layout, PipelineSettings, float]]:
-        """Return layouts with the seconds that a step takes at least, the most promising first.
+        self, planner: ModelPlanner, num_nodes: int, changed: Mapping[str, Any]
+    ) -> list[_Place]:
+        """Return the layouts of a planner's tensor ranks, the most promising first.
 
-        It takes so long where work is even and no rank waits. Layouts that hardly fit are last.
+        A step takes at least so long as where work is even and no rank waits. Layouts that hardly
+        fit are last.
         """
-        promising: list[tuple[tuple[bool, float, int], Layout, PipelineSettings]] = []
+        promising: list[tuple[tuple[bool, float, int], _Place]] = []
         for layout in self._layouts(num_nodes):
             num_ranks, size, num_replicas = layout
-            if size not in planners:
+            if size != planner.settings.tensor_parallel_size:
                 continue
             if self._config.num_microbatches % num_replicas:
                 self._left_out[str(layout)] = (
                     f"the replicas cannot divide num_microbatches ({self._config.num_microbatches})"
                 )
                 continue
-            settings = replace(self._asked(planners[size], num_replicas), **changed)
-            planner = planners[size].in_layout(settings)
+            settings = replace(self._asked(planner, num_replicas), **changed)
+            in_layout = planner.in_layout(settings)
             option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
             sharded = replace(settings, sharding=self._shardings(settings)[-1])
             assert planner.memory is not None
             try:
-                is_too_large = planner.memory_beside(option, num_ranks, sharded) > planner.memory
-                times = planner.costs_of(option, 1, settings).compute(1).values()
+                is_too_large = in_layout.memory_beside(option, num_ranks, sharded) > planner.memory
+                times = in_layout.costs_of(option, 1, settings).compute(1).values()
             except ScheduleError as error:
                 self._left_out[str(layout)] = _first_line(error)
                 continue
-            seconds = sum(map(sum, times)) * option.num_microbatches / num_ranks
-            promising.append(((is_too_large, seconds, num_ranks), layout, settings))
-        promising.sort(key=lambda each: each[0])
-        return [(layout, settings, key[1]) for key, layout, settings in promising]
+            least = sum(map(sum, times)) * option.num_microbatches / num_ranks
+            place = _Place(layout, in_layout, least)
+            promising.append(((is_too_large, least, num_ranks), place))
+        return [place for _, place in sorted(promising, key=lambda each: each[0])]
 
     def _plan(
-        self,
-        planner: ModelPlanner,
-        layout: Layout,
-        settings: PipelineSettings,
-        omits_above: float,
+        self, place: _Place, omits_above: float, is_quick: bool = False
     ) -> PlannedLayout | None:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
+        layout, planner, _ = place
+        self._beginning = f"layout {layout}, "
         best: PlannedLayout | None = None
         reason = ""
-        for sharding in self._shardings(settings):
+        for sharding in self._shardings(planner.settings):
             if best is not None and not best.plan.is_bound_by_memory:
                 break
-            for order in self._orders(planner, layout, settings):
-                changed = replace(settings, sharding=sharding, rank_order=order)
-                least = omits_above if best is None else best.plan.best.score
+            for order in self._orders(planner, layout)[: 1 if is_quick else None]:
+                changed = replace(planner.settings, sharding=sharding, rank_order=order)
+                least = omits_above if best is None else best.score
                 try:
-                    found = self._plan_of(planner.in_layout(changed), layout, least)
+                    found = self._plan_of(planner.in_layout(changed), layout, least, is_quick)
                 except MemoryLimitError as error:
                     reason = reason or self._too_large(planner, layout, error)
                 except ScheduleError as error:
                     reason = reason or _first_line(error)
                 else:
-                    if best is None or found.plan.best.score * _ABOUT_EQUAL < best.plan.best.score:
+                    if best is None or found.score * _ABOUT_EQUAL < best.score:
                         best = found
         if best is None:
-            self._left_out[str(layout)] = reason if omits_above == inf else _SLOW_OR_LARGE
+            self._left_out[str(layout)] = reason if omits_above == inf else _NOT_FASTER
         return best
 
-    def _plan_of(self, planner: ModelPlanner, layout: Layout, omits_above: float) -> PlannedLayout:
+    def _plan_of(
+        self, planner: ModelPlanner, layout: Layout, omits_above: float, is_quick: bool
+    ) -> PlannedLayout:
         settings, name = planner.settings, self._config.strategy.schedule
         wanted = planner.options(name, int(settings.num_microbatches), self._recomputes)
         if name == "auto":  # searches of many seconds
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
+            if is_quick:
+                head = settings.heads_to_try[0]
+                quick = [option for option in wanted if option.head_weight_grad == head]
+                wanted = [option for option in quick if option.schedule in QUICK] or quick
+        tried = settings
+        if is_quick and settings.offload == "auto":
+            tried = replace(settings, offload="none")
         more = {"omits_above": omits_above}
-        plan = planner.plan(planner.request(wanted, layout.num_ranks, settings, **more))
-        needs = planner.rank_needs(plan)
+        plan, needs = planner.plan(planner.request(wanted, layout.num_ranks, tried, **more))
         most, memory = max(rank.device for rank in needs), planner.memory
         assert memory is not None
         if most > memory:
@@ -403,31 +466,35 @@ class _Search:
             return [settings.sharding]
         return ["none", "optimizer"]
 
-    def _orders(
-        self, planner: ModelPlanner, layout: Layout, settings: PipelineSettings
-    ) -> list[str]:
-        """Return the orders of ranks of which another one is not faster over every link."""
+    def _orders(self, planner: ModelPlanner, layout: Layout) -> list[str]:
+        """Return the orders of ranks of which another one is not faster over every link.
+
+        First is that in which messages and gradients take less time.
+        """
+        settings = planner.settings
         if self._has_order or 1 in (layout.num_ranks, layout.num_replicas):
             return [settings.rank_order]
         option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
-        needs = planner.in_layout(settings).needs_of(option, layout.num_ranks)
+        needs = planner.needs_of(option, layout.num_ranks)
         placement = option.placement(layout.num_ranks)
-        seconds = {}
+        seconds, sums = {}, {}
         for order in _RANK_ORDERS:
             links = planner.links(replace(settings, rank_order=order))
             messages = links.message_seconds(needs.sent[Kind.SEND_F], placement)
-            seconds[order] = [*messages, *links.reduce_seconds(needs.gradient_bytes(), placement)]
-        first, second = _RANK_ORDERS
+            reduce = links.reduce_seconds(needs.gradient_bytes(), placement)
+            seconds[order] = [*messages, *reduce]
+            sums[order] = option.num_microbatches * max(messages) + max(reduce)
+        first, second = sorted(_RANK_ORDERS, key=sums.__getitem__)
         if _is_nowhere_more(seconds[first], seconds[second]):
             return [first]
-        return [second] if _is_nowhere_more(seconds[second], seconds[first]) else [*_RANK_ORDERS]
+        return [second] if _is_nowhere_more(seconds[second], seconds[first]) else [first, second]
 
     def _say(self, text: str) -> None:
         self._show(f"{self._beginning}{text}")
 
 
 _SLOW = f"takes more than {SHOWN:g} times as long"
-_SLOW_OR_LARGE = f"no plan that fits takes less than {SHOWN:g} times as long as the fastest"
+_NOT_FASTER = "no plan that fits is faster than those shown"
 
 
 def _is_nowhere_more(seconds: Iterable[float], others: Iterable[float]) -> bool:

@@ -226,7 +226,7 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
     memory = planner.memory
     assert memory is not None
     try:
-        return planner.plan(request)
+        return planner.plan(request)[0]
     except MemoryLimitError as error:
         _, limit, needed = error.args
         write = bytes_writer(config.device_memory)

@@ -285,8 +285,8 @@ class ModelPlanner:
             raise ScheduleError(f"{name} does not accept num_chunks ({self._num_chunks})")
         return wanted
 
-    def plan(self, request: PlanRequest) -> Plan:
-        """Return the fastest plan that fits a device, with its messages.
+    def plan(self, request: PlanRequest) -> tuple[Plan, list[RankNeeds]]:
+        """Return the fastest plan that fits a device, and what its ranks need with messages.
 
         Raises:
             ScheduleError: None fits, or none can be made.
@@ -295,9 +295,10 @@ class ModelPlanner:
         assert memory is not None
         needs = self.rank_needs(plan)
         if max(rank.device for rank in needs) <= memory:
-            return plan
+            return plan, needs
         messages = max(rank.messages for rank in needs)  # the planner counts none
-        return make_plan(replace(request, memory_limit=memory - messages))
+        plan = make_plan(replace(request, memory_limit=memory - messages))
+        return plan, self.rank_needs(plan)
 
     def rank_needs(self, plan: Plan) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""

@@ -83,6 +83,7 @@ class ModelProbe:
         self._needs: dict[Any, MemoryNeeds] = {}
         self._chains: dict[str, BlockChain] = {}
         self._blocks: dict[Any, tuple[MemoryNeeds, list[int]] | None] = {}
+        self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _as_made
         self.recomputes: Sequence[str] = ()  # that a trace of all blocks measures besides its own
         self._is_in_parts: bool | None = None  # not known before
 
@@ -281,9 +282,13 @@ class ModelProbe:
             self._is_in_parts = self._make_anew(settings.blocks)
         if not self._is_in_parts:
             return settings
-        _, stages = cut_by_size(self._module, placement, settings.blocks, settings.split)
-        names = find_chain(self._module, settings.blocks).names
-        return replace(settings, blocks=names, split=[len(stage.blocks) for stage in stages])
+        key = placement, str(settings.blocks), str(settings.split)
+        if key not in self._own_cuts:
+            _, stages = cut_by_size(self._module, placement, settings.blocks, settings.split)
+            names = find_chain(self._module, settings.blocks).names
+            self._own_cuts[key] = names, [len(stage.blocks) for stage in stages]
+        blocks, split = self._own_cuts[key]
+        return replace(settings, blocks=blocks, split=split)
 
     def _make_anew(self, blocks: str | Sequence[str] | None) -> bool:
         """Return whether ranks of a run make their own parts, whose cut goes by sizes."""
