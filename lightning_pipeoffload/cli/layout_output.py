@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column
 
-from lightning_pipeoffload.cli.layout_search import NEAR, QUICK, SHOWN, Found, PlannedLayout
+from lightning_pipeoffload.cli.layout_search import NEAR, QUICK, SHOWN, PlannedLayout, SearchResult
 from lightning_pipeoffload.planning.figures import bare_table, lines_by_reason
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text
@@ -21,9 +21,9 @@ _MOST_ROWS = 10
 _HEADS = ("ranks", "tensor\nranks", "repli-\ncas", "re-\ncompute", "of-\nfload")
 
 
-def print_layouts(found: Found, config: DictConfig) -> None:
+def print_layouts(result: SearchResult, config: DictConfig) -> None:
     """Print the layouts that fit, and why others are left out."""
-    shown = found.layouts[:_MOST_ROWS]
+    shown = result.layouts[:_MOST_ROWS]
     has_tokens = tokens_per_second(shown[0]) is not None
     has_sharding = any(each.settings.sharding != "none" for each in shown)
     ranks, tensor_ranks, replicas, recompute, offload = _HEADS
@@ -33,7 +33,7 @@ def print_layouts(found: Found, config: DictConfig) -> None:
         *("step", *["tokens/s"] * has_tokens, "fullest\nrank"),
         title=(
             f"Layouts of {config.devices * config.num_nodes} devices that fit and take up to "
-            f"{SHOWN:g} times as long as the fastest: {len(found.layouts)}"
+            f"{SHOWN:g} times as long as the fastest: {len(result.layouts)}"
         ),
         is_narrow=True,
     )
@@ -59,13 +59,13 @@ def print_layouts(found: Found, config: DictConfig) -> None:
             f"Those that take more than {NEAR:g} times as long have been planned with "
             f"{', '.join(QUICK)} alone."
         )
-    lines = lines_by_reason(found.left_out)
+    lines = lines_by_reason(result.left_out)
     for line in ["Left out, of ranks x tensor ranks x replicas:"] * bool(lines) + lines:
         console.print(line, highlight=False, markup=False)
     console.print()
 
 
-def describe_layouts(found: Found) -> dict[str, Any]:
+def describe_layouts(result: SearchResult) -> dict[str, Any]:
     """Return the JSON of the layouts, and of those that are left out."""
     return {
         "layouts": [
@@ -75,9 +75,9 @@ def describe_layouts(found: Found) -> dict[str, Any]:
                 "tokens_per_second": tokens_per_second(each),
                 "device": _most_memory(each),
             }
-            for each in found.layouts
+            for each in result.layouts
         ],
-        "left_out": dict(found.left_out),
+        "left_out": dict(result.left_out),
     }
 
 

@@ -37,7 +37,7 @@ from lightning_pipeoffload.schedule.text import seconds_text
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["NEAR", "QUICK", "SHOWN", "Found", "Layout", "PlannedLayout", "layouts_by_speed"]
+__all__ = ["NEAR", "QUICK", "SHOWN", "SearchResult", "Layout", "PlannedLayout", "layouts_by_speed"]
 
 _RECOMPUTES = ("none", "cheap", "full")
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
@@ -119,8 +119,8 @@ class PlannedLayout:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search has found.
+class SearchResult:
+    """The layouts that a search has planned, and those that it has left out.
 
     Attributes:
         layouts: Those that fit, first the one to take, then by their speed.
@@ -132,7 +132,7 @@ class Found:
 
 
 @contextmanager
-def layouts_by_speed(config: DictConfig) -> Iterator[Found]:
+def layouts_by_speed(config: DictConfig) -> Iterator[SearchResult]:
     """Yield the fastest layouts; within the context their planners may trace the model.
 
     Raises:
@@ -142,8 +142,8 @@ def layouts_by_speed(config: DictConfig) -> Iterator[Found]:
     text = f"Planning layouts of {config.devices * config.num_nodes} devices"
     with beside_absent_ranks(max(sizes)):
         with progress(text) as show:
-            found = _Search(config, sizes, show).run()
-        yield found
+            result = _Search(config, sizes, show).run()
+        yield result
 
 
 def _tensor_sizes(config: DictConfig) -> list[int]:
@@ -183,7 +183,7 @@ class _Search:
         self._traced: dict[int, ModelPlanner] = {}  # by the number of tensor ranks
         self._least: tuple[float, Layout] | None = None  # bytes of a device, and the layout's sizes
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Search, or name what would fit.
 
         Raises:
@@ -192,7 +192,7 @@ class _Search:
         self._layouts(self._config.num_nodes)  # refuses sizes before the model is traced
         planned = self._plan_all(self._planners(), self._config.num_nodes)
         if planned:
-            return Found(planned, [*self._left_out.items()])
+            return SearchResult(planned, [*self._left_out.items()])
         if self._least is None:
             size, reason = next(iter(self._left_out.items()))
             raise ScheduleError(f"no layout can be planned: {size}: {reason}")
@@ -328,10 +328,10 @@ class _Search:
             is_tight = place.layout not in quick
             if place.least > best or not (is_near or is_tight):
                 continue
-            found = self._plan(place, _WORTH_A_PLAN * best)
-            if found is not None and found.score * _ABOUT_EQUAL < scores[place.layout]:
-                planned[place.layout] = found
-                best = min(best, found.score)
+            candidate = self._plan(place, _WORTH_A_PLAN * best)
+            if candidate is not None and candidate.score * _ABOUT_EQUAL < scores[place.layout]:
+                planned[place.layout] = candidate
+                best = min(best, candidate.score)
         self._beginning = ""
         for layout, each in planned.items():
             self._left_out.pop(str(layout), None)
@@ -357,11 +357,11 @@ class _Search:
                     best_of_size = min(best_of_size, place.least)
                     continue
                 places.append(place)
-                found = self._plan(place, SHOWN * best, is_quick=True)
-                if found is not None:
-                    planned[place.layout] = found
-                    best_of_size = min(best_of_size, found.score)
-                    best = min(best, found.score)
+                candidate = self._plan(place, SHOWN * best, is_quick=True)
+                if candidate is not None:
+                    planned[place.layout] = candidate
+                    best_of_size = min(best_of_size, candidate.score)
+                    best = min(best, candidate.score)
             size = planner.settings.tensor_parallel_size
             if NEAR * best < best_of_size < inf and size < self._sizes[-1]:
                 self._left_out[f"more than {size} tensor ranks"] = (
@@ -419,14 +419,14 @@ class _Search:
                 changed = replace(planner.settings, sharding=sharding, rank_order=order)
                 least = omits_above if best is None else best.score
                 try:
-                    found = self._plan_of(planner.in_layout(changed), layout, least, is_quick)
+                    candidate = self._plan_of(planner.in_layout(changed), layout, least, is_quick)
                 except MemoryLimitError as error:
                     reason = reason or self._too_large(planner, layout, error)
                 except ScheduleError as error:
                     reason = reason or _first_line(error)
                 else:
-                    if best is None or found.score * _ABOUT_EQUAL < best.score:
-                        best = found
+                    if best is None or candidate.score * _ABOUT_EQUAL < best.score:
+                        best = candidate
         if best is None:
             self._left_out[str(layout)] = reason if omits_above == inf else _NOT_FASTER
         return best

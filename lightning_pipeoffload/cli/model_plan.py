@@ -72,12 +72,12 @@ def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
 
 
 def _plan_of_search(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
-    with layouts_by_speed(config) as found:
-        fastest = found.layouts[0]
+    with layouts_by_speed(config) as result:
+        fastest = result.layouts[0]
         if config.format == "text":
-            print_layouts(found, config)
+            print_layouts(result, config)
         step, figures, answer = _described_plan(fastest.planner, fastest.plan, config)
-        return step, figures | describe_layouts(found), [*answer, *how_to_train(fastest, config)]
+        return step, figures | describe_layouts(result), [*answer, *how_to_train(fastest, config)]
 
 
 @_beside_tensor_ranks
