@@ -20,6 +20,7 @@ from lightning_pipeoffload.runtime.making.construction import (
     make_blueprint,
 )
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
+from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_shard
 from lightning_pipeoffload.runtime.tensor_parallel.layers import INSTEAD, keep_local_parts
 from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
@@ -104,6 +105,8 @@ class ModelInParts:
         mesh = self._group.device_mesh
         if mesh is None:
             yield
+            for name, parameter in self._module.named_parameters():
+                refuse_shard(name, parameter)
             return
         with drawing_whole(self._module):
             yield

@@ -79,10 +79,15 @@ def carry_quantization(stand_in: ShapeOnly, slot: Slot) -> None:
         refuse_other_quantized(slot.name, weight)
 
 
-def refuse_other_quantized(name: str, weight: Tensor) -> None:
-    """Raise ``ValueError`` for an 8-bit weight, and for one that consists of several tensors."""
+def refuse_shard(name: str, weight: Tensor) -> None:
+    """Raise ``ValueError`` for a DTensor where layers are not shared."""
     if isinstance(weight, DTensor):
         raise ValueError(f"{name} is a DTensor, a shard of a weight, {SHARDED}")
+
+
+def refuse_other_quantized(name: str, weight: Tensor) -> None:
+    """Raise ``ValueError`` for an 8-bit weight, and for one that consists of several tensors."""
+    refuse_shard(name, weight)
     if hasattr(weight, "SCB"):
         raise ValueError(
             f"{name} is an 8-bit weight of bitsandbytes, whose layer chooses what to quantize "
