@@ -320,7 +320,7 @@ class _Search:
         """Return planned layouts: the simplest of the fastest, then the others by their speed."""
         quick, places = self._plan_quickly(planners, num_nodes, changed or {})
         best = min((each.score for each in quick.values()), default=inf)
-        scores = {place.layout: getattr(quick.get(place.layout), "score", inf) for place in places}
+        scores = {layout: quick[layout].score if layout in quick else inf for layout, *_ in places}
         planned = dict(quick)
         places.sort(key=lambda place: (scores[place.layout], place.least))
         for number, place in enumerate(places):
@@ -445,8 +445,8 @@ class _Search:
         tried = settings
         if is_quick and settings.offload == "auto":
             tried = replace(settings, offload="none")
-        more = {"omits_above": omits_above}
-        plan, needs = planner.plan(planner.request(wanted, layout.num_ranks, tried, **more))
+        request = planner.request(wanted, layout.num_ranks, tried, omits_above=omits_above)
+        plan, needs = planner.plan(request)
         most, memory = max(rank.device for rank in needs), planner.memory
         assert memory is not None
         if most > memory:

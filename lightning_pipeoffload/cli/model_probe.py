@@ -38,9 +38,8 @@ from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import mesh_of_absent_ranks
-from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.layers import sharing_layers
 from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
-from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 if TYPE_CHECKING:
@@ -101,9 +100,11 @@ class ModelProbe:
             self._module.configure_model()
             return
         self._module._device_mesh = self._mesh  # private: as Lightning sets it
-        with drawing_whole(self._module), keeping_own_parts(have_equal_values=True):
+        with (
+            sharing_layers(self._module, self._mesh),
+            keeping_own_parts(have_equal_values=True),
+        ):
             self._module.configure_model()
-        keep_local_parts(self._module, self._mesh["tensor_parallel"])
 
     @contextmanager
     def _making_shapes(self) -> Iterator[None]:

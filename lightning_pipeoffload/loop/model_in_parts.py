@@ -21,9 +21,8 @@ from lightning_pipeoffload.runtime.making.construction import (
 )
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_shard
-from lightning_pipeoffload.runtime.tensor_parallel.layers import INSTEAD, keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.layers import INSTEAD, sharing_layers
 from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
-from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
 
 _ONE_RANK = (
     'self.device_mesh["data_parallel"] has one rank, so that fully_shard under '
@@ -101,16 +100,19 @@ class ModelInParts:
 
     @contextmanager
     def _sharing_layers(self) -> Iterator[None]:
-        """Let tensor ranks share the layers that are made within the context, if there are any."""
+        """Let tensor ranks share the layers that are made within the context.
+
+        Raises:
+            ValueError: A layer is shared where there are no such ranks.
+        """
         mesh = self._group.device_mesh
         if mesh is None:
             yield
             for name, parameter in self._module.named_parameters():
                 refuse_shard(name, parameter)
             return
-        with drawing_whole(self._module):
+        with sharing_layers(self._module, mesh):
             yield
-        keep_local_parts(self._module, mesh["tensor_parallel"])
 
     @contextmanager
     def _dividing(self) -> Iterator[None]:

@@ -226,12 +226,11 @@ class PipelineGroup(RankMesh, HostGroup):
         self._shared = []
         for name, parameter, ranks in tensors.shared_parameters():
             source = self.global_ranks[ranks[0]]
-            _copy_from(source, parameter, self._sharing[ranks])
+            copy_values([parameter], source, self.global_rank == source, self._sharing[ranks])
             names = frozenset(tensors.aliases(name))
             trains = partial(records.always_train, names)
             self._shared.append(_Shared(parameter, ranks, self.rank == ranks[0], trains))
-        for buffer in tensors.common_buffers():
-            _copy_from(self.root, buffer, self._ranks_group)
+        copy_values(tensors.common_buffers(), self.root, self.is_root, self._ranks_group)
         if (
             self.num_tensor_ranks > 1
         ):  # a module that __init__ makes without a seed is drawn by each
@@ -354,8 +353,3 @@ class PipelineGroup(RankMesh, HostGroup):
             dist.all_reduce(numbers, operation, self.replicas.group)
         if self.num_tensor_ranks > 1:
             dist.all_reduce(numbers, operation, self.tensor_group())
-
-
-@torch.no_grad()
-def _copy_from(source: int, tensor: Tensor, group: Any) -> None:
-    tensor.detach().copy_(broadcast_bytes(tensor, source, group))

@@ -87,9 +87,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def broadcast_bytes(
-    tensor: Tensor, source: int, group: Any, device: torch.device | str | None = None
-) -> Tensor:
+def broadcast_bytes(tensor: Tensor, source: int, group: Any, device: torch.device | str) -> Tensor:
     """Return a contiguous copy of the tensor of global rank ``source``, on each rank of a group.
 
     As bytes: neither gloo nor NCCL knows every dtype.
@@ -98,9 +96,9 @@ def broadcast_bytes(
         tensor: On the other ranks one of the same shape and dtype.
         source: The global rank.
         group: The process group.
-        device: The device of the copy; None: that of ``tensor``.
+        device: The device of the copy.
     """
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if dist.get_rank() == source:
         copied.copy_(tensor.detach())
     dist.broadcast(as_bytes(copied), source, group=group)

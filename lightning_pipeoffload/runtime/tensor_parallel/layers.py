@@ -20,7 +20,8 @@ together, and compiles their DTensors to local tensors and collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -38,6 +39,7 @@ from lightning_pipeoffload.runtime.shapes.sharding import (
     local_part,
     set_sharding,
 )
+from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
 INSTEAD = (
@@ -49,6 +51,22 @@ INSTEAD = (
 
 class NothingDistributedError(ValueError):
     """``configure_model`` distributes no layer over the tensor ranks."""
+
+
+@contextmanager
+def sharing_layers(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """Have tensor ranks share the layers that are made, drawn and parallelized within the context.
+
+    Args:
+        module: The module that has the layers.
+        mesh: The mesh of all processes, with the dimension ``tensor_parallel``.
+
+    Raises:
+        ValueError: As :func:`keep_local_parts`.
+    """
+    with drawing_whole(module):
+        yield
+    keep_local_parts(module, mesh["tensor_parallel"])
 
 
 def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
