@@ -1,5 +1,7 @@
 # make train   trains the demo GPT over two pipeline ranks on the CPU
 # make test    runs lint, types and tests
+# make slow    runs the tests that are left out of make test, some 95 minutes on two cores; make slow PART=3
+#              runs one of eight parts, 0 to 7, and with MINUTES=25 skips what has not begun by then
 # make wheel   builds a wheel in dist/, with the python that it is given, for machines without this clone
 # make docs    builds the documentation site in build/site, and fails on a warning
 # make gpu     what one GPU tells, in so many seconds, with the python that it is given:
@@ -24,7 +26,7 @@ PRINT_TORCH = @$(BIN)/python -c 'import torch; print("torch", torch.__version__,
 # Without bytecode every rank compiles torch and lightning anew at its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test fuzz docs gpu wheel
+.PHONY: train test slow fuzz docs gpu wheel
 # Training and tests, one thread a rank: on two cores they would wait for each other's threads.
 train: $(VENV)/installed
 	$(PRINT_TORCH)
@@ -36,6 +38,11 @@ test: $(VENV)/installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 4 --dist worksteal --durations 10
+
+slow: $(VENV)/installed-test
+	$(PRINT_TORCH)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not faults' --numprocesses 4 --dist worksteal -rs --durations 10 \
+		$(if $(PART),--part $(PART)) $(if $(MINUTES),--minutes $(MINUTES))
 
 fuzz: $(VENV)/installed-test
 	$(PRINT_TORCH)

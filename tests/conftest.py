@@ -1,23 +1,57 @@
 import gc
 import os
 import shutil
-from typing import TYPE_CHECKING
+import time
+import zlib
 
 import pytest
 
 from tests.support.caches import begin_session, new_caches
 
-if TYPE_CHECKING:
-    pass
-
 CACHES = pytest.StashKey()
+DEADLINE = pytest.StashKey()
+NUM_PARTS = 8
 
 # What runs no tests itself, as xdist's controller, needs no torch: it is imported in the fixtures.
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part",
+        type=int,
+        choices=range(NUM_PARTS),
+        help="run this eighth of the tests alone; a test's name decides its eighth",
+    )
+    parser.addoption(
+        "--minutes", type=float, help="skip the tests that have not begun after so many minutes"
+    )
 
 
 def pytest_configure(config):
     """Keep the plans and choices of other sessions out of this one's, and the other way round."""
     config.stash[CACHES] = begin_session()
+    minutes = config.getoption("minutes")
+    config.stash[DEADLINE] = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselect the tests of other parts: `make slow PART=3`."""
+    part = config.getoption("part")
+    if part is None:
+        return
+    of_part, others = [], []
+    for item in items:
+        here = zlib.crc32(item.nodeid.encode()) % NUM_PARTS == part
+        (of_part if here else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = of_part
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip what has no time left, so that a failure of what has run still fails the run."""
+    if time.monotonic() > item.config.stash[DEADLINE]:
+        pytest.skip(f"not run: --minutes {item.config.getoption('minutes'):g} are over")
 
 
 def pytest_collection_finish():
