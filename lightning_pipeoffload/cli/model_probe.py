@@ -26,11 +26,11 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch.structure import batch_size
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.making.construction import cut_by_size, make_blueprint
+from lightning_pipeoffload.runtime.making.construction import costs_of_sizes, make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
 from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
@@ -83,6 +83,7 @@ class ModelProbe:
         self._chains: dict[str, BlockChain] = {}
         self._blocks: dict[Any, tuple[MemoryNeeds, list[int]] | None] = {}
         self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _as_made
+        self._sizes: dict[str, tuple[BlockChain, SegmentCosts]] = {}
         self.recomputes: Sequence[str] = ()  # that a trace of all blocks measures besides its own
         self._is_in_parts: bool | None = None  # not known before
 
@@ -285,11 +286,21 @@ class ModelProbe:
             return settings
         key = placement, str(settings.blocks), str(settings.split)
         if key not in self._own_cuts:
-            _, stages = cut_by_size(self._module, placement, settings.blocks, settings.split)
-            names = find_chain(self._module, settings.blocks).names
-            self._own_cuts[key] = names, [len(stage.blocks) for stage in stages]
+            chain, costs = self._sizes_of_blocks(settings.blocks)
+            stages = cut(chain, costs, placement, settings.split)
+            self._own_cuts[key] = chain.names, [len(stage.blocks) for stage in stages]
         blocks, split = self._own_cuts[key]
         return replace(settings, blocks=blocks, split=split)
+
+    def _sizes_of_blocks(
+        self, blocks: str | Sequence[str] | None
+    ) -> tuple[BlockChain, SegmentCosts]:
+        """Return the blocks of a module in parts, and their costs by sizes."""
+        key = str(blocks)
+        if key not in self._sizes:
+            chain, _, costs = costs_of_sizes(self._module, blocks)
+            self._sizes[key] = chain, costs
+        return self._sizes[key]
 
     def _make_anew(self, blocks: str | Sequence[str] | None) -> bool:
         """Return whether ranks of a run make their own parts, whose cut goes by sizes."""

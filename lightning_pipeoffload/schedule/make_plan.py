@@ -216,6 +216,7 @@ class _Trials:
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
         self._costs: dict[Any, Costs] = {}
+        self._limits: dict[Any, float | None] = {}
         self._places = {option: place for place, option in enumerate(request.options)}
         self._bounds: dict[Option, _Bound] = {}
         self._free_orders: dict[Option, Schedule] = {}
@@ -226,12 +227,23 @@ class _Trials:
         self._num_grouped = 0  # candidates that are in the groups by order
 
     def costs(self, option: Option) -> Costs:
-        computed = option.recompute, option.head_weight_grad
-        counts = option.num_microbatches, option.num_sequence_slices
-        key = self._placement(option), *counts, *computed
+        key = self._stages_of(option)
         if key not in self._costs:
             self._costs[key] = self._request.costs_of(option)
         return self._costs[key]
+
+    def _stages_of(self, option: Option) -> tuple[Any, ...]:
+        """Return that of an option by which its stages' costs and weights follow."""
+        computed = option.recompute, option.head_weight_grad
+        counts = option.num_microbatches, option.num_sequence_slices
+        return self._placement(option), *counts, *computed
+
+    def limit(self, option: Option) -> float | None:
+        """Return the most memory for an option's activations on a rank."""
+        key = self._stages_of(option)
+        if key not in self._limits:
+            self._limits[key] = self._request.limit_of(option)
+        return self._limits[key]
 
     def _placement(self, option: Option) -> tuple[int, ...]:
         recipe = self._request.recipes[option.schedule]
@@ -286,14 +298,14 @@ class _Trials:
             self._refuse(option, "none" if share == "auto" else str(share), error)
 
     def _add_order(self, option: Option) -> None:
-        schedule = self._build(option, self._request.limit_of(option))
+        schedule = self._build(option, self.limit(option))
         is_alone = len(self._request.options) == 1  # asked for by its name, its copies with it
         if schedule.has_copies and self._request.offload == "none" and not is_alone:
             raise ScheduleError("it copies, and offload is none")
         self._add(option, "its own" if schedule.has_copies else "none", schedule)
 
     def _add_share(self, option: Option, share: str | float) -> None:
-        free, limit = self._build(option, None), self._request.limit_of(option)
+        free, limit = self._build(option, None), self.limit(option)
         if self._is_above(self._figures(option, free)[0]):
             raise ScheduleError("even without its copies no faster than the best")
         planned = offload_activations(free, self.costs(option), share, limit)
@@ -322,7 +334,7 @@ class _Trials:
         if is_planned or schedule.has_copies:
             return None
         self._free_orders[option] = schedule
-        copying, limit = 0.0, self._request.limit_of(option)
+        copying, limit = 0.0, self.limit(option)
         if limit is not None and option.num_sequence_slices == 1:
             copying = least_copying(schedule, self.costs(option), limit)
             if self._is_above(period_to_compare(copying, copies=True)):
@@ -334,7 +346,7 @@ class _Trials:
         try:
             if best is not None and Candidate(option, "auto", "", seconds).score >= best.score:
                 raise ScheduleError("with the copies that it needs no faster than the best")
-            planned = self._offload(option, schedule, "auto", self._request.limit_of(option))
+            planned = self._offload(option, schedule, "auto", self.limit(option))
             self._add(option, "paged" if planned[1].is_paged else "auto", *planned)
         except ScheduleError as error:
             self._refuse(option, "auto", error)
@@ -410,7 +422,7 @@ class _Trials:
         if shortage:
             raise HostShortageError(shortage)
         figures = self._figures(option, schedule)
-        limit, needed = self._request.limit_of(option), figures[2]
+        limit, needed = self.limit(option), figures[2]
         # B may leave more than F did, so a plan that fits as it is built may not as it runs.
         if limit is not None and needed > limit * (1 + ROUNDING):
             sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
@@ -549,7 +561,7 @@ class _Trials:
             if request.has_barrier(option)
             else most_work(seconds, placement, option.num_microbatches)
         )
-        limit = request.limit_of(option)
+        limit = self.limit(option)
         if limit is None:
             return _Bound(least, least, least)
         arguments = costs, placement, option.num_microbatches, limit

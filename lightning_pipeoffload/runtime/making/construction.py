@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.partition import (
+    SegmentCosts,
     Stage,
     costs_by_size,
     cut,
@@ -176,7 +177,8 @@ class _Draft(RegisteredParameters):
         registered = {name: index for name, index in indices.items() if index is not None}
         if all(index < self.num_found for index in registered.values()):
             return None
-        segments, stages = cut_by_size(self._module, stage_ranks, blocks, split)
+        chain, segments, costs = costs_of_sizes(self._module, blocks)
+        stages = cut(chain, costs, stage_ranks, split)
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,
@@ -237,20 +239,17 @@ def _refuse_pretrained() -> None:
         )
 
 
-def cut_by_size(
-    module: nn.Module,
-    stage_ranks: Sequence[int],
-    blocks: str | Sequence[str] | None = None,
-    split: str | Sequence[int] = "auto",
-) -> tuple[dict[str, set[int]], list[Stage]]:
-    """Cut a module in parts, before any step has run; see :func:`make_blueprint`.
+def costs_of_sizes(
+    module: nn.Module, blocks: str | Sequence[str] | None = None
+) -> tuple[BlockChain, dict[str, set[int]], SegmentCosts]:
+    """Estimate the work of a module in parts, before any step has run; see :func:`make_blueprint`.
 
     Returns:
-        The segments that need each parameter and buffer, by name, and the stages.
+        The blocks, the segments that need each parameter and buffer, by name, and their costs.
     """
     chain, slots = find_chain(module, blocks), find_slots(module)
     segments = find_segments(slots, chain, StepRecord(len(chain) + 1))
-    return segments, cut(chain, costs_by_size(slots, chain, segments), stage_ranks, split)
+    return chain, segments, costs_by_size(slots, chain, segments)
 
 
 # The second run

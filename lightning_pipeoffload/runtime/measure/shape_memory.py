@@ -182,8 +182,9 @@ class _MeasuringPass(StepTrace):
         self._stage_of[len(self.chain)] = len(stages) - 1
         is_alone = all(len(stage.blocks) <= 1 for stage in stages)  # each block is a stage
         blocks = [range(len(self.chain))] if is_alone else [stage.blocks for stage in stages]
-        # Cheap recomputation computes a block's values from those before it.
-        alike = {} if recompute == "cheap" else find_alike_saving(self.chain, part.record, blocks)
+        # Cheap recomputation computes a block's values from those before it on its stage.
+        runs_all = recompute == "cheap" and not is_alone
+        alike = {} if runs_all else find_alike_saving(self.chain, part.record, blocks)
         self.outputs = {index: part.record.outputs[index] for index in alike}
         self._alike_stages = alike if is_alone else {}
         # How many others of its stage a block counts for.

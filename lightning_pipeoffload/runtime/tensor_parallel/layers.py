@@ -103,7 +103,7 @@ def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
                 f"the forward of their class; leave the layer out of the plan, or give it a class"
             )
         share = _find_share(layer, shardings)
-        share(layer, name, shardings)
+        share(layer, module, shardings)
 
 
 def _sharding_of(name: str, tensor: DTensor, mesh: DeviceMesh) -> Sharding:
@@ -139,7 +139,9 @@ def _local_of(slot: Slot, sharding: Sharding) -> Tensor:
     return local
 
 
-def _find_share(layer: nn.Module, shardings: Mapping[str, Sharding]) -> Callable[..., None]:
+def _find_share(
+    layer: nn.Module, shardings: Mapping[str, Sharding]
+) -> Callable[[nn.Module, nn.Module, Mapping[str, Sharding]], None]:
     weight = shardings.get("weight")
     if weight is not None and weight.is_divided:
         if type(layer).forward is nn.Linear.forward:
@@ -152,7 +154,7 @@ def _find_share(layer: nn.Module, shardings: Mapping[str, Sharding]) -> Callable
 # Linear layers
 
 
-def _share_linear(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]) -> None:
+def _share_linear(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
     mesh, of_weight = shardings["weight"].mesh, shardings["weight"].placement
     by_rows = of_weight.is_shard(0)  # each rank has some of the outputs, else of the inputs
     is_first = mesh.get_local_rank() == 0
@@ -160,7 +162,7 @@ def _share_linear(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]
     def forward(layer: Any, x: Any) -> DTensor:
         last = x.dim() - 1
         wanted = Replicate() if by_rows else Shard(last)
-        _check_input(x, wanted, mesh, name)
+        _check_input(x, wanted, mesh, layer, module)
         if by_rows:
             y = functional.linear(x.to_local(grad_placements=[Partial()]), layer.weight, layer.bias)
             return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
@@ -172,37 +174,48 @@ def _share_linear(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]
     layer.forward = MethodType(forward, layer)
 
 
-def _check_input(x: Any, wanted: Placement, mesh: DeviceMesh, name: str) -> None:
+def _check_input(
+    x: Any, wanted: Placement, mesh: DeviceMesh, layer: nn.Module, module: nn.Module
+) -> None:
     if not isinstance(x, DTensor):
         raise ValueError(
-            f"{name} is distributed and gets a tensor that is not; name it in the plan of "
-            f"parallelize_module, whose styles distribute its input"
+            f"{_name_in(module, layer)} is distributed and gets a tensor that is not; name it in "
+            f"the plan of parallelize_module, whose styles distribute its input"
         )
     if x.device_mesh != mesh or x.placements != (wanted,):
         raise ValueError(
-            f"{name} gets an input placed as {x.placements}, and with this weight it is built for "
-            f"{wanted}; set desired_input_layouts, or leave the layer out of the plan"
+            f"{_name_in(module, layer)} gets an input placed as {x.placements}, and with this "
+            f"weight it is built for {wanted}; set desired_input_layouts, or leave the layer out "
+            f"of the plan"
         )
+
+
+def _name_in(module: nn.Module, layer: nn.Module) -> str:
+    """Return the layer's name, which no ``forward`` keeps: blocks with such layers are alike."""
+    return next(name for name, child in module.named_modules() if child is layer)
 
 
 # Embeddings
 
 
-def _share_embedding(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]) -> None:
+def _share_embedding(
+    layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]
+) -> None:
     sharding = shardings["weight"]
     mesh, by_rows = sharding.mesh, sharding.placement.is_shard(0)
     embedding: Any = layer
     if by_rows and (embedding.padding_idx is not None or embedding.max_norm is not None):
         raise ValueError(
-            f"{name} has padding_idx or max_norm, which is not supported with its rows on several "
-            f"tensor ranks; use ColwiseParallel, whose ranks have columns, or leave it out"
+            f"{_name_in(module, layer)} has padding_idx or max_norm, which is not supported with "
+            f"its rows on several tensor ranks; use ColwiseParallel, whose ranks have columns, or "
+            f"leave it out"
         )
     num_rows = sharding.shape[0] // mesh.size()
     first = mesh.get_local_rank() * num_rows
     look_up = type(layer).forward
 
     def forward(layer: Any, x: Any) -> DTensor:
-        _check_input(x, Replicate(), mesh, name)
+        _check_input(x, Replicate(), mesh, layer, module)
         indices = x.to_local()
         if not by_rows:
             y = look_up(layer, indices)
@@ -218,7 +231,7 @@ def _share_embedding(layer: nn.Module, name: str, shardings: Mapping[str, Shardi
 # Others
 
 
-def _share_other(layer: nn.Module, name: str, shardings: Mapping[str, Sharding]) -> None:
+def _share_other(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
     run = type(layer).forward
     if run in (nn.LayerNorm.forward, nn.RMSNorm.forward):  # whose gradients are never divided
         shardings = {
