@@ -108,7 +108,7 @@ class PackedRowCheck:
 
     def _numbers_of(self, inputs: StepInputs) -> list[float]:
         done = self._evaluate(inputs)
-        tensors = [*tensors_in(done.value), *self._steps.pop_logged()]
+        tensors = [*tensors_in(done.value), *self._steps.pop_logged(done.sizes, done.shares)]
         return [float(tensor) for tensor in tensors if tensor.numel() == 1]
 
     def _compare(self, kind: str, numbers: list[list[float]]) -> None:

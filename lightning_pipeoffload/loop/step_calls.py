@@ -106,7 +106,7 @@ class StepCalls:
                 self._capture.capturing(call.is_last) if call.is_last or call.is_trace else NOTHING,
             )
             with around:
-                result = plain(part, *rest, **kwargs)
+                result = self._capture.metrics.own_values(plain(part, *rest, **kwargs))
             if self._module.device_mesh is not None:
                 result = map_output(whole_value, result)
             if self._stop is not None and not call.is_trace:
@@ -122,9 +122,9 @@ class StepCalls:
         """Log once for the whole batch what its steps have logged; see :class:`StepOutput`."""
         self._capture.replay(sizes, shares)
 
-    def pop_logged(self) -> list[Tensor]:
-        """Return the tensors that the steps have logged, and log none of them."""
-        return self._capture.pop_tensors()
+    def pop_logged(self, sizes: Sequence[int], shares: Sequence[Any]) -> list[Tensor]:
+        """Return the tensors that the steps have logged, and log none of them; see :meth:`log`."""
+        return self._capture.pop_tensors(sizes, shares)
 
 
 class QuietLogger:

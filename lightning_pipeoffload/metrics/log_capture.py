@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_pipeoffload.metrics.metric_values import CallValue, WholeBatchValues
+from lightning_pipeoffload.metrics.metric_calls import MetricCalls, over_batch
+from lightning_pipeoffload.metrics.metric_value import Derived, Entry, MetricValue
 from lightning_pipeoffload.runtime.batch.parts import in_mean
 from lightning_pipeoffload.runtime.shapes.sharding import whole_value
 
@@ -27,11 +27,10 @@ _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.
 
 @dataclass
 class _Call:
-    """One call of ``self.log``; ``origin`` is the call of a metric that returned the value."""
+    """One call of ``self.log``; ``value`` may be the recipe of a value of metrics."""
 
     microbatch: int
     value: Any
-    origin: CallValue | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -49,7 +48,7 @@ class LogCapture:
         )
         self._calls: dict[tuple[str, int], list[_Call]] = {}
         self._num_passes = 0
-        self._metrics = WholeBatchValues(module)
+        self.metrics = MetricCalls(module)
 
     def capturing(self, keep: bool) -> AbstractContextManager[None]:
         """Capture the calls of one microbatch.
@@ -67,17 +66,22 @@ class LogCapture:
             sizes: The number of samples of each microbatch.
             shares: The share of each in means, where the step gives no ``batch_size``.
         """
-        calls, self._calls, self._num_passes = self._calls, {}, 0
-        for (name, _), entries in calls.items():
+        for (name, _), entries in self._pop(sizes, shares).items():
             self._log_once(name, entries, sizes, shares)
-        self._metrics.forget()
 
-    def pop_tensors(self) -> list[Tensor]:
-        """Return the tensors that were logged, and log none of them."""
-        calls, self._calls, self._num_passes = self._calls, {}, 0
-        self._metrics.forget()
-        values = (call.value for entries in calls.values() for call in entries)
+    def pop_tensors(self, sizes: Sequence[int], shares: Sequence[Any]) -> list[Tensor]:
+        """Return the tensors that were logged, and log none of them; see :meth:`replay`."""
+        calls = self._pop(sizes, shares)
+        values = (logged_value(call.value) for entries in calls.values() for call in entries)
         return [value for value in values if isinstance(value, Tensor)]
+
+    def _pop(
+        self, sizes: Sequence[float], shares: Sequence[Any]
+    ) -> dict[tuple[str, int], list[_Call]]:
+        """Return the batch's calls of ``self.log``, once those of its metrics are made."""
+        calls, self._calls, self._num_passes = self._calls, {}, 0
+        self.metrics.make(sizes, shares)
+        return calls
 
     def _log_once(
         self, name: str, entries: list[_Call], sizes: Sequence[int], shares: Sequence[Any]
@@ -88,22 +92,15 @@ class LogCapture:
         batch_sizes = [entry.kwargs.get("batch_size") for entry in entries]
         pairs = [*zip(batch_sizes, (entry.microbatch for entry in entries), strict=True)]
         value = combine_logged(
-            [entry.value for entry in entries],
+            _over_batch([entry.value for entry in entries]),
             [size or shares[index] * sum(sizes) for size, index in pairs],
             options.get("reduce_fx", "mean"),
         )
-        value = _over_batch(entries, value)
-        if isinstance(value, Metric) and self._is_on_step(options):
-            self._metrics.give_to(value)
         kwargs = dict(last.kwargs)
         if self._takes_batch_size:
             # Between batches means weigh by samples, as on one device.
             kwargs["batch_size"] = sum(size or sizes[index] for size, index in pairs)
         self._log(self._module, name, value, *last.args, **kwargs)
-
-    def _is_on_step(self, options: dict[str, Any]) -> bool:
-        on_step = options.get("on_step")
-        return self._module.trainer.training if on_step is None else bool(on_step)
 
 
 class _Capturing:
@@ -116,8 +113,7 @@ class _Capturing:
         capture = self._capture
         self._microbatch = capture._num_passes
         capture._num_passes += self._keep
-        if self._keep:
-            capture._metrics.start_watching()
+        capture.metrics.start(self._microbatch, is_trace=not self._keep)
         attributes = capture._module.__dict__
         self._before = attributes.get("log")
         attributes["log"] = self._log
@@ -127,8 +123,7 @@ class _Capturing:
         del attributes["log"]
         if self._before is not None:
             attributes["log"] = self._before
-        if self._keep:
-            capture._metrics.stop_watching()
+        capture.metrics.stop(has_failed=any(error))
         # Values of earlier stages are there only now: used on the last stage, they come.
         for call in self._calls:
             call.value = _detach(call.value)
@@ -137,7 +132,7 @@ class _Capturing:
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         capture, repeat = self._capture, self._repeats.get(name, 0)
-        call = _Call(self._microbatch, _detach(value), capture._metrics.origin(value), args, kwargs)
+        call = _Call(self._microbatch, _detach(value), args, kwargs)
         self._calls.append(call)
         capture._calls.setdefault((name, repeat), []).append(call)
         self._repeats[name] = repeat + 1
@@ -152,20 +147,22 @@ def ignore_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _detach(value: Any) -> Any:
+    if isinstance(value, MetricValue):
+        return value.own().detach() if value.recipe is None else value.recipe
     return whole_value(value).detach() if isinstance(value, Tensor) else value
 
 
-def _over_batch(entries: list[_Call], combined: Any) -> Any:
-    """Return a metric's value over the batch where the step logs what the metric returned.
+def logged_value(value: Any) -> Any:
+    """Return what a recipe gives for the batch; any other value is returned as it is."""
+    return value.value(over_batch) if isinstance(value, Entry | Derived) else value
 
-    Where the step has changed that number in place, return the combined value.
-    """
-    origins = [entry.origin for entry in entries if entry.origin is not None]
-    if len(origins) < len(entries) or len({(id(o.copy), *o[1:3]) for o in origins}) > 1:
-        return combined
-    pairs = zip(origins, entries, strict=True)
-    is_same = torch.stack([o.number == entry.value.reshape(()) for o, entry in pairs]).all()
-    return torch.where(is_same, origins[0].over_batch().to(combined.dtype), combined)
+
+def _over_batch(values: list[Any]) -> list[Any]:
+    """Return the batch's value where each microbatch logs the same of a metric; else each value."""
+    recipes = [value for value in values if isinstance(value, Entry | Derived)]
+    if len(recipes) == len(values) and all(recipe.key == recipes[0].key for recipe in recipes):
+        return [logged_value(recipes[0])]
+    return [*map(logged_value, values)]
 
 
 def combine_logged(values: list[Any], weights: Sequence[Any], reduce_fx: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_pipeoffload.loop.backward import BackwardHooks
-from lightning_pipeoffload.metrics.log_capture import LogCapture, combine_logged
+from lightning_pipeoffload.metrics.log_capture import LogCapture, combine_logged, logged_value
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.texts.minibatch import Minibatch
@@ -98,7 +98,8 @@ class MinibatchTraining(BackwardHooks):
 
     def _call_step(self, microbatch: Any, arguments: Sequence[Any]) -> Any:
         with self._logs.capturing(keep=True), self._precision.train_step_context():
-            return self._module.training_step(microbatch, *arguments)
+            output = self._module.training_step(microbatch, *arguments)
+            return self._logs.metrics.own_values(output)
 
     @property
     def _num_batches(self) -> int:
@@ -256,13 +257,12 @@ class MinibatchLogs(LogCapture):
         Args:
             sizes: The samples, or tokens, of each microbatch.
         """
-        calls, self._calls, self._num_passes = self._calls, {}, 0
-        self._metrics.forget()
+        calls = self._pop(sizes, sizes)
         return [
             LoggedName(
                 name,
                 repeat,
-                [self._portable(name, entry.value) for entry in entries],
+                [self._portable(name, logged_value(entry.value)) for entry in entries],
                 [entry.kwargs.get("batch_size") or sizes[entry.microbatch] for entry in entries],
                 entries[-1].args,
                 {k: v for k, v in entries[-1].kwargs.items() if k not in _OF_RANKS},

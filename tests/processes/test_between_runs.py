@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.profilers import PyTorchProfiler
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_pipeoffload.metrics.metric_values import WholeBatchValues
+from lightning_pipeoffload.metrics.metric_calls import MetricCalls
 from tests.support import fits
 
 
@@ -148,12 +148,10 @@ def test_a_metric_may_have_a_hook_that_cannot_be_copied():
     module, lock = fits.Net(), Lock()
     module.accuracy.register_forward_hook(lambda *args, lock=lock: None)
     module.accuracy.register_forward_pre_hook(partial(_ignore, lock))
-    values = WholeBatchValues(module)
-    values.start_watching()
-    module.accuracy(torch.ones(2))
-    values.stop_watching()
-    values.give_to(module.accuracy)
-    assert module.accuracy._forward_cache == 1
+    calls = MetricCalls(module)
+    calls.start(0, is_trace=False)
+    assert module.accuracy(torch.ones(2)) == 1
+    calls.stop(has_failed=False)
 
 
 def _ignore(*args):
