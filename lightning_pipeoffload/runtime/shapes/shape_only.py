@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
+from lightning_pipeoffload.runtime.shapes.finite_checks import outcome_of
 from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,
     advance_generator,
@@ -67,10 +68,14 @@ class ShapeOnly(Tensor):
         meta: A tensor on the meta device, which has the shape, strides and dtype.
         device: The device that it reports.
         origins: Names of the parameters and block outputs that it was computed from.
+
+    Attributes:
+        outcome: Each element in a trace, if it says whether values are finite; else None.
     """
 
     meta: Tensor
     origins: frozenset[str]
+    outcome: bool | int | float | None = None
 
     @staticmethod
     def __new__(
@@ -191,6 +196,8 @@ class ShapeOnly(Tensor):
         imagined = imagine(operation, self.origins)
         tell_observers(aten._local_scalar_dense.default, (self,), None)
         value = imagined.flag if self.dtype == torch.bool else 1
+        if self.outcome is not None:
+            value = self.outcome
         return torch.full(self.shape, value, dtype=self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -245,6 +252,8 @@ class ShapeOnly(Tensor):
             out = make_result(func, *on_meta)
         result = _wrap(func, args, out, device, origins)
         _refuse_reduction(func, shape_only, result)
+        if are_observed() and isinstance(result, ShapeOnly):
+            _note_outcome(func, args, result)
         tell_observers(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
             _tell_of_write(written, written)
@@ -275,6 +284,12 @@ def _known_result(
     result = _wrap_new(cached, kwargs.get("device") or operands[0].device, origins)
     _refuse_reduction(func, operands, result)
     return result
+
+
+def _note_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: ShapeOnly) -> None:
+    operands = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
+    known = [leaf.outcome if isinstance(leaf, ShapeOnly) else None for leaf in operands]
+    result.outcome = outcome_of(func, args, known, result)
 
 
 def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
