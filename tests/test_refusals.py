@@ -86,8 +86,9 @@ AVERAGES = (
     "which each rank averages a part"
 )
 NO_LOSS = (
-    "the training step returned None without a loss; a pipeline cannot skip a batch, whose "
-    "backward the other stages wait for: call the blocks all the same, and return a loss times 0"
+    "the training step returned None without a loss, while the other stages wait for the batch's "
+    "backward; return the loss, and to skip a bad batch, zero the gradients in on_after_backward, "
+    "or leave out the step in optimizer_step"
 )
 WAITING_LINE = wait.__code__.co_firstlineno + 1
 

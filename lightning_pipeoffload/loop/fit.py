@@ -329,7 +329,8 @@ class Fit:
 
     def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
         split = self.split
-        split.plans.estimate_memory(first, split.parameters.optimizers())
+        metric_bytes = self._steps.metric_bytes
+        split.plans.estimate_memory(first, split.parameters.optimizers(), metric_bytes)
         split.parameters.leave_remote()
         split.state.read_optimizers()
         split.parameters.reserve_host(

@@ -166,14 +166,24 @@ class Plans:
         self.chosen = choice.choose(inputs, count, total)
         return self.chosen.settings
 
-    def estimate_memory(self, first: Microbatch, optimizers: Sequence[Any]) -> None:
-        """Compute from shapes the memory that training needs; all ranks call it."""
+    def estimate_memory(
+        self, first: Microbatch, optimizers: Sequence[Any], metric_bytes: int
+    ) -> None:
+        """Compute from shapes the memory that training needs; all ranks call it.
+
+        Args:
+            first: The first microbatch.
+            optimizers: The optimizers.
+            metric_bytes: Bytes that a microbatch keeps for metrics until the batch's end.
+        """
         settings = self.settings
         try:
             num_sharing = settings.num_sharing(self._group.num_replicas)
             has_masters = settings.master_weights is not None
             states = measure_states(optimizers, has_masters)
             needs = MemoryNeeds.of(self._pipeline, first, states, num_sharing)
+            count = self.training.schedule.num_microbatches
+            needs = needs.with_last(2 * count * metric_bytes)  # parts, and joined
             on_host = settings.optimizer_offload
             if on_host or has_masters:
                 by_bucket = all(map(may_step_by_bucket, optimizers))

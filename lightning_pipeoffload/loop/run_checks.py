@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +25,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_pipeoffload.loop.hooks.users_hooks import OF_GRADIENTS, users_hooks
+from lightning_pipeoffload.runtime.cut.checks import SKIP_A_BATCH
 from lightning_pipeoffload.runtime.shapes.quantized_weight import SHARDED
-from lightning_pipeoffload.runtime.users_code.users_lines import users_line
+from lightning_pipeoffload.runtime.users_code.users_lines import line_of, users_line
 
 _STEP_OF = {
     TrainerFn.VALIDATING: "validation_step",
@@ -57,7 +61,38 @@ def check_run(trainer: Trainer, num_replicas: int, num_tensor_ranks: int = 1) ->
             "configure_model, and call torch's parallelize_module there with "
             'self.device_mesh["tensor_parallel"] and a plan'
         )
+    if trainer.state.fn == TrainerFn.FITTING:
+        _warn_of_steps_without_loss(trainer.lightning_module)
     _warn_of_slow_bfloat16(trainer)
+
+
+def _warn_of_steps_without_loss(module: LightningModule) -> None:
+    """Warn of a ``return None``, by which a training step skips a batch on one device."""
+    try:
+        step = inspect.unwrap(module.training_step)
+        lines, start = inspect.getsourcelines(step)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):  # no file, as of a function that a script has made
+        return
+    for node in _statements_of(tree.body[0]):
+        if not isinstance(node, ast.Return):
+            continue
+        if node.value is None or ast.unparse(node.value) == "None":
+            file = inspect.getsourcefile(step) or ""
+            rank_zero_warn(
+                f"training_step may return None ({line_of(file, start + node.lineno - 1)}): where "
+                f"it does, the run ends, since the other stages wait for the batch's backward; "
+                f"return the loss, {SKIP_A_BATCH}"
+            )
+            return
+
+
+def _statements_of(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a function contains, without the functions in it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _statements_of(child)
 
 
 def _warn_of_slow_bfloat16(trainer: Trainer) -> None:

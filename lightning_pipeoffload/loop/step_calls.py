@@ -118,6 +118,11 @@ class StepCalls:
         seed = mix_seed(self._seed, _KINDS.index(kind), *position)
         return StepInputs(kind, batch, step, seed, *rest[1:])
 
+    @property
+    def metric_bytes(self) -> int:
+        """Bytes that a microbatch keeps for metrics until the batch's end, by the last trace."""
+        return self._capture.metrics.traced_bytes
+
     def log(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log once for the whole batch what its steps have logged; see :class:`StepOutput`."""
         self._capture.replay(sizes, shares)

@@ -115,10 +115,15 @@ class MetricCalls:
 
     Args:
         module: The module.
+
+    Attributes:
+        traced_bytes: Bytes of the tensors that a microbatch keeps for the batch's calls, by the
+            last trace of a step.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.traced_bytes = 0
         self._key: list[int] | None = None
         self._targets: list[nn.Module] = []
         self._trackers: list[nn.Module] = []
@@ -141,6 +146,8 @@ class MetricCalls:
         """Record the calls in the microbatch that begins now."""
         self._microbatch, self._is_trace = microbatch, is_trace
         self._restore = [_replace(target, self._record) for target in self._find_targets()]
+        if is_trace:
+            self.traced_bytes = 0
 
     def stop(self, has_failed: bool) -> None:
         """Stop to record; values that are still in use become the microbatch's own.
@@ -254,6 +261,9 @@ class MetricCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """Call a metric without values; what it refuses for so few samples is seen later."""
+        if method in ("forward", "update") and not is_exact_apart(target, args, kwargs):
+            tensors = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            self.traced_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
         try:
             return self._inside(partial(plain, *args, **kwargs))
         except (Exception, ValueNeededError) as error:

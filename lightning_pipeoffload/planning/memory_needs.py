@@ -248,6 +248,11 @@ class MemoryNeeds:
         """Return these needs with the slices of a plan's costs."""
         return replace(self, costs=replace(self.costs, slices=costs.slices))
 
+    def with_last(self, num_bytes: int) -> MemoryNeeds:
+        """Return the needs with bytes that the last stage's rank takes besides, for metrics."""
+        *others, last = self.workspace
+        return replace(self, workspace=[*others, last + num_bytes])
+
     def scaled(self, factor: float) -> MemoryNeeds:
         """Return the needs of microbatches with ``factor`` times the samples."""
         if factor == 1:

@@ -27,6 +27,11 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
+SKIP_A_BATCH = (
+    "and to skip a bad batch, zero the gradients in on_after_backward, or leave out the step in "
+    "optimizer_step"
+)
+
 
 def loss_in(result: Any) -> Tensor:
     """Return the loss from the result of a training step, as Lightning does.
@@ -38,9 +43,8 @@ def loss_in(result: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         returned = "None" if result is None else type(result).__name__
         raise ValueError(
-            f"the training step returned {returned} without a loss; a pipeline cannot skip a "
-            f"batch, whose backward the other stages wait for: call the blocks all the same, and "
-            f"return a loss times 0"
+            f"the training step returned {returned} without a loss, while the other stages wait "
+            f"for the batch's backward; return the loss, {SKIP_A_BATCH}"
         )
     return loss
 

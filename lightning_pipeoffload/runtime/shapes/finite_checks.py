@@ -34,7 +34,7 @@ _SAME = {
 
 def outcome_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], known: list[Any], result: Any
-) -> bool | int | float | None:
+) -> float | None:
     """Return what each element of an operation's result is if all values are finite.
 
     Args:

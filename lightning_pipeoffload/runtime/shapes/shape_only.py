@@ -75,7 +75,7 @@ class ShapeOnly(Tensor):
 
     meta: Tensor
     origins: frozenset[str]
-    outcome: bool | int | float | None = None
+    outcome: float | None = None
 
     @staticmethod
     def __new__(
@@ -195,9 +195,9 @@ class ShapeOnly(Tensor):
     def _imagined(self, operation: str) -> Tensor:
         imagined = imagine(operation, self.origins)
         tell_observers(aten._local_scalar_dense.default, (self,), None)
-        value = imagined.flag if self.dtype == torch.bool else 1
-        if self.outcome is not None:
-            value = self.outcome
+        value: float | None = self.outcome
+        if value is None:
+            value = imagined.flag if self.dtype == torch.bool else 1
         return torch.full(self.shape, value, dtype=self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -252,8 +252,7 @@ class ShapeOnly(Tensor):
             out = make_result(func, *on_meta)
         result = _wrap(func, args, out, device, origins)
         _refuse_reduction(func, shape_only, result)
-        if are_observed() and isinstance(result, ShapeOnly):
-            _note_outcome(func, args, result)
+        _note_outcome(func, args, result)
         tell_observers(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
             _tell_of_write(written, written)
@@ -286,7 +285,9 @@ def _known_result(
     return result
 
 
-def _note_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: ShapeOnly) -> None:
+def _note_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+    if not (are_observed() and isinstance(result, ShapeOnly)):
+        return
     operands = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
     known = [leaf.outcome if isinstance(leaf, ShapeOnly) else None for leaf in operands]
     result.outcome = outcome_of(func, args, known, result)

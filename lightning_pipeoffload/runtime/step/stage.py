@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.batch.parts import weighted
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
-from lightning_pipeoffload.runtime.cut.checks import loss_in
+from lightning_pipeoffload.runtime.cut.checks import SKIP_A_BATCH, loss_in
 from lightning_pipeoffload.runtime.cut.record import StageRecord
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
@@ -397,8 +397,9 @@ def _has_hooks(tensor: Tensor) -> bool:
 def _check_differentiable(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise ValueError(
-            "the loss does not depend on any parameter that trains: it was detached, or computed "
-            "under no_grad; return the loss itself, and log loss.detach()"
+            f"the loss does not depend on any parameter that trains: it was detached, computed "
+            f"under no_grad, or replaced by a constant where it was bad; return the loss itself, "
+            f"log loss.detach(), {SKIP_A_BATCH}"
         )
 
 

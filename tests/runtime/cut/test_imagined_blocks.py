@@ -210,7 +210,7 @@ class Measuring(nn.Linear):
 
 
 def check(x):
-    assert x.isfinite().all(), "not finite"
+    assert (x.abs() < 1e9).all(), "too large"
 
 
 def alarm_behind(m, x):
@@ -222,7 +222,7 @@ def alarm_behind(m, x):
 def two_alarms_behind(m, x):
     x = through(m.blocks, m.embed(x))
     check(x)
-    assert not x.isnan().any()
+    assert not (x.abs() > 1e9).any()
     return loss_of(m, x) + sum(block.size for block in m.blocks)
 
 
@@ -243,7 +243,7 @@ def test_values_of_blocks_are_used_behind_what_reads_values(step):
 
 def test_what_blocks_keep_is_refused_where_the_trace_does_not_come():
     module = step_of(two_alarms_behind, lambda: Measuring(4, 4))
-    with pytest.raises(ValueError, match=r"AssertionError: not finite\) .* what blocks.0 has"):
+    with pytest.raises(ValueError, match=r"AssertionError: too large\) .* what blocks.0 has"):
         run_pipeline(module, build("zb_h1", 2, 2), torch.randn(4, 4), 2)
 
 
