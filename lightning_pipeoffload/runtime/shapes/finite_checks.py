@@ -26,7 +26,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _SAME = {
     aten.all, aten.any, aten.max, aten.min, aten.amax, aten.amin, aten.mean, aten.view,
-    aten._unsafe_view, aten.select, aten.slice, aten.expand, aten.unsqueeze, aten.squeeze,
+    aten.select, aten.slice, aten.expand, aten.unsqueeze, aten.squeeze,
     aten.permute, aten.transpose, aten.t, aten.detach, aten.alias, aten.unbind, aten.stack,
     aten.cat,
 }  # fmt: skip
