@@ -354,15 +354,16 @@ class Fit:
             if split.plans.before_plan(accumulation.is_first):
                 split.report.print_plan()
             # Of the plan that runs: edges may have to hold more messages than the last one's.
-            training.expect(any(map(attrgetter("is_new"), slices)), split.pipeline.cut.costs)
+            is_new, num_slices = any(map(attrgetter("is_new"), slices)), slices[0].num_slices
+            has_fewer_slices = num_slices < training.schedule.num_sequence_slices
+            training.expect(is_new, split.pipeline.cut.costs, has_fewer_slices)
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.shares(inputs, slices)
             of_replica = split.share_of_replica()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
-            num_slices = training.schedule.num_sequence_slices
             results = split.executor.run_to_backward(
-                training.of_training(len(slices), accumulation.is_last),
-                in_slices(placed(slices, weights, backward.differentiate), num_slices),
+                training.of_training(len(slices), num_slices, accumulation.is_last),
+                in_slices(placed(slices, weights, backward.differentiate)),
                 settle,
                 (split.reduction or self._early_step) if accumulation.is_last else None,
             )

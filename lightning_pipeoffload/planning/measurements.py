@@ -93,7 +93,7 @@ class Measurements:
             return None
         pairs = list(zip(ranks, offsets, strict=True))
         on_one_clock = [times.earlier_by(offset.seconds) for (times, _), offset in pairs]
-        measured = join_ranks(on_one_clock, self._num_slices)
+        measured = join_ranks(on_one_clock, step.num_slices)
         return measured, max(error_of_rank + offset.error for (_, error_of_rank), offset in pairs)
 
     def gather_limits(

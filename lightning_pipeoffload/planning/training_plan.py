@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from lightning_pipeoffload.planning.limits import MachineLimits
@@ -105,7 +105,7 @@ class TrainingPlan:
         self.is_cold = False
         self.has_barrier, self.final_kind = has_barrier, final_kind
         self._lowered = cache(_lower)
-        self._used: tuple[Schedule, int, Kind | None, Schedule] | None = None
+        self._used: tuple[Schedule, tuple[int, int], Kind | None, Schedule] | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -115,7 +115,8 @@ class TrainingPlan:
     @property
     def plan(self) -> Schedule:
         """The lowered plan of a full training batch."""
-        return self._of_training(self.schedule, self.schedule.num_microbatches, steps=True)
+        counts = self.schedule.num_microbatches, self.schedule.num_sequence_slices
+        return self._of_training(self.schedule, counts, steps=True)
 
     def period(self, schedule: Schedule, costs: Costs) -> float:
         """Return the seconds from one step to the next, with a barrier where this run has one."""
@@ -134,22 +135,25 @@ class TrainingPlan:
 
     def of_evaluation(self, num_microbatches: int) -> Schedule:
         """Return the lowered plan of the forwards of ``num_microbatches`` microbatches."""
-        return self._lowered(self._order, num_microbatches, training=False)
+        return self._lowered(self._order, num_microbatches, 1, training=False)
 
-    def of_training(self, num_microbatches: int, steps: bool) -> Schedule:
-        """Return the lowered plan of a batch, of as many microbatches as the schedule or fewer.
+    def of_training(self, num_microbatches: int, num_slices: int, steps: bool) -> Schedule:
+        """Return the lowered plan of a batch.
 
-        ``steps`` is whether the optimizer steps after it.
+        Args:
+            num_microbatches: Its microbatches, as many as the schedule has or fewer.
+            num_slices: The slices of each, as many as the schedule has or fewer.
+            steps: Whether the optimizer steps after it.
         """
-        return self._of_training(self._order, num_microbatches, steps)
+        return self._of_training(self._order, (num_microbatches, num_slices), steps)
 
-    def _of_training(self, order: Schedule, num_microbatches: int, steps: bool) -> Schedule:
+    def _of_training(self, order: Schedule, counts: tuple[int, int], steps: bool) -> Schedule:
         final_kind = self.final_kind() if steps else None
         # By identity: a lookup by actions is slow.
         used = self._used
-        if used is None or used[0] is not order or used[1:3] != (num_microbatches, final_kind):
-            plan = self._lowered(order, num_microbatches, training=True, final_kind=final_kind)
-            used = self._used = order, num_microbatches, final_kind, plan
+        if used is None or used[0] is not order or used[1:3] != (counts, final_kind):
+            plan = self._lowered(order, *counts, training=True, final_kind=final_kind)
+            used = self._used = order, counts, final_kind, plan
         return used[3]
 
     @property
@@ -160,12 +164,21 @@ class TrainingPlan:
         """Run by another plan from now on; called between two steps."""
         self.current = current
 
-    def expect(self, shapes_are_new: bool, estimate: Costs) -> None:
-        """Prepare for a batch, before it runs; ``estimate`` stands for costs not yet measured."""
+    def expect(self, shapes_are_new: bool, estimate: Costs, has_fewer_slices: bool = False) -> None:
+        """Prepare for a batch, before it runs.
+
+        Args:
+            shapes_are_new: Whether some are larger than in earlier batches.
+            estimate: Used in place of costs that are not measured yet.
+            has_fewer_slices: Whether its microbatches have fewer slices than the schedule.
+        """
         self.is_cold = shapes_are_new and self._on_accelerator
         self._executor.memory.measure_all(self.is_cold)
         current = self.current
-        self._executor.plan_messages(current.schedule, current.costs or estimate)
+        costs = current.costs or estimate
+        if has_fewer_slices:
+            costs = replace(costs, slices=None)
+        self._executor.plan_messages(current.schedule, costs)
         # A larger microbatch may break the limit: what each of these keeps is measured.
         is_measured = shapes_are_new and current.settings.is_limited(self._on_accelerator)
         for stage in self._executor.stages.values():
@@ -173,8 +186,13 @@ class TrainingPlan:
 
 
 def _lower(
-    schedule: Schedule, count: int, training: bool, final_kind: Kind | None = None
+    schedule: Schedule,
+    count: int,
+    num_slices: int,
+    training: bool,
+    final_kind: Kind | None = None,
 ) -> Schedule:
-    kept = keep_microbatches(schedule, count) if count < schedule.num_microbatches else schedule
+    has_all = (count, num_slices) == (schedule.num_microbatches, schedule.num_sequence_slices)
+    kept = schedule if has_all else keep_microbatches(schedule, count, num_slices)
     plan = lower(kept if training else forward_only(kept))
     return plan if final_kind is None else add_final_actions(plan, final_kind)

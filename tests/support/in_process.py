@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
-from lightning_pipeoffload.schedule import Action, Schedule, lower
+from lightning_pipeoffload.schedule import Action, Schedule, keep_microbatches, lower
 from lightning_pipeoffload.schedule.actions import RECVS
 from lightning_pipeoffload.schedule.messages import recv_of
 
@@ -69,7 +69,7 @@ class InProcessPipeline:
         device: torch.device | None = None,
         **options: Any,
     ) -> None:
-        self.plan = lower(schedule)
+        self._schedule, self.plan = schedule, lower(schedule)
         options["num_sequence_slices"] = schedule.num_sequence_slices
         self._step = step
         device = next(module.parameters()).device if device is None else device
@@ -104,9 +104,12 @@ class InProcessPipeline:
             step = partial(_call, self._step, pipeline.module)
             slices = slice_batch(pipeline, batch_of_rank, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
-            microbatches = in_slices(placed(slices, weights), self.plan.num_sequence_slices)
+            microbatches = in_slices(placed(slices, weights))
+            plan = self.plan
+            if slices[0].num_slices < plan.num_sequence_slices:  # of short sequences
+                plan = lower(keep_microbatches(self._schedule, len(slices), slices[0].num_slices))
             executor.stages = pipeline.stages
-            runs.append(_actions(executor, self.plan, microbatches))
+            runs.append(_actions(executor, plan, microbatches))
         for pipeline in self.ranks:
             if not pipeline.committed:
                 pipeline.commit()

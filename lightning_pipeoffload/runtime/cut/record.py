@@ -256,6 +256,12 @@ class StepRecord:
         derived.is_derived, derived.is_assigned, derived.has_run = True, False, False
         return derived
 
+    @property
+    def most_slices(self) -> int:
+        """The most slices into which its sequences can be cut."""
+        assert self.sequence is not None
+        return self.sequence.most_slices(self.outputs[0].payload)
+
     def in_slices(self, num_slices: int) -> list[StepRecord]:
         """Return a record for each slice of the sequence; only the sent tensors differ."""
         if len(self._of_slices) != num_slices:

@@ -65,7 +65,8 @@ def _of_other_lengths(part: Any) -> Iterator[Any]:
     lengths = [t.shape[1] for t in batch_leaves(part) if isinstance(t, Tensor) and t.dim() > 1]
     length = lengths[0] if lengths else 0
     size, places = -(-length // 2), [*range(length)]
-    for kept in (places[:size], places[length // 2 :], places[:-1], places[1:], [*places, -1]):
+    changes = places[:size], places[length // 2 :], places[:-1], places[1:], [*places, -1]
+    for kept in (each for each in changes if len(each) not in (0, length)):
         for is_everywhere in (True, False):
             yield map_batch(partial(_select, length, kept, is_everywhere), part)
 

@@ -89,10 +89,12 @@ class TimedStep:
     """Timestamps of one step.
 
     Attributes:
+        num_slices: The slices of a microbatch that its actions count by.
         actions: Each action, the spans in which it computed, and how many actions share these.
     """
 
     start: Any
+    num_slices: int = 1
     end: Any = None
     actions: list[tuple[Action, list[tuple[Any, Any]], int]] = field(default_factory=list)
 
@@ -125,9 +127,9 @@ class ActionTimer:
         for action in actions:
             self._step.actions.append((action, self._spans, len(actions)))
 
-    def start_step(self) -> None:
-        """Mark the start of a step."""
-        self._step = TimedStep(self._now())
+    def start_step(self, num_slices: int = 1) -> None:
+        """Mark the start of a step, with so many slices of each microbatch."""
+        self._step = TimedStep(self._now(), num_slices)
 
     def end_step(self) -> None:
         """Mark the end of a step."""
@@ -147,9 +149,13 @@ class ActionTimer:
         return {key: median(seconds) for key, seconds in samples.items()}
 
     def slice_seconds(self, num_slices: int) -> dict[tuple[Kind, int, int], float]:
-        """Return the median seconds of each kind of action, stage and slice of a microbatch."""
+        """Return the median seconds of each kind of action, stage and slice of a microbatch.
+
+        Of steps with so many slices, if there are any: those of short sequences have fewer.
+        """
         samples: defaultdict[tuple[Kind, int, int], list[float]] = defaultdict(list)
-        for step in self._steps:
+        alike = [step for step in self._steps if step.num_slices == num_slices]
+        for step in alike or self._steps:
             for action, spans, num_actions in step.actions:
                 key = action.kind, action.stage, action.microbatch % num_slices
                 samples[key].append(self._seconds(spans) / num_actions)

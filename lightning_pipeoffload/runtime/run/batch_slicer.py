@@ -10,6 +10,7 @@ import torch
 
 from lightning_pipeoffload.runtime.batch.structure import BatchParts, BatchStructure
 from lightning_pipeoffload.runtime.cut.checks import check_shared_weights
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.randomness import mix_seed
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -45,26 +46,37 @@ def trace_parts(
         ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
     """
     pipeline.notice_frozen()
-    slices: list[Microbatch] = []
-    for index, (part, num_samples) in enumerate(zip(cut.parts, cut.sizes, strict=True)):
-        own_seed = mix_seed(seed, index)
+    seeds = [mix_seed(seed, index) for index in range(len(cut.parts))]
+    records: list[StepRecord] = []
+    for part, num_samples, own_seed in zip(cut.parts, cut.sizes, seeds, strict=True):
         # Parts of one size have the same shapes; what depends on values differs.
         if (
-            index > 0
+            records
             and cut.are_alike
             and num_samples == cut.sizes[0]
-            and slices[0].record.holds_for_shapes
+            and records[0].holds_for_shapes
         ):
-            record = slices[0].record
+            records.append(records[0])
         else:
-            record = pipeline.step_record(kind, part, step, own_seed)
+            records.append(pipeline.step_record(kind, part, step, own_seed))
+    num_slices = pipeline.num_slices_for(records)
+    slices: list[Microbatch] = []
+    for index, (part, record) in enumerate(zip(cut.parts, records, strict=True)):
         run: Callable[[StepCall], Any] = partial(step, part)
         if record.changes_batch:
             batch_of_part = without_shared(part, batch) if index < len(cut.parts) - 1 else part
-            run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * pipeline.num_slices)
-        is_new = not record.has_run
+            run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * num_slices)
         slices.append(
-            Microbatch(part, num_samples, run, record, pipeline.device, own_seed, is_new=is_new)
+            Microbatch(
+                part,
+                cut.sizes[index],
+                run,
+                record,
+                pipeline.device,
+                seeds[index],
+                is_new=not record.has_run,
+                num_slices=num_slices,
+            )  # fmt: skip
         )
     if torch.is_grad_enabled():
         check_shared_weights(pipeline.tensors.shared_weights)

@@ -185,7 +185,7 @@ class Executor:
         self._results.clear()
         self.mailbox.start_step()
         if self._keep:
-            self.timer.start_step()
+            self.timer.start_step(plan.num_sequence_slices)
             self.memory.start_step(plan[self.rank], self.stages, plan.num_sequence_slices)
 
     def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
@@ -249,7 +249,7 @@ class Executor:
         self.memory.take_back()
         for stage in self.stages.values():
             stage.take_back()
-        self.timer.start_step()
+        self.timer.start_step(self._plan.num_sequence_slices)
         forget_casts()
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ sanity check, the training step) can still add a parameter to a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -291,15 +291,23 @@ class Pipeline:
         if not record.is_assigned:
             self._take_in(record)
             record.mark_assigned()
-        if self.num_slices > 1 and record.sequence is None:
+        if self._num_slices > 1 and record.sequence is None:
             check_slices(record, self.chain, self.module, bool(self.settings.compile))
             self.records.find_sequence(record, part, step, seed)
         return record
 
     @property
-    def num_slices(self) -> int:
-        """The number of slices in which the blocks run; an evaluation runs whole."""
+    def _num_slices(self) -> int:
         return self.settings.num_sequence_slices if torch.is_grad_enabled() else 1
+
+    def num_slices_for(self, records: Sequence[StepRecord]) -> int:
+        """Return in how many slices the blocks run for microbatches with these records.
+
+        Each slice has two tokens at least, so short sequences have fewer. Evaluations run whole.
+        """
+        if self._num_slices == 1:
+            return 1
+        return min(self._num_slices, *(record.most_slices for record in records))
 
     def _find_record(self, kind: str, part: Any, step: UsersStep, seed: int) -> StepRecord:
         try:

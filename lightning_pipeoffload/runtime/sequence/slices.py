@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater
 from lightning_pipeoffload.runtime.payload import TensorSpec, dense_stride
 from lightning_pipeoffload.runtime.shapes.shape_only import memory_of, storage_of
 from lightning_pipeoffload.schedule import cut_positions
+from lightning_pipeoffload.schedule.slices import LEAST_TOKENS
 
 Dims = tuple[int, ...]
 """The dimensions of a tensor that are as long as the sequence: of tokens, then of keys if any."""
@@ -85,14 +86,21 @@ class SequenceDims:
     linear: float = 1.0
     quadratic: float = 0.0
 
+    def most_slices(self, outputs: Sequence[TensorSpec]) -> int:
+        """Return the most slices of sequences that are as long as in the first block's outputs."""
+        return max(1, self._length(outputs) // LEAST_TOKENS)
+
+    def _length(self, outputs: Sequence[TensorSpec]) -> int:
+        (dim, *_) = self.outputs[0][0]
+        return outputs[0].shape[dim]
+
     def slices(self, outputs: Sequence[TensorSpec], num_slices: int) -> list[SequenceSlice]:
         """Cut sequences, as long as in the first block's ``outputs``, into slices of equal work.
 
         Raises:
             ValueError: They would have less than two tokens.
         """
-        (dim, *_) = self.outputs[0][0]
-        length = outputs[0].shape[dim]
+        length = self._length(outputs)
         work = self.linear * length, self.quadratic * length**2
         ends = (0, *cut_positions(length, num_slices, *work))
         return [SequenceSlice(i, ends[i], ends[i + 1], length) for i in range(num_slices)]

@@ -32,6 +32,7 @@ class Microbatch:
         differentiate: Runs the backward from the weighted loss.
         answers: Values read from the device in an F of a stage, for the rank's other stages.
         is_new: Whether some dimension is larger than in all microbatches of earlier batches.
+        num_slices: The slices of its sequences on which blocks run; all of a batch have as many.
     """
 
     part: Any
@@ -45,6 +46,7 @@ class Microbatch:
     differentiate: Callable[[Tensor], None] = Tensor.backward
     answers: dict[ReadPlace, list[Any]] | None = None
     is_new: bool = False
+    num_slices: int = 1
 
     @property
     def has_result(self) -> bool:
@@ -72,8 +74,9 @@ def placed(
     return slices
 
 
-def in_slices(microbatches: Sequence[Microbatch], num_slices: int) -> Sequence[Microbatch]:
+def in_slices(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
     """Return each microbatch once per slice of its sequences, with the indices in the plan."""
+    num_slices = microbatches[0].num_slices
     if num_slices == 1:
         return microbatches
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..actions import COMPUTE, FINAL, Action, Kind, ScheduleError
 from ..costs import Costs
@@ -86,27 +86,33 @@ def forward_only(schedule: Schedule) -> Schedule:
 
     Evaluations run whole sequences: of a microbatch in slices each stage has one F.
     """
-    count = schedule.num_sequence_slices
-    forwards = _keep(schedule, lambda a: a.kind is Kind.F and (a.microbatch + 1) % count == 0)
-    if count == 1:
-        return forwards
-    ranks = ([a._replace(microbatch=a.microbatch // count) for a in rank] for rank in forwards)
-    return Schedule.of(ranks, schedule.name)
+    whole = keep_microbatches(schedule, schedule.num_microbatches, num_slices=1)
+    return _keep(whole, lambda action: action.kind is Kind.F)
 
 
-def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
+def keep_microbatches(schedule: Schedule, count: int, num_slices: int | None = None) -> Schedule:
     """Drop the actions of microbatches from ``count`` on, for a batch that is shorter.
 
-    A stage's REDUCE or STEP stays, behind what is then the last.
+    With ``num_slices`` those of slices from ``num_slices`` on too, for sequences that are too short
+    for all. A stage's REDUCE or STEP stays, behind what is then the last.
 
     Raises:
-        ScheduleError: Fewer than one microbatch would stay.
+        ScheduleError: Fewer than one microbatch or slice would stay.
     """
-    if count < 1:
-        raise ScheduleError(f"count ({count}) of microbatches to keep must be at least 1")
-    num_units = count * schedule.num_sequence_slices
-    kept = _keep(schedule, lambda a: a.microbatch < num_units and a.kind not in FINAL)
-    return add_final_actions(kept, schedule.final_kind) if schedule.final_kind else kept
+    of_all = schedule.num_sequence_slices
+    num_slices = of_all if num_slices is None else num_slices
+    for number, name in ((count, "microbatches"), (num_slices, "slices")):
+        if number < 1:
+            raise ScheduleError(f"count ({number}) of {name} to keep must be at least 1")
+
+    def kept(actions: Iterable[Action]) -> Iterator[Action]:
+        for action in actions:
+            microbatch, place = divmod(action.microbatch, of_all)
+            if microbatch < count and place < num_slices and action.kind not in FINAL:
+                yield action._replace(microbatch=microbatch * num_slices + place)
+
+    fewer = Schedule.of(map(kept, schedule), schedule.name, num_slices)
+    return add_final_actions(fewer, schedule.final_kind) if schedule.final_kind else fewer
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:

@@ -132,6 +132,17 @@ class Attention(nn.Module):
         return x + functional.scaled_dot_product_attention(y, y, y, mask, is_causal=is_causal)[:, 0]
 
 
+def test_short_sequences_run_in_as_many_slices_as_they_have_room_for():
+    torch.manual_seed(0)
+    assert_lengths_are_exact(Window(10).double(), (16, 5, 1, 12, 3, 2))
+
+
+@pytest.mark.slow
+def test_the_first_sequences_may_be_short():
+    torch.manual_seed(0)
+    assert_lengths_are_exact(Window(10).double(), (3, 16, 5))
+
+
 @pytest.mark.parametrize("lengths", [(8, 16, 9), (16, 8, 24)])
 def test_a_mask_of_long_sequences_only_is_cut(lengths):
     torch.manual_seed(0)
