@@ -159,7 +159,7 @@ class AlikeBlocks:
         if record.structure != expected.structure or not _cross_alike(record, whole):
             return None
         completed = expected.with_sized(record.sized)
-        completed.is_derived, completed.is_short, completed.pairs = False, True, record.pairs
+        completed.is_short, completed.pairs = True, record.pairs
         completed.sequence, completed.slice_checks = None, SliceChecks()  # may differ by length
         return completed
 

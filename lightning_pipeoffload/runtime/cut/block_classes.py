@@ -217,16 +217,19 @@ def find_alike_saving(
 def _repeated(
     chain: BlockChain, record: StepRecord, classes: Sequence[int]
 ) -> dict[int, BlockOutput]:
+    outputs = outputs_that_suffice(record)
+    return {i: output for i, output in outputs.items() if classes.index(classes[i]) < i}
+
+
+def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
+    """Return, by index, the outputs of blocks without side effects, if only shapes are needed."""
     if record.argument_writes or record.starts_backward or not record.calls.is_once:
         return {}
-    first: dict[int, int] = {}
     written = {write.point.segment for write in record.writes if write.point.is_in_block}
     return {
-        index: record.outputs[index]
-        for index, number in enumerate(classes)
-        if first.setdefault(number, index) != index
-        and record.shapes_suffice(index)
-        and index not in written | record.draws
+        index: output
+        for index, output in enumerate(record.outputs)
+        if record.shapes_suffice(index) and index not in written | record.draws
     }
 
 

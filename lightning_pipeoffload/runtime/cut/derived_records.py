@@ -5,7 +5,9 @@ takes longer than a batch of a small model. All integers of a record (shapes, st
 counts) are assumed to be polynomials of degree two in the lengths; a product of two lengths, as in
 attention, is one. Their coefficients follow from three traces where one length varies, six where
 two do. Two further traces verify the assumption: they must equal the interpolated records, which
-``min(length, window)`` does not. Lengths are never extrapolated. A length must also be congruent to
+``min(length, window)`` does not. Before a derived record is first used, the code between the blocks
+runs once without values, and has to make the operations that the record has: ``if 14 <= length <=
+22`` lies between traced lengths. Lengths are never extrapolated. A length must also be congruent to
 the traced ones: ``length // 2`` is a polynomial on the even lengths, so after traces of even
 lengths only even ones are derived.
 """
@@ -126,7 +128,7 @@ class RecordFamily:
         numbers, first = self._sum(weights), self._first
         if numbers is None or first is None:
             return None
-        return first.with_sized(_fill(first.sized, iter(numbers)))
+        return first.with_sized(_fill(first.sized, iter(numbers)), lengths)
 
     def _is_between(self, lengths: Lengths) -> bool:
         """Whether lengths lie within the traced range, in its steps.

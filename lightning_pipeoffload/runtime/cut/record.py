@@ -143,6 +143,8 @@ class StepRecord:
     block_calls: list[BlockCall] = field(default_factory=list)  # each, if any block is compiled
     work: list[SegmentDigest] = field(default_factory=list)
     """For each segment, a digest of its operations and their arguments."""
+    between: SegmentDigest = SegmentDigest("", 0, "")
+    """A digest of the operations outside of the blocks."""
     draws: set[int] = field(default_factory=set)  # segments that draw random numbers
     by_chance: set[int] = field(default_factory=set)
     """Segments that draw random numbers and read values, which may decide what code runs."""
@@ -205,7 +207,7 @@ class StepRecord:
     sequence_slices: Sequence[SequenceSlice] = ()  # all of them
     slice_checks: SliceChecks = field(default_factory=SliceChecks)
 
-    is_derived: bool = False  # see derived_records
+    lengths: tuple[int, ...] | None = None  # that it was derived for, see derived_records
     is_short: bool = False  # see alike_blocks
     is_assigned: bool = False  # its parameters and buffers have been assigned to stages
     has_run: bool = False  # a batch with such a microbatch was cut to run
@@ -244,8 +246,20 @@ class StepRecord:
         values = (getattr(self, name) for name in _SIZED)
         return *values, self.flags.calls, self.flags.constants
 
-    def with_sized(self, sized: tuple[Any, ...]) -> StepRecord:
-        """Return the record for other lengths, given the values of :attr:`sized` for these."""
+    @property
+    def is_derived(self) -> bool:
+        """Whether it was interpolated from the records of other lengths, see derived_records."""
+        return self.lengths is not None
+
+    def with_sized(
+        self, sized: tuple[Any, ...], lengths: tuple[int, ...] | None = None
+    ) -> StepRecord:
+        """Return the record for other lengths, given the values of :attr:`sized` for these.
+
+        Args:
+            sized: The values.
+            lengths: The lengths, if the values are interpolated; None: they are traced.
+        """
         derived = copy(self)
         *values, calls, constants = sized
         for name, value in zip(_SIZED, values, strict=True):
@@ -253,7 +267,7 @@ class StepRecord:
         derived.flags = self.flags.with_sized(calls, constants)
         derived._carried, derived._payloads, derived._of_stages = {}, {}, {}
         derived._of_slices = []
-        derived.is_derived, derived.is_assigned, derived.has_run = True, False, False
+        derived.lengths, derived.is_assigned, derived.has_run = lengths, False, False
         return derived
 
     @property
@@ -276,7 +290,9 @@ class StepRecord:
     @property
     def derivation(self) -> str:
         """The end of an error message if the record, derived from others, may be wrong; else ""."""
-        return _DERIVED if self.is_derived or self.is_short else ""
+        if not (self.is_derived or self.is_short):
+            return ""
+        return _DERIVED.format("these" if self.lengths is None else [*self.lengths])
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -343,16 +359,16 @@ class StepRecord:
 
 
 _DERIVED = (
-    "; these shapes were derived from batches of other lengths: if the step treats this length "
-    "differently, set derive_lengths=False, which traces it for each length"
+    "; these shapes were derived from batches of other lengths: if a block treats lengths {} "
+    "differently, set derive_lengths=False, which traces all of the step for each length"
 )
 _SIZED = (
-    *("outputs", "crossings", "work"),
+    *("outputs", "crossings", "work", "between"),
     *("forward_flops", "input_flops", "weight_flops", "training_flops"),
 )
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
-    *("is_derived", "is_short", "is_assigned", "has_run"),
+    *("lengths", "is_short", "is_assigned", "has_run"),
     *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
     "pairs",  # of samples, which are as many at any length
     "drawing",  # of blocks that run in a trace

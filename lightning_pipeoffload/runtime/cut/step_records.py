@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.batch.tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.alike_blocks import AlikeBlocks
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
-from lightning_pipeoffload.runtime.cut.block_classes import find_repeated
+from lightning_pipeoffload.runtime.cut.block_classes import find_repeated, outputs_that_suffice
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.checks import CallsError, OrderError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
@@ -101,6 +101,8 @@ class StepRecords:
         self._derives = derives
         self._families: dict[Any, dict[tuple[bool, ...], RecordFamily]] = {}
         self._whole: dict[Any, dict[tuple[bool, ...], StepRecord]] = {}  # of traces of all blocks
+        self._confirmed: set[Any] = set()  # shapes and answers of derived records that a run gave
+        self._apart: set[Any] = set()  # shapes of which a derived record did not hold
         self._misfits: Counter[Any] = Counter()  # traces of a block of each class, by kind of step
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
@@ -124,7 +126,7 @@ class StepRecords:
         shapes = kind, self._module.training, *split_lengths(shape_signature(part))
         key = shapes, self._find_answers(shapes, part)
         if key not in self._sized_in:
-            earlier = self._find_known(key, ()) or self._derive(shapes, part)
+            earlier = self._find_known(key, ()) or self._derive(shapes, part, step, seed)
             if earlier is not None:
                 return earlier
         self._before_trace()
@@ -133,10 +135,12 @@ class StepRecords:
         earlier = self._find_known(key, sizes)
         if earlier is not None:
             return earlier
-        record = self._trace_classes(shapes, trial)
+        # A length that the step treats differently tells nothing about others.
+        is_apart = shapes in self._apart
+        record = None if is_apart else self._trace_classes(shapes, trial)
         if record is None:
             record = self._trace(shapes[:2], trial)
-            if self._derives and record.sized_in is None:
+            if self._derives and record.sized_in is None and not is_apart:
                 wholes = self._whole.setdefault(_without_samples(shapes), {})
                 wholes[record.flags.answers] = record
         key = shapes, record.flags.answers
@@ -147,7 +151,7 @@ class StepRecords:
         record.draws_beside_torch = trial.draws_beside_torch
         self._keep(key, sizes, record)
         self._compared.add(shapes[:2])
-        if self._derives:
+        if self._derives and not is_apart:
             families = self._families.setdefault(shapes[:-1], {})
             families.setdefault(record.flags.answers, RecordFamily()).add(shapes[-1], record)
         if torch.is_grad_enabled():
@@ -160,14 +164,30 @@ class StepRecords:
             self.by_key.move_to_end((key, sizes))
         return record
 
-    def _derive(self, shapes: Any, part: Any) -> StepRecord | None:
+    def _derive(self, shapes: Any, part: Any, step: UsersStep, seed: int) -> StepRecord | None:
         """Derive the record of a microbatch of new lengths, where no size depends on its values."""
-        for answers, family in self._families.get(shapes[:-1], {}).items():
+        families = {} if shapes in self._apart else self._families.get(shapes[:-1], {})
+        for answers, family in families.items():
             record = family.derive(shapes[-1])
-            if record is not None and record.flags.agree(_tensors_of(part)):
-                self._keep((shapes, answers), (), record)
+            if record is None or not record.flags.agree(_tensors_of(part)):
+                continue
+            key = shapes, answers
+            if key in self._confirmed or self._is_confirmed(record, part, step, seed):
+                self._confirmed.add(key)
+                self._keep(key, (), record)
                 return record
+            self._apart.add(shapes)
         return None
+
+    def _is_confirmed(self, record: StepRecord, part: Any, step: UsersStep, seed: int) -> bool:
+        """Whether the code between the blocks makes the operations that a derived record has."""
+        self._before_trace()
+        trace = StepTrace(*self._traced, observes=False, calls=record.calls)
+        trace.outputs = outputs_that_suffice(record)
+        # An error here occurs again in the whole trace, which explains it.
+        with suppress(ValueNeededError, Exception), trace.running():
+            self._trial(part, step, seed)()
+        return trace.between == record.between
 
     def _keep(self, key: Any, sizes: Any, record: StepRecord) -> None:
         shapes, answers = key
@@ -380,6 +400,8 @@ class StepRecords:
         self._flags.clear()
         self._families.clear()
         self._whole.clear()
+        self._confirmed.clear()
+        self._apart.clear()
         self._misfits.clear()
         self._first_of_training = None
 

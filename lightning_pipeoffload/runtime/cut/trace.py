@@ -46,6 +46,7 @@ from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
     HookedSpan,
     LoggedValue,
+    SegmentDigest,
     StepRecord,
 )
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
@@ -92,6 +93,8 @@ from lightning_pipeoffload.runtime.weight_grad.chunked_loss import AroundChunks
 aten = torch.ops.aten
 _CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {aten.linear, aten.conv1d, aten.conv2d, aten.conv3d}
+# Which of these an operation such as reshape makes depends on strides.
+_BY_LAYOUT = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "clone")}
 _MEAN = 1  # of at::Reduction
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
@@ -143,6 +146,7 @@ class StepTrace:
         self.record = StepRecord(len(chain) + 1, device.type, calls, writes=self._writes.writes)
         self._values = ValueTrace(chain, self.record, log)
         self.work = SegmentWork(len(chain) + 1)
+        self._between = SegmentWork(1)
         self._stripped = StrippedModule(module, device, self._values, self.record)
         self._sizes = _SizesByValues(self)
         self._checks = CallChecks(chain, calls)
@@ -152,7 +156,7 @@ class StepTrace:
         self._is_compiled = any(is_compiled(block) for block in chain.blocks)
         self._before_block: list[tuple[int, Any]] = []
         self._training = torch.is_grad_enabled()
-        self._is_in_block = self._is_in_chunks = False
+        self._is_in_call = self._is_in_block = self._is_in_chunks = False
         self._num_in_block = 0
         self._dropped: list[str] = []  # buffers that the operation that runs writes
         self._argument_memory: set[int] = set()  # addresses of the block's arguments
@@ -297,6 +301,7 @@ class StepTrace:
         if call == self._until:
             raise StageExit([])
         self._checks.check(index, call)
+        self._is_in_call = True
         if self.observes:
             self.work.add_values(index, "a block", arguments)
             with self._values.paused():
@@ -313,7 +318,9 @@ class StepTrace:
         self._is_in_block = False
         behind = self.record.calls.least[call + 1]
         self._compare_attributes(StepPoint(behind, is_in_block=False))
-        return self._values.leave_block(index, arguments, output)
+        output = self._values.leave_block(index, arguments, output)
+        self._is_in_call = False
+        return output
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         run = partial(self.chain.plain_call(index), *args, **kwargs)
@@ -358,6 +365,16 @@ class StepTrace:
         flops = count_flops(func, args, result)
         trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
         self._count(segment, flops, trains, weights, not (flops and self._is_frozen(tensors)))
+
+    def note_between(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Add an operation outside of the blocks to the digest of these."""
+        if not self._is_in_call and str(func) not in _BY_LAYOUT:
+            self._between.add(0, func, args, kwargs or {})
+
+    @property
+    def between(self) -> SegmentDigest:
+        """A digest of the operations outside of the blocks so far."""
+        return self._between.digests[0]
 
     def note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record which module draws random numbers, where tensor ranks share layers."""
@@ -485,7 +502,7 @@ class StepTrace:
         if record.opened & hooked:  # a list that hooks fill has an entry of each of their blocks
             record.opened |= hooked
         record.work, record.draws = self.work.digests, self.work.draws
-        record.by_chance = self.work.by_chance
+        record.by_chance, record.between = self.work.by_chance, self.between
         record.flags.finish()
         made_up = [record.calls.blocks.index(block) for block in record.imagined]
         record.reads.finish(min(made_up, default=len(record.calls.blocks)))
@@ -631,6 +648,7 @@ class _SizesByValues(TorchDispatchMode):
     ) -> Any:
         trace, point = self._trace, self._trace.point
         trace.arguments.note_use(args, trace.num_calls)
+        trace.note_between(func, args, kwargs)
         if trace.observes:
             trace.work.add(trace.segment_of(args), func, args, kwargs)
             trace.note_draw(func, args, kwargs or {})

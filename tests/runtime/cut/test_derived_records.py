@@ -192,11 +192,28 @@ def special(module, batch):
     return loss_of(module, x)
 
 
-def test_a_length_that_is_treated_differently_is_refused_by_name():
+def with_early(module, batch):
+    """Uses what the first block computes at one length only, where nothing else gets a gradient."""
+    x = early = module.blocks[0](module.embed(batch["x"]))
+    for block in module.blocks[1:]:
+        x = block(x.detach() if x.shape[1] == 5 else x)
+    return loss_of(module, x + early if x.shape[1] == 5 else x)
+
+
+@pytest.mark.parametrize("step", [special, with_early])
+def test_a_length_that_is_treated_differently_between_blocks_is_traced(step):
+    batches = [batch_of(length) for length in (*TRACED, 8, 5, 5, 8)]
+    found, _ = train_beside(module_of(step), "zb_h1", 2, batches, 2)
+    assert {length[0] for length in derived_in(found)} == {8}
+
+
+def test_a_length_that_a_block_treats_differently_is_refused_by_name():
+    module = module_of(plain, lambda x: x[:, :3] if x.shape[1] == 5 else x)
     batches = [batch_of(length) for length in (*TRACED, 8, 5)]
-    with pytest.raises(RuntimeError, match=r"blocks.1 returned .* set derive_lengths=False"):
-        train_beside(module_of(special), "zb_h1", 2, batches, 2)
-    train_beside(module_of(special), "zb_h1", 2, batches, 2, derive_lengths=False)
+    refused = r"(?s)blocks.1 returned .* a block treats lengths \[5, 4,.* set derive_lengths=False"
+    with pytest.raises(RuntimeError, match=refused):
+        train_beside(module, "zb_h1", 2, batches, 2)
+    train_beside(module, "zb_h1", 2, batches, 2, derive_lengths=False)
 
 
 def test_shapes_that_exceed_none_that_ran_are_not_new():
