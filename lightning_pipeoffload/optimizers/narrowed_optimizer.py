@@ -174,6 +174,7 @@ class NarrowedOptimizer:
         self.shares: StepShares | None = None
         self.stand_ins: StandInStep | None = None
         self._adopted: list[Tensor] = []
+        self._looked_at: tuple[int, ...] = ()
         self._zero_own = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._whole: list[tuple[dict[str, Any], list[Any]]] = []
@@ -186,16 +187,17 @@ class NarrowedOptimizer:
     def adopt(self) -> None:
         """Replace shapes in the groups by the parameters of a module that is whole again."""
         self._widen()  # after a step that has ended in an error
-        for group in self.optimizer.param_groups:
-            group["params"] = [
-                self._real(p) if isinstance(p, RemoteTensor) else p for p in group["params"]
-            ]
-
-    def _real(self, parameter: RemoteTensor) -> Tensor:
-        if parameter.became is None:
-            return parameter
-        self._adopted.append(parameter.became)
-        return parameter.became
+        members = [group["params"] for group in self.optimizer.param_groups]
+        looked_at = RemoteTensor.num_became, *map(len, members)
+        if looked_at == self._looked_at:
+            return
+        self._looked_at = looked_at
+        shapes = [p for of_group in members for p in of_group if isinstance(p, RemoteTensor)]
+        real = {id(p): p.became for p in shapes if p.became is not None}
+        self._adopted += real.values()
+        if real:
+            for group in self.optimizer.param_groups:
+                group["params"] = [real.get(id(p), p) for p in group["params"]]
 
     def step_by(self, stand_ins: StandInStep | None) -> None:
         """Step other tensors in place of parameters; None: the parameters."""

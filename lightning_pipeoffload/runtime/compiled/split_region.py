@@ -19,9 +19,9 @@ from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
 from lightning_pipeoffload.runtime.weight_grad.node import (
     ANCHOR,
     ReadInput,
-    is_for_weights,
     keep_input,
     queue_or_run,
+    trains_parameters,
 )
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
 
@@ -91,7 +91,8 @@ class _Run:
         taps = {tap: read() for tap, read in self.kept.items()}
         for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
-                call.check_unchanged()
+                if call.weight._version != call.version:
+                    call.refuse_change()
                 queue_or_run(call, *taps[tap], gradient)
 
 
@@ -156,7 +157,7 @@ class _Zeros(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        if is_for_weights():
+        if trains_parameters():
             ctx.run.leave_for_w(gradients)
         # Private: no public API shows it. Inputs that W has used must not stay until B's end.
         if not torch._C._autograd._get_current_graph_task_keep_graph():

@@ -63,6 +63,7 @@ class RemoteTensor(ShapeOnly):
     Attributes:
         age: Shared by all remote parameters of the rank.
         became: The real tensor that has replaced it, once the module is whole again.
+        num_became: How many remote tensors of this process have been replaced so far.
     """
 
     _is_param = False
@@ -70,6 +71,7 @@ class RemoteTensor(ShapeOnly):
     _grad_age = 0
     age = GradientAge()
     became: Tensor | None = None
+    num_became = 0
 
     @classmethod
     def standing_for(cls, slot: Slot, origin: str, device: torch.device) -> Self:
@@ -118,6 +120,7 @@ class RemoteTensor(ShapeOnly):
     def become(self, tensor: Tensor) -> None:
         """Remember the real tensor that replaces it, for optimizers that hold it."""
         self.became = tensor
+        RemoteTensor.num_became += 1
 
     @property
     def grad(self) -> Tensor | None:

@@ -184,7 +184,8 @@ class StageRunner:
         flight = self.in_flight[microbatch.index]
         received = flight.received
         assert received is not None
-        flight.queue.compute_at_once(fused)
+        memory = self.memory_of(flight.place)
+        flight.queue.start_backward(fused, counts_flops=memory.deferred_flops is None)
         with self._around_backward(flight), flight.queue:
             self._differentiate(flight, gradients)
         flight.awaits_weight = True
@@ -192,7 +193,6 @@ class StageRunner:
             flight.seen = None
         to_send = gradients_to_send(received, self._sender)
         received.gradients, flight.sent, flight.loss = (), (), None
-        memory = self.memory_of(flight.place)
         if flight.store is not None or memory.deferred_flops is None:
             memory.measure_backward(flight.queue, flight.store)
         return to_send

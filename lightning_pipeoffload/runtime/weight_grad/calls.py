@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,10 @@ class DeferredCall:
     Args:
         weight: A marked parameter, or views and a cast of one.
         *options: Further arguments of the operation.
+
+    Attributes:
+        trained_weights: The weights whose gradients :meth:`accumulate` adds to.
+        version: Counts the writes to the weight until this call.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
@@ -42,14 +46,10 @@ class DeferredCall:
         self.bias = bias
         self.options = options
         self.trains_bias = bias is not None and bias.requires_grad
+        self.trained_weights: tuple[Tensor, ...] = (weight,)
+        if bias is not None and self.trains_bias:
+            self.trained_weights = weight, bias
         self.version = weight._version
-
-    @property
-    def trained_weights(self) -> tuple[Tensor, ...]:
-        """The weights whose gradients :meth:`accumulate` adds to."""
-        if self.bias is not None and self.trains_bias:
-            return self.weight, self.bias
-        return (self.weight,)
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -74,14 +74,12 @@ class DeferredCall:
         """Return the floating-point operations of the product in :meth:`accumulate`."""
         return 2 * grad.numel() * x.shape[-1]
 
-    def check_unchanged(self) -> None:
-        """Raise an error if the weight was written in place since the forward."""
-        if self.weight._version != self.version:
-            raise RuntimeError(
-                f"a weight of shape {tuple(self.weight.shape)} was changed in place between the "
-                f"forward and the backward that needs it; change weights in the optimizer's step "
-                f"only"
-            )
+    def refuse_change(self) -> NoReturn:
+        """Raise the error for a weight whose version is no longer :attr:`version` in B."""
+        raise RuntimeError(
+            f"a weight of shape {tuple(self.weight.shape)} was changed in place between the "
+            f"forward and the backward that needs it; change weights in the optimizer's step only"
+        )
 
 
 class Linear(DeferredCall):

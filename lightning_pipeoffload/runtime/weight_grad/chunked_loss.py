@@ -29,7 +29,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
-from lightning_pipeoffload.runtime.weight_grad.node import ANCHOR, is_for_weights
+from lightning_pipeoffload.runtime.weight_grad.node import ANCHOR, trains_parameters
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
 
 _NAME = "chunked_loss"
@@ -220,7 +220,7 @@ class _Chunks:
         gradients are summed over the chunks, and returned to autograd.
         """
         queue = active_queue()
-        adds = queue is not None and is_for_weights()
+        adds = queue is not None and trains_parameters()
         stand_ins = {
             name: weight.detach().requires_grad_()
             for name, weight in self.weights.items()

@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.weight_grad.calls import (
     MatrixProduct,
 )
 from lightning_pipeoffload.runtime.weight_grad.node import apply_deferred
-from lightning_pipeoffload.runtime.weight_grad.queue import active_queue, has_hooks
+from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, has_hooks
 
 Original = Callable[..., Tensor]
 """Runs an operation as torch does; gets the dispatcher's keys first."""
@@ -69,16 +69,21 @@ def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether both are marked parameters, or their views or casts, or are not trained."""
-    if not weight.requires_grad or not torch.is_grad_enabled() or active_queue() is None:
+    """Whether both are parameters that may wait, or their views or casts, or are not trained."""
+    if not (QUEUES and weight.requires_grad and torch.is_grad_enabled()):
         return False
-    if not may_wait(weight if weight.is_leaf else _viewed(weight.grad_fn)):
-        return False
-    if torch.is_anomaly_enabled():  # which checks autograd's own gradients
-        return False
-    if bias is None or not bias.requires_grad:
-        return True
-    return may_wait(bias if bias.is_leaf else _viewed(bias.grad_fn))
+    for each in (weight,) if bias is None or not bias.requires_grad else (weight, bias):
+        leaf = each if each.is_leaf else _viewed(each.grad_fn)
+        # As may_wait() decides, without two more calls for each weight of each product. Hooks are
+        # read each time: a user may register one between any two batches.
+        if (
+            leaf is None
+            or not getattr(leaf, _MARK, False)
+            or leaf._backward_hooks
+            or getattr(leaf, "_post_accumulate_grad_hooks", None)
+        ):
+            return False
+    return not torch.is_anomaly_enabled()  # which checks autograd's own gradients
 
 
 def _linear(original: Original) -> Callable[..., Tensor]:

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
-from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
+from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES
 
 # Private: the only way to run an operation without our own kernel, which would only forward it. Not
 # _AutoDispatchBelowAutograd: a view that the operation makes inside, as linear does, would count as
@@ -28,7 +28,14 @@ _below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 # Replaces the weights among the inputs to autograd. If the first layer's input needs no gradient,
 # another input must require one.
 ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
-_ANCHORS_NODE = get_gradient_edge(ANCHOR).node
+# Private: no public API shows the inputs of a backward.
+trains_parameters: Callable[[], bool] = partial(
+    torch._C._will_engine_execute_node, get_gradient_edge(ANCHOR).node
+)
+"""Whether the running backward computes the gradients of all parameters.
+
+A backward for given inputs, such as ``torch.autograd.grad(y, x)``, does not reach the anchor.
+"""
 _NO_GRADIENTS = (None,) * 5
 
 Fetch = Callable[[], Tensor]
@@ -106,8 +113,8 @@ def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
     hooks = saving_hooks()
     if hooks is None:
         return _Deferred.apply(x, ANCHOR, None, None, call)
-    queue = active_queue()
-    is_at_once = queue is not None and queue.is_at_once(call.trained_weights)  # B reads the input
+    # At once: B reads the input.
+    is_at_once = bool(QUEUES) and QUEUES[-1].is_at_once(call.trained_weights)
     keeper = None if is_at_once else keeper_of(hooks)
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
@@ -146,7 +153,9 @@ def keep_input(x: Tensor) -> ReadInput:
         # Detached: the graph of x would lead back to the owner of the returned function.
         result = _KeepBeside.apply(ANCHOR, x.detach())
     # The result: before torch 2.13 a node alone does not outlive its results.
-    return lambda: _read_input(result.grad_fn, saved)
+    if saved is None:
+        return lambda: (result.grad_fn.saved_tensors[0].detach(), None)
+    return lambda: saved.read(result.grad_fn)
 
 
 class _KeepBeside(torch.autograd.Function):
@@ -187,42 +196,21 @@ class _Deferred(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Only create_graph has to be refused.
-        run = _run_once_differentiable if torch.is_grad_enabled() else _run_backward
-        return run(ctx, grad)
-
-
-def _run_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:  # of a custom function that returns None
-        return _NO_GRADIENTS
-    call, saver, saved = ctx.deferred
-    call.check_unchanged()
-    x, fetch = _read_input(saver or ctx, saved)
-    if is_for_weights():
-        queue_or_run(call, x, fetch, grad)
-    if not ctx.needs_input_grad[0]:
-        return _NO_GRADIENTS
-    with _below_autograd():
-        return call.input_gradient(x, grad), None, None, None, None
-
-
-_run_once_differentiable = once_differentiable(_run_backward)
-
-
-def is_for_weights() -> bool:
-    """Return whether the running backward computes the gradients of all parameters.
-
-    A backward for given inputs, such as ``torch.autograd.grad(y, x)``, does not reach the anchor.
-    """
-    # Private: no public API shows the inputs of a backward.
-    return torch._C._will_engine_execute_node(_ANCHORS_NODE)
-
-
-def _read_input(node: Any, saved: _WeightInput | None) -> tuple[Tensor, Fetch | None]:
-    if saved is not None:
-        return saved.read(node)
-    (x,) = node.saved_tensors
-    return x.detach(), None
+        if torch.is_grad_enabled():  # create_graph, which this refuses
+            return once_differentiable(_Deferred.backward)(ctx, grad)
+        if grad is None:  # of a custom function that returns None
+            return _NO_GRADIENTS
+        call, saver, saved = ctx.deferred
+        if call.weight._version != call.version:
+            call.refuse_change()
+        node = saver or ctx
+        x, fetch = (node.saved_tensors[0].detach(), None) if saved is None else saved.read(node)
+        if trains_parameters():
+            queue_or_run(call, x, fetch, grad)
+        if not ctx.needs_input_grad[0]:
+            return _NO_GRADIENTS
+        with _below_autograd():
+            return call.input_gradient(x, grad), None, None, None, None
 
 
 def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
@@ -233,12 +221,12 @@ def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tenso
         fetch: Returns the input, if x is a stand-in.
         grad: The gradient of the operation's result.
     """
-    queue = active_queue()
-    if queue is None:
+    if not QUEUES:
         call.accumulate(fetch() if fetch else x, grad)
         return
+    queue = QUEUES[-1]
     add_product = queue.add_product
-    if queue.is_at_once(call.trained_weights):
+    if queue.has_at_once and queue.is_at_once(call.trained_weights):
         call.accumulate(fetch() if fetch else x, grad, add_product)
         return
     if fetch is None and queue.keeper is None:
@@ -251,4 +239,5 @@ def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tenso
         def compute() -> None:
             call.accumulate(fetch_x(), fetch_grad(), add_product)
 
-    queue.put(compute, call.trained_weights, call.flops(x, grad), operand)
+    flops = call.flops(x, grad) if queue.counts_flops else 0
+    queue.put(compute, call.trained_weights, flops, operand)

@@ -59,7 +59,8 @@ class WeightGradQueue:
         has_at_once: Whether gradients of weights that :func:`mark_at_once` has marked do not wait.
 
     Attributes:
-        flops: Floating-point operations of all gradients that were put here.
+        has_at_once: As given.
+        flops: Floating-point operations of the gradients that were put here while they are counted.
         operands: The memory that their computation reads, if that is known.
     """
 
@@ -71,10 +72,11 @@ class WeightGradQueue:
         has_at_once: bool = False,
     ) -> None:
         self.immediate = immediate
-        self._has_at_once = has_at_once
+        self.has_at_once = has_at_once
         self.keeper = keeper
         self.add_product = add_product or add_product_to_grad
         self.flops = 0
+        self.counts_flops = True
         self.operands: set[int] | None = None
         self._entries: list[WeightGrad] = []
 
@@ -82,15 +84,16 @@ class WeightGradQueue:
         """Note the memory that deferred gradients read, from now on."""
         self.operands = set()
 
-    def compute_at_once(self, is_immediate: bool) -> None:
+    def start_backward(self, is_immediate: bool, counts_flops: bool) -> None:
         """Set whether the next gradients are computed where they are put here, not in W."""
         self.immediate = is_immediate
+        self.counts_flops = counts_flops
 
     def __enter__(self) -> None:
-        _QUEUES.append(self)
+        QUEUES.append(self)
 
     def __exit__(self, *error: object) -> None:
-        _QUEUES.pop()
+        QUEUES.pop()
 
     def put(
         self,
@@ -115,7 +118,7 @@ class WeightGradQueue:
 
     def is_at_once(self, weights: Iterable[Tensor]) -> bool:
         """Return whether the gradient of weights, or of their views and casts, must not wait."""
-        return self._has_at_once and any(
+        return self.has_at_once and any(
             getattr(parameter, _AT_ONCE, False)
             for weight in weights
             for parameter in parameters_of(weight)
@@ -151,12 +154,13 @@ class WeightGradQueue:
         return entries
 
 
-_QUEUES = IN_FORCE.stack(WeightGradQueue)
+QUEUES = IN_FORCE.stack(WeightGradQueue)
+"""The queue in force is the last; empty outside of F and B. Read directly once a product."""
 
 
 def active_queue() -> WeightGradQueue | None:
     """Return the queue that is in force; None outside of F and B."""
-    return _QUEUES[-1] if _QUEUES else None
+    return QUEUES[-1] if QUEUES else None
 
 
 def mark_at_once(parameter: Tensor, is_at_once: bool = True) -> None:
@@ -217,7 +221,13 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
 def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right`` to ``.grad``, without a temporary where that is possible."""
     grad = parameter.grad if parameter.is_leaf else None
-    if grad is None or has_hooks(parameter) or not grad.dtype == left.dtype == right.dtype:
+    # The hooks as has_hooks() reads them, without a call for each product.
+    if (
+        grad is None
+        or parameter._backward_hooks
+        or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        or not grad.dtype == left.dtype == right.dtype
+    ):
         add_to_grad(parameter, left.mm(right))
     else:
         grad.addmm_(left, right)
