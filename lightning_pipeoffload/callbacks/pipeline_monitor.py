@@ -30,7 +30,6 @@ from lightning_pipeoffload.pictures.picture_file import to_measured_trace
 from lightning_pipeoffload.pictures.timelines import draw_measured
 from lightning_pipeoffload.planning.report import print_timeline
 from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.schedule import Costs, Schedule, simulate
 from lightning_pipeoffload.schedule.text import seconds_text, share_text
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
@@ -128,10 +127,9 @@ class PipelineMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         if self._step.is_logged:
-            group = _strategy_of(trainer).group
-            parameters = (p for p in pl_module.parameters() if not isinstance(p, ShapeOnly))
-            gradients = [p.grad for p in parameters if p.grad is not None and group.counts(p)]
-            self._step.figures["grad_norm"] = get_total_norm(map(_values_of, gradients))
+            gradients = _strategy_of(trainer).split.pipeline.gradients
+            counted = gradients.counted([*pl_module.parameters()]).values()
+            self._step.figures["grad_norm"] = get_total_norm(map(_values_of, counted))
 
     @override
     def on_train_batch_end(
@@ -257,7 +255,9 @@ class PipelineMonitor(Callback):
             return
         for step, ranks in self._figures.arrived():
             group = strategy.group
-            figures = figures_to_log(ranks, group.first_replica, group.ranks_with_gradients)
+            figures = figures_to_log(
+                ranks, group.first_replica, strategy.split.pipeline.gradients.ranks
+            )
             for logger in trainer.loggers:
                 logger.log_metrics(metrics=figures, step=step - 1)  # as Lightning counts
                 logger.save()
@@ -281,7 +281,7 @@ def _share_figures(strategy: PipeOffloadStrategy, name: str) -> RankFigures:
         HashStore() if store is None else store.clone(),  # type: ignore[attr-defined] # at run time
         f"figures/{name}",
         strategy.global_rank,
-        sorted({*group.first_replica, *group.roots, *group.ranks_with_gradients}),
+        sorted({*group.first_replica, *group.roots, *strategy.split.pipeline.gradients.ranks}),
         strategy.processes.fail,
     )
 

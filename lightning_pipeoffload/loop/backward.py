@@ -26,12 +26,10 @@ from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
 from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation, Scaling
 from lightning_pipeoffload.planning.training_plan import Accumulation
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
 
 _BEFORE_BACKWARD = "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward"
 
@@ -116,7 +114,7 @@ class BatchBackward(BackwardHooks):
             self._zero()
             self._begin(_loss_of(results[-1]) if results else None)
         if self._is_summed:
-            self._group.part_shared_gradients()
+            self._pipeline.gradients.part_shared()
             self._is_summed = False
 
     def _between_steps(self) -> AbstractContextManager[None]:
@@ -159,7 +157,7 @@ class BatchBackward(BackwardHooks):
         """Do what Lightning does after a backward; return the output, or a zero for the loss."""
         if accumulation.is_last or accumulation.gradient_hooks:
             self._pipeline.sum_stage_gradients()
-            self._group.sum_shared_gradients()
+            self._pipeline.gradients.sum_shared()
             self._is_summed = True
         self._pipeline.gradient_age.change()
         output = self._shown(None) if output is None else output
@@ -180,52 +178,40 @@ class GradientTotals:
     """
 
     def __init__(
-        self,
-        precision: Precision,
-        group: PipelineGroup,
-        age: GradientAge,
-        validation: PostValidation,
+        self, precision: Precision, pipeline: Pipeline, validation: PostValidation
     ) -> None:
-        self._precision, self._group, self._age = precision, group, age
-        self._validation = validation
+        self._precision, self._validation = precision, validation
+        self._gradients, self._age = pipeline.gradients, pipeline.gradient_age
+        self._device = pipeline.device
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all ranks, tied weights counted once."""
-        squares = self._squared_norms([*self._precision.main_params(optimizer)])
-        clipping = Clipping(self._own_parameters(optimizer), clip_val, squares)
+        parameters = [*self._precision.main_params(optimizer)]
+        squares = self._squared_norms(parameters)
+        own = [p for p in self._gradients.own(parameters) if p.grad is not None]
+        clipping = Clipping(own, clip_val, squares)
         if self._validation.assumes_norm():
             self._validation.expect_clipping(clipping)
             return
-        clipping.clip(clipping.norm(self._group.sum(squares)))
+        clipping.clip(clipping.norm(self._gradients.sum(squares)))
         self._age.change()
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = self._own_parameters(optimizer)
+        own = self._gradients.own([*self._precision.main_params(optimizer)])
+        parameters = [p for p in own if p.grad is not None]
         if parameters:  # else torch's kernel for many would fail
             nn.utils.clip_grad_value_(parameters, clip_val)
         self._age.change()
 
     def _squared_norms(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return those of the gradients that this rank counts, in float64; 0 for the others."""
-        counted = {
-            index: parameter.grad
-            for index, parameter in enumerate(parameters)
-            if not isinstance(parameter, ShapeOnly) and self._group.counts(parameter)
-            if parameter.grad is not None
-        }
+        counted = self._gradients.counted(parameters)
         if not counted:
-            return torch.zeros(len(parameters), dtype=torch.float64, device=self._group.device)
+            return torch.zeros(len(parameters), dtype=torch.float64, device=self._device)
         # Private: as torch's own clipping, one kernel for many.
         norms = dict(zip(counted, torch._foreach_norm([*counted.values()]), strict=True))
         none = torch.zeros_like(next(iter(norms.values())))
         return torch.stack([norms.get(i, none) for i in range(len(parameters))]).double() ** 2
-
-    def _own_parameters(self, optimizer: Optimizer) -> list[Tensor]:
-        parameters = filter(self._is_own, self._precision.main_params(optimizer))
-        return [parameter for parameter in parameters if parameter.grad is not None]
-
-    def _is_own(self, parameter: Tensor) -> bool:
-        return not isinstance(parameter, ShapeOnly) and self._group.owns(parameter)
 
     def unscale(
         self,
@@ -237,7 +223,7 @@ class GradientTotals:
     ) -> dict[Any, Tensor]:
         """Unscale this rank's gradients, as the scaler does; return whether any rank overflows."""
         members = [p for g in optimizer.param_groups for p in g["params"]]
-        parameters = [*filter(self._is_own, members)]
+        parameters = self._gradients.own(members)
         stepped: Any = SimpleNamespace(param_groups=[{"params": parameters}])
         by_device = type(scaler)._unscale_grads_(scaler, stepped, inv_scale, found_inf, allow_fp16)
         self._age.change()
@@ -246,7 +232,7 @@ class GradientTotals:
         if self._validation.assumes():
             self._validation.expect_scaling(_scaling(scaler, overflow))
             return {found_inf.device: overflow}
-        return {found_inf.device: self._group.largest(overflow)}
+        return {found_inf.device: self._gradients.largest(overflow)}
 
 
 def _scaling(scaler: GradScaler, overflow: Tensor) -> Scaling:

@@ -186,7 +186,7 @@ class Fit:
             refuse_differences(self._described(), group.world.host_group)
         strategy.setup_precision_plugin()
         validation = self.boundary.validation
-        totals = GradientTotals(self._precision, group, pipeline.gradient_age, validation)
+        totals = GradientTotals(self._precision, pipeline, validation)
         self._at_end.enter_context(joined_precision(self._precision, totals))
         join_loops(self._trainer, group, self._at_end)
         self._join_metrics()
@@ -245,7 +245,7 @@ class Fit:
             refuse_other_callbacks(self._trainer)
             end_hooks = EndHooks(self._trainer, self._connector.tick)
             self._at_end.callback(end_hooks.remove)
-        if self._group.num_ranks > 1 or self._group.owner_of is not None:
+        if self._group.num_ranks > 1 or self.split.pipeline.gradients.owner_of is not None:
             self.boundary.share_before_hooks(self._share_gradient_sizes)
 
     def _leave_connector(self) -> None:

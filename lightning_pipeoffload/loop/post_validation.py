@@ -113,10 +113,15 @@ class PostValidation:
         self._sum: _Sum | None = None
         self._is_watched = self._is_validated = False
 
-    def start(self, snapshot: OptimizerSnapshot) -> None:
-        """Begin with the next step of the snapshot's optimizer; all processes call it."""
+    def start(self, snapshot: OptimizerSnapshot, over_replicas: bool) -> None:
+        """Begin with the next step of the snapshot's optimizer; all processes call it.
+
+        Args:
+            snapshot: Saves what the step changes.
+            over_replicas: Whether the replicas divide the gradients of the model.
+        """
         self._snapshot, self.is_on = snapshot, True
-        self._group.connect_boundary()
+        self._group.connect_boundary(over_replicas)
 
     def assumes_norm(self) -> bool:
         """Whether the current step runs as if no clipping were needed."""

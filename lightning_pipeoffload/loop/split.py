@@ -103,7 +103,7 @@ class Split:
             masters,
         )
         is_divided = settings.num_sharing(group.num_replicas) > 1
-        group.divide_gradients(self.parameters.replica_of if is_divided else None)
+        self.pipeline.gradients.divide(self.parameters.replica_of if is_divided else None)
         seconds = self.parameters.host_step_seconds
         self.measurements = Measurements(self.executor, self.pipeline, seconds)
         self.cutter = BatchCutter(self.pipeline, settings)
@@ -255,12 +255,12 @@ class Split:
     def begin_training(self, first: Microbatch, num_accumulated: int) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
         self.group.replicas.copy_first(self.pipeline.tensors.distinct(), "weights")
-        self.group.share(self.pipeline.tensors, self.pipeline.records)
+        self.pipeline.gradients.share(self.pipeline.tensors, self.pipeline.records)
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.with_local_stages()
-            gradients = self.pipeline.stage_gradients
-            replicas, owner_of = self.group.replicas, self.group.owner_of
-            self.reduction = GradientReduction(replicas, parameters, gradients, owner_of)
+            of_stages = self.pipeline.stage_gradients
+            replicas, owner_of = self.group.replicas, self.pipeline.gradients.owner_of
+            self.reduction = GradientReduction(replicas, parameters, of_stages, owner_of)
         self._buffers = SavedBuffers(self.group.replicas, self.pipeline.tensors)
         self.plans.begin()
         self.report.print_start(num_accumulated)
@@ -270,7 +270,7 @@ class Split:
         """Wait for the gradients' means over the replicas, where there are several."""
         if self.reduction is not None:
             self.reduction.wait()
-            self.group.end_reduction()
+            self.pipeline.gradients.end_reduction()
             self._buffers.copy_first()
 
     def leave(self) -> None:
@@ -278,7 +278,7 @@ class Split:
         self.plans.leave()
         if self.reduction is not None:
             self.reduction.abandon()
-        self.group.drop_remote_gradients()
+        self.pipeline.gradients.drop_remote()
         self.group.replicas.pending.forget()
         self.weights.forget()
         self.cutter.leave()

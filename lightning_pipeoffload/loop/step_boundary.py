@@ -72,6 +72,7 @@ class StepBoundary:
         self._module = trainer.lightning_module
         group = pipeline.group
         self._group, self._masters = group, masters
+        self._gradients = pipeline.gradients
         self.validation = PostValidation(trainer, group, pipeline.gradient_age)
         self._gradient_hooks: GradientHooks | None = None
         self._of_replicas = group.replicas.pending
@@ -101,8 +102,9 @@ class StepBoundary:
     def _start_validation(self) -> None:
         may_start = _may_step_ahead(self._trainer, self._group.reports)
         if self._group.world.agree(may_start, unanimous=True):
-            optimizer, owns = self._trainer.optimizers[0], self._group.owns
-            self.validation.start(OptimizerSnapshot(optimizer, self._masters, owns))
+            optimizer, gradients = self._trainer.optimizers[0], self._gradients
+            snapshot = OptimizerSnapshot(optimizer, self._masters, gradients.owns)
+            self.validation.start(snapshot, over_replicas=gradients.owner_of is not None)
             has_hooks = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 

@@ -21,7 +21,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     group = pipeline.group
     name = next((name for name, candidate in _tensors_of(pipeline) if candidate is tensor), "")
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
-    ranks = group.sharing_gradients
+    ranks = pipeline.gradients.sharing
     asked = ranks.gather((name, has_value, group.global_rank))
     _check_alike([each for each, *_ in asked], tensor)
     owner = next(rank for _, has, rank in asked if has)

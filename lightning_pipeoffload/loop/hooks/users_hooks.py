@@ -22,7 +22,6 @@ from torch.nn.modules.module import (
 )
 
 from lightning_pipeoffload.lightning_names import PACKAGES
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize, RemoteGradient
@@ -201,10 +200,11 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
     One message of three numbers for each parameter of the model. All ranks that share gradients
     call it: those of a pipeline, or of all replicas where each has some of them.
     """
-    group, parameters = pipeline.group, list(pipeline.module.parameters())
-    table = _measure([_counted_gradient(parameter, group) for parameter in parameters])
+    parameters = [*pipeline.module.parameters()]
+    counted = pipeline.gradients.counted(parameters)
+    table = _measure([counted.get(index) for index in range(len(parameters))])
     with blaming_peers("lost a rank while comparing gradients"):
-        dist.all_reduce(table, group=group.sharing_gradients.host_group)
+        dist.all_reduce(table, group=pipeline.gradients.sharing.host_group)
     for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
         size = KnownSize(norm, largest) if kind == _MEASURED else None
         if isinstance(parameter, RemoteTensor):
@@ -213,11 +213,6 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
             parameter.grad.know(size)
             if size is not None:
                 pipeline.gradient_age.expire_with_change(size)
-
-
-def _counted_gradient(parameter: Tensor, group: PipelineGroup) -> Tensor | None:
-    is_own = not isinstance(parameter, RemoteTensor) and group.counts(parameter)
-    return parameter.grad if is_own else None
 
 
 def _measure(gradients: list[Tensor | None]) -> Tensor:

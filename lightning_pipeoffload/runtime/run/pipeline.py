@@ -51,6 +51,7 @@ from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
+from lightning_pipeoffload.runtime.run.gradients import Gradients
 from lightning_pipeoffload.runtime.sequence.attention import install_attention
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
@@ -120,6 +121,7 @@ class Pipeline:
         tensors: The parameters and buffers, and which rank has which.
         records: The records of the steps.
         gradient_age: The age of the gradients of remote parameters.
+        gradients: Which rank has and counts which gradient; only where there is a group.
         trained: For each parameter of the module, 1 if it trains, else 0.
         left_to_b: Names of the weights whose gradient B computes.
         at_once: Names of the weights whose products B adds to gradients, in place of W.
@@ -151,6 +153,8 @@ class Pipeline:
         is_shared = group is not None and group.num_tensor_ranks > 1
         self._shard_draws = ShardDraws(group.tensor_rank) if group and is_shared else None
         self.gradient_age = GradientAge()
+        if group is not None:
+            self.gradients = Gradients(group)
         self.settings = settings
         is_given = settings.blocks is not None or parts is not None
         chain = find_chain(module, settings.blocks) if is_given else first_chain(module)

@@ -74,8 +74,9 @@ def break_off_and_renew():
             work.wait()
         except RuntimeError:
             failed = True
-    total = float(group.largest(torch.tensor(float(group.global_rank))))
-    return failed, total
+    largest = torch.tensor(float(group.global_rank))
+    group.reduce(largest, dist.ReduceOp.MAX, over_replicas=False)
+    return failed, float(largest)
 
 
 def test_what_was_broken_off_ends_before_groups_are_made_anew(pool):
