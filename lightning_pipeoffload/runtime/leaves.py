@@ -20,20 +20,21 @@ _WITH_KEYS = {dict, OrderedDict, defaultdict}
 _MUTABLE = {list, deque, *_WITH_KEYS}  # the containers that torch's pytree opens and users change
 
 
-def leaves_of(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of ``tree_iter``, in the same order; called for each block's arguments."""
-    left = [tree]
+def leaves_of(tree: Any) -> list[Any]:
+    """List the leaves of ``tree_iter``, in the same order; called for each block's arguments."""
+    leaves, left = [], [tree]
     while left:
         part = left.pop()
         kind = type(part)
         if isinstance(part, Tensor) or kind in _PLAIN:
-            yield part
+            leaves.append(part)
         elif kind is tuple or kind is list:
             left.extend(reversed(part))
         elif kind is dict:
             left.extend(reversed(part.values()))
         else:
-            yield from tree_iter(part)
+            leaves.extend(tree_iter(part))
+    return leaves
 
 
 def map_operands(function: Callable[[Any], Any], operands: Any) -> Any:

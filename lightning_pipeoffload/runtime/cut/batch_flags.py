@@ -117,8 +117,6 @@ class BatchFlags:
     @torch.no_grad()
     def agree(self, leaves: Sequence[Tensor]) -> bool:
         """Recompute the booleans from a microbatch's tensors; return whether all are the same."""
-        if not self.calls:
-            return True
         values = dict(enumerate(leaves)) | self.constants
         if self._writes:
             values = {number: value.clone() for number, value in values.items()}

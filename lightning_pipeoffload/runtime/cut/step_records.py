@@ -248,9 +248,13 @@ class StepRecords:
 
     def _find_answers(self, shapes: Any, part: Any) -> tuple[bool, ...] | None:
         """Return the booleans that the step reads from a microbatch; None if they are new."""
-        leaves = _tensors_of(part)
-        flags = self._flags.get(shapes, {})
-        return next((answers for answers, each in flags.items() if each.agree(leaves)), None)
+        leaves = None
+        for answers, flags in self._flags.get(shapes, {}).items():
+            if flags.calls and leaves is None:
+                leaves = _tensors_of(part)
+            if not flags.calls or flags.agree(leaves or ()):
+                return answers
+        return None
 
     def _find_sizes(self, key: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         if key not in self._sized_in:

@@ -48,17 +48,15 @@ def trace_parts(
     pipeline.notice_frozen()
     seeds = [mix_seed(seed, index) for index in range(len(cut.parts))]
     records: list[StepRecord] = []
+    of_alike: StepRecord | None = None  # of all parts that have as many samples as the first
     for part, num_samples, own_seed in zip(cut.parts, cut.sizes, seeds, strict=True):
+        if of_alike is not None and num_samples == cut.sizes[0]:
+            records.append(of_alike)
+            continue
+        records.append(pipeline.step_record(kind, part, step, own_seed))
         # Parts of one size have the same shapes; what depends on values differs.
-        if (
-            records
-            and cut.are_alike
-            and num_samples == cut.sizes[0]
-            and records[0].holds_for_shapes
-        ):
-            records.append(records[0])
-        else:
-            records.append(pipeline.step_record(kind, part, step, own_seed))
+        if cut.are_alike and len(records) == 1 and records[0].holds_for_shapes:
+            of_alike = records[0]
     num_slices = pipeline.num_slices_for(records)
     slices: list[Microbatch] = []
     for index, (part, record) in enumerate(zip(cut.parts, records, strict=True)):
@@ -81,5 +79,6 @@ def trace_parts(
     if torch.is_grad_enabled():
         check_shared_weights(pipeline.tensors.shared_weights)
     for each in slices:
-        each.record.mark_run()
+        if each.is_new:
+            each.record.mark_run()
     return slices

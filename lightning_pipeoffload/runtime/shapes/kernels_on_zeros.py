@@ -193,7 +193,7 @@ class KernelsOnZeros:
             self._results[key] = _run_on_zeros(kernel, arguments, inputs), kept
             if kernel.kind not in self._reported:
                 self._reported.add(kernel.kind)
-                log.info(_FOUND, kernel.name, next(shape_only_leaves(inputs)).device)
+                log.info(_FOUND, kernel.name, shape_only_leaves(inputs)[0].device)
         return self._results[key][0].like(inputs)
 
 

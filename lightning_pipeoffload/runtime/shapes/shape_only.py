@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -224,7 +224,7 @@ class ShapeOnly(Tensor):
             return cached
         if goes_member_by_member(func, args):
             return run_members(func, args, kwargs, has_shapes)
-        shape_only = list(shape_only_leaves((args, kwargs)))
+        shape_only = shape_only_leaves((args, kwargs))
         device = kwargs.get("device") or shape_only[0].device
         if func.overloadpacket in FACTORIES and not _is_scratch(func):
             drawn: Any = call_factory(func, device, args, kwargs)
@@ -275,10 +275,10 @@ def _known_result(
     if not is_ordinary(func) or are_observed():
         return None
     metas = tuple([leaf.meta if isinstance(leaf, ShapeOnly) else leaf for leaf in args])
-    cached = find_result(func, metas, _on_meta(kwargs))
+    cached = find_result(func, metas, _on_meta(kwargs) if kwargs else kwargs)
     if cached is None:
         return None
-    operands = list(shape_only_leaves((args, kwargs)))
+    operands = shape_only_leaves((args, kwargs))
     origins = origins_of(operands)
     result = _wrap_new(cached, kwargs.get("device") or operands[0].device, origins)
     _refuse_reduction(func, operands, result)
@@ -298,14 +298,14 @@ def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
     tell_observers(aten.set_.source_Tensor, (tensor, value), None)
 
 
-def shape_only_leaves(tree: Any) -> Iterator[ShapeOnly]:
-    """Yield the shape-only tensors in a pytree."""
-    return (leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly))
+def shape_only_leaves(tree: Any) -> list[ShapeOnly]:
+    """List the shape-only tensors in a pytree."""
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, ShapeOnly)]
 
 
 def origins_of(leaves: Iterable[ShapeOnly]) -> frozenset[str]:
     """Return the origins of a tensor that is computed from all of ``leaves``."""
-    return frozenset[str]().union(*(leaf.origins for leaf in leaves))
+    return frozenset[str]().union(*[leaf.origins for leaf in leaves])
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -323,7 +323,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def has_shapes(tree: Any) -> bool:
     """Return whether a pytree contains shape-only tensors."""
-    return next(shape_only_leaves(tree), None) is not None
+    return bool(shape_only_leaves(tree))
 
 
 def _rebuild(kind: type[ShapeOnly], arguments: tuple[Any, ...], is_param: bool) -> ShapeOnly:
@@ -405,6 +405,9 @@ def _wrap(
 
 
 def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
+    if isinstance(out, Tensor):  # as most operations return
+        return ShapeOnly(as_stored(out), device, origins)
+
     def wrap(leaf: Any) -> Any:
         return ShapeOnly(as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
 
@@ -475,8 +478,10 @@ class Awaited(ShapeOnly):
 
 def give_values(tree: Any, map_leaves: Callable[..., Any] = tree_map) -> Any:
     """Replace stand-ins with their received values."""
-    stands_in = any(isinstance(leaf, Awaited) for leaf in leaves_of(tree))
-    return map_leaves(_value_of, tree) if stands_in else tree
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Awaited):
+            return map_leaves(_value_of, tree)
+    return tree
 
 
 def _value_of(leaf: Any) -> Any:

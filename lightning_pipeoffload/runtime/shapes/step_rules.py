@@ -88,15 +88,16 @@ class StepRules:
 
 
 _OUTSIDE = StepRules()
+_RULES = IN_FORCE.stack(StepRules)  # asked at each operation without a value
 
 
 def _rules() -> StepRules:
-    return IN_FORCE.latest(StepRules) or _OUTSIDE
+    return _RULES[-1] if _RULES else _OUTSIDE
 
 
 def is_in_step() -> bool:
     """Return whether a step of any pipeline is running, not a hook or a script."""
-    return IN_FORCE.latest(StepRules) is not None
+    return bool(_RULES)
 
 
 def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
@@ -108,7 +109,7 @@ def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: A
 
 def are_observed() -> bool:
     """Return whether an observer is set: then this is a trace, whose results are not used."""
-    return _rules().observe is not None
+    return bool(_RULES) and _RULES[-1].observe is not None
 
 
 def imagine(operation: str, origins: frozenset[str]) -> Imagined:
