@@ -331,7 +331,8 @@ class PipelineSettings:
                 f"schedule {schedule.name} has {schedule.num_sequence_slices} slices of each "
                 f"sequence; set num_sequence_slices={schedule.num_sequence_slices}"
             )
-        if schedule.has_copies and self.offload not in ("auto", "none"):
+        has_copies = bool(recipe.order) or schedule.has_copies  # on one rank by measured costs only
+        if has_copies and self.offload not in ("auto", "none"):
             raise ScheduleError(
                 f"schedule {schedule.name} has copies of its own, and offload="
                 f"{self.offload!r} was asked for; leave that at auto, or use a schedule without "

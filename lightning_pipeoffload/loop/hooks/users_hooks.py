@@ -228,6 +228,8 @@ def _measure(gradients: list[Tensor | None]) -> Tensor:
         table[index, 0] = _THERE
         if gradient.layout is torch.strided and gradient.is_floating_point():
             table[index, 0] = _MEASURED
+            if not gradient.numel():
+                continue  # which has no largest element
             both = [torch.linalg.vector_norm(gradient, order) for order in (2, math.inf)]
             measured.append((index, torch.stack(both).to(torch.float64)))
     if measured:
