@@ -4,6 +4,7 @@ import logging
 import re
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -22,7 +23,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lightning_pipeoffload import (
     PipelineMonitor,
@@ -867,9 +874,23 @@ class Llama(Net):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
+class Qwen3(Llama):
+    """Has norms of heads, and a vocabulary that stays whole."""
+
+    config = Qwen3Config(
+        vocab_size=WORDS + 1, hidden_size=WIDTH * 2, intermediate_size=24, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+    )  # fmt: skip
+
+    def configure_model(self):
+        self.model = Qwen3ForCausalLM(self.config).double()
+        self.share_layers()
+
+
 @slow
-def test_a_llama_shares_its_layers_by_its_own_plan(ranks, tmp_path):
-    options = {"kind": Llama}
+@pytest.mark.parametrize("kind", [Llama, Qwen3])
+def test_a_model_shares_its_layers_by_its_own_plan(ranks, tmp_path, kind):
+    options = {"kind": kind}
     found = ranks(4).run(run, (2, 2), tmp_path, options)
     check_alike(found[0], fit((), tmp_path, **options))
 
@@ -981,6 +1002,18 @@ def test_a_tied_head_stays_whole_and_the_base_model_has_names_of_its_own():
     of_tied, of_base = tensor_parallel_plan(tied), tensor_parallel_plan(base)
     assert of_tied.keys() == {f"model.{name}" for name in of_base}
     assert isinstance(of_base["layers.*.self_attn.o_proj"], RowwiseParallel)
+
+
+def test_a_plan_leaves_a_vocabulary_whole_and_refuses_heads_that_do_not_divide():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_with(num_key_value_heads=1))
+    plan, two_ranks = tensor_parallel_plan(model), SimpleNamespace(size=lambda: 2)
+    head = nn.Linear(4, 7)
+    assert plan["lm_head"]._apply(head, two_ranks) is head
+    assert isinstance(head.weight, nn.Parameter)
+    refused = r"tensor_parallel_size=2 does not divide the 1 heads of config.num_key_value_heads"
+    with pytest.raises(ValueError, match=refused):
+        plan["model.layers.*.self_attn.k_proj"]._apply(nn.Linear(8, 4), two_ranks)
 
 
 def test_a_model_without_a_plan_or_with_an_unknown_style_is_refused(monkeypatch):

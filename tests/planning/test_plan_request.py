@@ -177,7 +177,9 @@ def test_where_nothing_fits_the_device_as_much_leaves_as_the_hosts_take():
 def test_a_schedule_with_copies_is_not_asked_for_others(num_ranks):
     settings = PipelineSettings(schedule="po_h", offload="full")
     with pytest.raises(ScheduleError, match="po_h has copies of its own"):
-        settings.provisional_schedule(num_ranks)  # of which the launcher asks before it starts processes
+        settings.provisional_schedule(
+            num_ranks
+        )  # of which the launcher asks before it starts processes
 
 
 @pytest.mark.parametrize(

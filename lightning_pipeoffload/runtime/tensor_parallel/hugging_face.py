@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from typing_extensions import override
+
+_HEADS = "num_attention_heads", "num_key_value_heads"
+_OF_HEADS = re.compile(r"attn|attention")  # in the path of a layer that is divided by heads
+
+
+class _WholeColwise(ColwiseParallel):
+    """Divides a layer with a whole result, if its outputs divide evenly; else leaves it whole."""
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Replicate())
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return super()._apply(module, device_mesh) if _divides(module, device_mesh) else module
+
+
+class _WholeRowwise(RowwiseParallel):
+    """Divides the rows of an embedding, if they divide evenly; else leaves it whole."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate())
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return super()._apply(module, device_mesh) if _divides(module, device_mesh) else module
+
+
+def _divides(module: nn.Module, mesh: DeviceMesh) -> bool:
+    weight: Any = module.weight
+    return int(weight.shape[0]) % mesh.size() == 0
+
+
+class _ByHeads(ColwiseParallel):
+    """Divides a projection by heads; refuses numbers of heads that do not divide evenly."""
+
+    def __init__(self, heads: dict[str, int]) -> None:
+        super().__init__()
+        self._heads = heads
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, count in self._heads.items():
+            if count % device_mesh.size():
+                raise ValueError(
+                    f"tensor_parallel_size={device_mesh.size()} does not divide the {count} heads "
+                    f"of config.{name}, of which each rank has as many; choose a size that does, "
+                    f"or write a plan with torch's styles that leaves their projections whole"
+                )
+        return super()._apply(module, device_mesh)
+
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "colwise_rep": _WholeColwise,
+    "colwise_gather_output": _WholeColwise,
+    "embedding_rowwise": _WholeRowwise,
+    # Norms of the heads that a rank has; the gradients of their weights are summed.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(use_local_output=True),
 }
 
 
@@ -28,7 +89,9 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
             parallelize_module(self.model, mesh, tensor_parallel_plan(self.model))
 
     Each tensor rank has some of the attention heads; ``tensor_parallel_size`` has to divide their
-    number. The plan leaves out an output projection that is tied to the embedding.
+    number, and that of the key heads, else ``parallelize_module`` raises ``ValueError``. The plan
+    leaves out an output projection that is tied to the embedding, and leaves whole a vocabulary
+    that ``tensor_parallel_size`` does not divide.
 
     Args:
         model: A model of the library transformers.
@@ -54,4 +117,9 @@ def tensor_parallel_plan(model: Any) -> dict[str, ParallelStyle]:
                 f"{name} shares {path} as {kind!r}, which is not supported; write a plan with "
                 f"torch's styles, or leave tensor_parallel_size out"
             )
-    return {path: _STYLES[kind]() for path, kind in kinds.items()}
+    counts = {each: getattr(config, each, None) for each in _HEADS}
+    heads = {each: count for each, count in counts.items() if count}
+    return {
+        path: _ByHeads(heads) if kind == "colwise" and _OF_HEADS.search(path) else _STYLES[kind]()
+        for path, kind in kinds.items()
+    }

@@ -32,6 +32,15 @@ class Net(fits.Net):
 
 
 class Clipping(Net):
+    """One of its parameters has no elements."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.empty.sum()
+
     def on_before_optimizer_step(self, optimizer):
         self.keep(clip_grad_norm_(self.parameters(), 0.1))
 
