@@ -133,8 +133,9 @@ class PipeOffloadStrategy(CheckpointHooks):
             that; a block that the user has compiled stays as it is. Weight gradients wait for W as
             they do without it.
         gradient_accumulation_fusion: Whether W adds products of bfloat16 or float16 to float32
-            gradients in one pass, under mixed precision or ``grad_dtype``; where the device cannot,
-            in two. It rounds once instead of twice, so that bits differ from autograd's.
+            gradients in one pass, under mixed precision or ``grad_dtype``. It rounds once instead
+            of twice, so that bits differ from autograd's. "auto": where every rank's device can.
+            True: as "auto", with a warning where one cannot. False: autograd's rounding.
         derive_lengths: Whether a batch of a new sequence length may skip the trace: its shapes are
             interpolated from lengths that were traced, where these fit a polynomial of degree two.
             False: each new length is traced, which is slower and always right.
@@ -191,7 +192,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         optimizer_offload: bool = False,
         master_weights: str | None = None,
         compile: bool | Mapping[str, Any] = False,
-        gradient_accumulation_fusion: bool = False,
+        gradient_accumulation_fusion: bool | str = "auto",
         derive_lengths: bool = True,
         solver_seconds: float = 60.0,
         plan_cache: str | PathLike[str] | None = None,

@@ -107,6 +107,11 @@ AROUND = {
         "{code}\ntrainer.fit(MyModule(), datamodule=MyDataModule())\n"
         "assert Path('step.svg').exists() or trainer.global_rank"
     ),
+    "class StepTrace": (
+        "{code}\ntrain(MyModule(), MyDataModule().train_dataloader(), callbacks=[StepTrace()])\n"
+        "text = Path(f'trace-{{os.environ.get(\"LOCAL_RANK\", 0)}}.json').read_text()\n"
+        "assert '0F0' in text or '1F0' in text"
+    ),
     "def cut_graphs": "{code}\ntrain(Graphs(), graphs(), strategy=strategy)",
     "pipeoffload_notebook": "model = Texts()\n{code}",
     "SVG(": (
@@ -124,6 +129,8 @@ SMALLER = {
     "max_tokens=8192": "max_tokens=64",
     "max_tokens=16384": "max_tokens=32",
     "step=20": "step=4",
+    "batch_idx == 10": "batch_idx == 0",
+    "batch_idx == 12": "batch_idx == 1",
     "max-autotune-no-cudagraphs": "default",
 }
 GIVEN = "from pathlib import Path\nfrom tests.support.given_names import *\n\n"

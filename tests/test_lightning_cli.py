@@ -42,7 +42,7 @@ GIVEN = {
     "optimizer_offload": [("true", True)],
     "master_weights": [("null", None)],
     "compile": [("true", True), ("{mode: max-autotune-no-cudagraphs}", ...)],
-    "gradient_accumulation_fusion": [("true", True)],
+    "gradient_accumulation_fusion": [("true", True), ("auto", "auto")],
     "head_weight_grad": [("B", "B")],
     "num_sequence_slices": [("1", 1)],
     "derive_lengths": [("false", False)],

@@ -115,7 +115,7 @@ OWNERS = [
     (
         torch._C._autograd,
         "_unsafe_set_version_counter _top_saved_tensors_default_hooks _get_sequence_nr "
-        "_get_current_graph_task_keep_graph",
+        "_get_current_graph_task_keep_graph _profiler_enabled _enable_record_function",
     ),
     (torch.nn.init, "_no_grad_trunc_normal_ _calculate_fan_in_and_fan_out"),
     (sys, "_getframe"),

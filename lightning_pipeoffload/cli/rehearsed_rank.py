@@ -126,7 +126,7 @@ class RehearsedModel(ModelProbe):
             settings.split,
             settings.recompute,
             compile=settings.compile,
-            gradient_accumulation_fusion=settings.gradient_accumulation_fusion,
+            gradient_accumulation_fusion=settings.may_fuse(device),
         )
         self._device = device
         self._pipeline = pipeline = Pipeline(self._module, rank, cut, device)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning_pipeoffload.processes.rank_differences import StepOptions, refuse_differences
 from lightning_pipeoffload.runtime.batch.parts import start_checksum
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.device.marks import mark, unrecorded
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 
 _SET_ALIKE = (
@@ -161,10 +162,11 @@ class Exchange:
         if world.num_processes == 1:
             return lambda: numbers
         vector = torch.tensor(numbers)
-        work = world.side_group.allreduce([vector], dist.ReduceOp.MAX)
+        with unrecorded():
+            work = world.side_group.allreduce([vector], dist.ReduceOp.MAX)
 
         def wait() -> list[int]:
-            with blaming_peers("lost a rank while comparing batches"):
+            with mark("exchange"), blaming_peers("lost a rank while comparing batches"):
                 work.wait()
             return vector.tolist()
 

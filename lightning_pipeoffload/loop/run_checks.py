@@ -1,4 +1,4 @@
-"""Modules, callbacks, profilers and flags that a pipeline refuses."""
+"""Modules, callbacks and flags that a pipeline refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -48,12 +47,6 @@ def check_run(trainer: Trainer, num_replicas: int, num_tensor_ranks: int = 1) ->
             )
         if trainer.state.fn == TrainerFn.FITTING:
             _check_of_fit(callback, trainer.lightning_module)
-    # It starts anew with each step, while messages that it has seen begin are still sent.
-    if isinstance(trainer.profiler, PyTorchProfiler) and trainer.world_size > 1:  # type: ignore[attr-defined] # set at run time
-        raise ValueError(
-            "PyTorchProfiler crashes in torch where messages between ranks are under way while it "
-            'starts or ends a trace; use profiler="simple" or "advanced", or devices=1'
-        )
     refuse_synchronized_norms(trainer, num_replicas)
     if num_tensor_ranks > 1 and not is_overridden("configure_model", trainer.lightning_module):
         raise ValueError(

@@ -12,15 +12,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_pipeoffload.planning.limits import bytes_writer, parse_bytes
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
-from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile
+from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile, warn_once
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.runtime.memory.recompute import check_recompute
+from lightning_pipeoffload.runtime.weight_grad.queue import adds_in_float32
 from lightning_pipeoffload.schedule import (
     TRANSFERS,
     Schedule,
@@ -54,6 +56,10 @@ _CHOICES = {
         "post_validation": "a step that was wrong is taken back",
     },
 }
+_NO_FUSION = (
+    "gradient_accumulation_fusion=True changes nothing here: a rank's device has no product of "
+    "matrices that adds to float32, so gradients are added in a second pass"
+)
 # With several tensor ranks: what an argument has to be, and why it cannot be what was given.
 _OF_TENSOR_RANKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer_sync": (("barrier",), "a step of shards is not taken back"),
@@ -92,7 +98,7 @@ class PipelineSettings:
     memory_limit: int | str | None = None
     host_memory_limit: int | str | None = None
     compile: bool | Mapping[str, Any] = False
-    gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: bool | str = "auto"
     derive_lengths: bool = True
     solver_seconds: float = 60.0
     plan_cache: str | PathLike[str] | None = None
@@ -106,7 +112,9 @@ class PipelineSettings:
             _require(value in [*meanings], name, " or ".join(words), value)
         check_flag("per_parameter_optimizer", self.per_parameter_optimizer)
         check_flag("optimizer_offload", self.optimizer_offload)
-        check_flag("gradient_accumulation_fusion", self.gradient_accumulation_fusion)
+        fusion = self.gradient_accumulation_fusion
+        is_known = fusion == "auto" or isinstance(fusion, bool)
+        _require(is_known, "gradient_accumulation_fusion", '"auto", True or False', fusion)
         check_flag("derive_lengths", self.derive_lengths)
         is_known = self.master_weights in (None, "float32")
         _require(is_known, "master_weights", '"float32" or None', self.master_weights)
@@ -261,11 +269,24 @@ class PipelineSettings:
             tuple(group.global_ranks[rank] for rank in group.stage_ranks),
             group.replicas.first,
             self.compile,
-            self.gradient_accumulation_fusion,
+            self._fuses(group),
             self.derive_lengths,
             self.heads_to_try[0],
             self.num_sequence_slices,
         )
+
+    def may_fuse(self, device: torch.device) -> bool:
+        """Return whether a rank on ``device`` can add weight gradients in one pass, and may."""
+        return self.gradient_accumulation_fusion is not False and adds_in_float32(device)
+
+    def _fuses(self, group: PipelineGroup) -> bool:
+        """Decide for all ranks alike whether they add weight gradients in one pass."""
+        if self.gradient_accumulation_fusion is False:
+            return False
+        can = group.world.agree(self.may_fuse(group.device), unanimous=True)
+        if self.gradient_accumulation_fusion is True and not can and group.reports:
+            warn_once(_NO_FUSION)
+        return can
 
     @property
     def heads_to_try(self) -> tuple[str, ...]:

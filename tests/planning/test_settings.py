@@ -24,7 +24,7 @@ BAD_ARGUMENTS = {
     "recompute": ("yes", 'recompute must be "none", "cheap" .* or "full" .*, not \'yes\''),
     "optimizer_offload": (1, "optimizer_offload must be True or False, not 1"),
     "master_weights": ("float64", "master_weights must be \"float32\" or None, not 'float64'"),
-    "gradient_accumulation_fusion": (None, "must be True or False, not None"),
+    "gradient_accumulation_fusion": (None, 'must be "auto", True or False, not None'),
     "derive_lengths": ("auto", "must be True or False, not 'auto'"),
     "sharding": ("gradients", "sharding must be .*, not 'gradients'"),
     "solver_seconds": (-1, "solver_seconds .* must be a number from 0 on"),

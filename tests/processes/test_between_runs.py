@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import pickle
 from functools import partial
+from itertools import chain
 from threading import Lock
 
 import lightning as L
@@ -17,7 +19,9 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torchmetrics.metric import jit_distributed_available
 
 from lightning_pipeoffload.metrics.metric_calls import MetricCalls
+from lightning_pipeoffload.schedule.actions import COMPUTE
 from tests.support import fits
+from tests.support.pairs import slow
 
 
 class Look(L.Callback):
@@ -132,16 +136,26 @@ def test_lightnings_monitor_of_throughput_counts_a_batch_once(ranks, tmp_path):
     assert all(r["train/samples_per_sec"] == r["train/device/samples_per_sec"] for r in found)
 
 
-def profile(num_devices, folder):
-    profiler = PyTorchProfiler(folder, "profile")
-    trainer = make_trainer(num_devices, profiler=profiler)
-    fits.outlive_failures(trainer)
-    with pytest.raises(ValueError, match="PyTorchProfiler crashes in torch where messages"):
-        trainer.fit(fits.Net(), fits.loader(), fits.loader())
+def profile(num_devices, folder, num_epochs):
+    profiler = PyTorchProfiler(folder, "profile", profile_memory=True)
+    trainer = fits.trainer(
+        num_devices, profiler=profiler, num_sanity_val_steps=0, limit_train_batches=5,
+        max_epochs=num_epochs, limit_val_batches=num_epochs - 1,
+    )  # fmt: skip
+    trainer.fit(fits.Net(), fits.loader(), fits.loader())
+    actions = trainer.strategy.plan[num_devices - 1 - trainer.global_rank]  # the last is rank 0
+    return [str(action) for action in actions if action.kind in COMPUTE]
 
 
-def test_torchs_profiler_is_refused_over_several_ranks(ranks, tmp_path):
-    ranks(2).run(profile, 2, str(tmp_path))
+@pytest.mark.parametrize("num_epochs", [1, slow(2)])
+def test_torchs_profiler_writes_a_trace_of_each_rank(ranks, tmp_path, num_epochs):
+    """Messages that are under way while its traces begin and end crash torch's profiler."""
+    for rank, actions in enumerate(ranks(2).run(profile, 2, str(tmp_path), num_epochs)):
+        traces = tmp_path.glob(f"fit-profile-{rank}-*training_step*.json")
+        events = chain(*(json.loads(trace.read_text())["traceEvents"] for trace in traces))
+        names = {event["name"] for event in events}
+        assert names >= {*actions, "optimizer", "exchange"}
+        assert any(name.startswith("wait ") for name in names)
 
 
 def test_a_metric_may_have_a_hook_that_cannot_be_copied():

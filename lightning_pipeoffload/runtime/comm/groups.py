@@ -20,6 +20,7 @@ from lightning_pipeoffload.runtime.comm.transport import (
     blaming_peers,
     broadcast_bytes,
 )
+from lightning_pipeoffload.runtime.device.marks import unrecorded
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.schedule import Schedule
 
@@ -191,7 +192,8 @@ class PipelineGroup(RankMesh, HostGroup):
         Returns:
             A function that waits for the sums.
         """
-        work = self._boundary_group.allreduce([numbers])
+        with unrecorded():
+            work = self._boundary_group.allreduce([numbers])
 
         def wait() -> Tensor:
             with blaming_peers("lost a rank while computing the gradient's norm"):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.device.marks import unrecorded
 
 _NO_LIMIT = timedelta(days=7)
 
@@ -59,7 +60,8 @@ class HostGroup:
         """Start a broadcast from global rank ``src``; return a function that waits for it."""
         message = torch.tensor([int(number)])
         # The group's own method: that of torch.distributed takes twice as long.
-        work = self.side_group.broadcast(message, dist.get_group_rank(self.side_group, src))
+        with unrecorded():
+            work = self.side_group.broadcast(message, dist.get_group_rank(self.side_group, src))
 
         def wait() -> int:
             with blaming_peers("lost a rank while deciding together"):

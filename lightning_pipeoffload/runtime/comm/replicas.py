@@ -31,6 +31,7 @@ from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.sums_to_owners import SumsToOwners
 from lightning_pipeoffload.runtime.comm.transport import as_bytes, blaming_peers
 from lightning_pipeoffload.runtime.cut.split_module import SplitModule
+from lightning_pipeoffload.runtime.device.marks import unrecorded
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
@@ -186,7 +187,8 @@ class Replicas:
 
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Start to sum a tensor over the replicas, in place."""
-        work = dist.all_reduce(tensor, group=self._sums, async_op=True)
+        with unrecorded():
+            work = dist.all_reduce(tensor, group=self._sums, async_op=True)
         return _waiting(work, "summing gradients")
 
     def sums_to_owners(self) -> SumsToOwners:
@@ -196,12 +198,16 @@ class Replicas:
     def start_copy(self, tensor: Tensor, source: int) -> Callable[[], None]:
         """Start to copy a contiguous tensor of replica ``source`` to all of them, in place."""
         data = as_bytes(tensor)
-        work = dist.broadcast(data, self.counterparts[source], group=self._copies, async_op=True)
+        target = self.counterparts[source]
+        with unrecorded():
+            work = dist.broadcast(data, target, group=self._copies, async_op=True)
         return _waiting(work, "weights were sent")
 
     def start_union(self, flags: Tensor) -> Callable[[], None]:
         """Start to compute the logical or of ``flags`` over the replicas, in place on the host."""
-        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.host.host_group, async_op=True)
+        group, operation = self.host.host_group, dist.ReduceOp.MAX
+        with unrecorded():
+            work = dist.all_reduce(flags, operation, group=group, async_op=True)
         return _waiting(work, "summing gradients")
 
     def gather(self, obj: Any) -> list[Any]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm.transport import as_bytes, blaming_peers
+from lightning_pipeoffload.runtime.device.marks import unrecorded
 
 _PIECE_BYTES = 16 << 20
 _MOST_RECEIVED = 128 << 20  # bytes on their way to a replica
@@ -69,11 +70,12 @@ class SumsToOwners:
 
     def _reduce(self, flat: Tensor, lengths: Sequence[int]) -> Callable[[], None]:
         parts = zip(self._counterparts, flat.split([*lengths]), strict=True)
-        works = [
-            dist.reduce(part, owner, group=self._group, async_op=True)
-            for owner, part in parts
-            if len(part)
-        ]
+        with unrecorded():
+            works = [
+                dist.reduce(part, owner, group=self._group, async_op=True)
+                for owner, part in parts
+                if len(part)
+            ]
 
         def wait() -> None:
             with blaming_peers("lost a replica while summing gradients"):
@@ -89,7 +91,8 @@ class SumsToOwners:
             waits = False
         while self._queue and self._has_room_for(self._queue[0]):
             piece = self._queue.popleft()
-            piece.send(self._group)
+            with unrecorded():
+                piece.send(self._group)
             self._sent.append(piece)
 
     def _has_room_for(self, piece: _Piece) -> bool:

@@ -19,7 +19,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
+from lightning_pipeoffload.runtime.device.marks import mark, unrecorded
 from lightning_pipeoffload.runtime.payload import TensorSpec, dense_stride
 from lightning_pipeoffload.schedule import Action, Kind
 from lightning_pipeoffload.schedule.actions import SENDS
@@ -138,6 +139,33 @@ class Transport:
     def has_kernels(self) -> bool:
         """Whether messages are kernels on the device, so that a wait for it waits for them too."""
         return False
+
+
+class MarkedTransport(Transport):
+    """Another transport, whose waits a profiler shows: ``wait 1RECV_F0``, ``wait SEND to rank 2``.
+
+    A send is waited for where its edge is full, and where what it holds is freed.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._unrecorded = nullcontext if transport.has_kernels else unrecorded
+
+    def post(self, receive: Action, peer: int, specs: list[TensorSpec]) -> None:
+        with self._unrecorded():
+            self._transport.post(receive, peer, specs)
+
+    def wait(self, receive: Action) -> list[Tensor]:
+        with mark(f"wait {receive}"):
+            return self._transport.wait(receive)
+
+    def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
+        with self._unrecorded():
+            self._transport.send(send, peer, tensors)
+
+    def release(self, peer: int, left: int) -> None:
+        with mark(f"wait SEND to rank {peer}"):
+            self._transport.release(peer, left)
 
 
 class BufferRing:

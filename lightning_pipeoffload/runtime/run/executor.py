@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
 from lightning_pipeoffload.runtime.comm.transport import Transport
+from lightning_pipeoffload.runtime.device.marks import is_profiled, mark
 from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.payload import TensorSpec
 from lightning_pipeoffload.runtime.run.mailbox import Mailbox
@@ -82,6 +83,8 @@ class Executor:
             **dict.fromkeys(SENDS, self.mailbox.send),
             **dict.fromkeys(RECVS, self.mailbox.reach),
         }
+        self._run = self._handlers
+        self._is_marked = False
         self._results: dict[int, Any] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._regrouped: set[Action] = set()
@@ -158,14 +161,14 @@ class Executor:
                 self._rest = chain((action,), self._rest)
                 break
             self.current = action
-            self._handlers[action.kind](action)  # as execute(), with one frame less
+            self._run[action.kind](action)  # as execute(), with one frame less
         return self.results
 
     def run_rest(self) -> list[Any]:
         """Execute the actions from the first backward on, end the step; return as :meth:`run`."""
         for action in self._rest:
             self.current = action
-            self._handlers[action.kind](action)
+            self._run[action.kind](action)
         self.end()
         return self.results
 
@@ -177,7 +180,8 @@ class Executor:
     ) -> None:
         """Begin a step whose actions :meth:`execute` runs one by one."""
         # By identity: every step passes the same object, and comparing all actions takes time.
-        if plan is not self._plan or self._costs is not self._used_costs:
+        is_other = plan is not self._plan or self._costs is not self._used_costs
+        if is_other or is_profiled() is not self._is_marked:
             self._use(plan)
         self._reduction = reduction
         self._keep = not plan.is_forward_only
@@ -205,7 +209,7 @@ class Executor:
     def execute(self, action: Action) -> None:
         """Run the next action of a step that has started."""
         self.current = action
-        self._handlers[action.kind](action)
+        self._run[action.kind](action)
 
     def end(self) -> None:
         """End a step after its last action."""
@@ -219,6 +223,9 @@ class Executor:
         by_tail = (tail.weights for tail in tails(plan[self.rank]))
         self._tails = {weights[0]: weights for weights in by_tail if weights}
         self._ahead: list[Action] | None = None
+        self._run, self._is_marked = self._handlers, is_profiled()
+        if self._is_marked:
+            self._run = {k: partial(_run_marked, run) for k, run in self._handlers.items()}
         self.mailbox.use(plan, self.rank, self._costs)
 
     def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
@@ -344,3 +351,8 @@ class Executor:
         microbatch = self._microbatches[receive.microbatch]
         record = self.stages[receive.stage].record_of(microbatch)
         return record.specs_in if receive.kind is Kind.RECV_F else record.gradient_specs
+
+
+def _run_marked(run: Callable[[Action], None], action: Action) -> None:
+    with mark(str(action)):
+        run(action)

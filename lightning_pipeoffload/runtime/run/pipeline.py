@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
@@ -87,18 +86,12 @@ from lightning_pipeoffload.runtime.weight_grad.queue import (
     AddProduct,
     add_product_in_float32,
     add_product_to_grad,
-    adds_in_float32,
     mark_at_once,
 )
 
 _HOOKS = (
     "the step writes attributes and registers a hook on a tensor ({}): what the hook reads of them "
     "is refused where it has changed; what it writes counts on its own stage only"
-)
-
-_NO_FUSION = (
-    "gradient_accumulation_fusion=True changes nothing here: a {} has no product of matrices that "
-    "adds to float32, so gradients are added in a second pass"
 )
 
 # Those whose steps may run: what they replace in torch is of the process.
@@ -472,15 +465,10 @@ class Pipeline:
             )  # fmt: skip
             self.stages[index] = StageRunner(context)
 
-    @cached_property
+    @property
     def _add_product(self) -> AddProduct:
-        if not self.settings.gradient_accumulation_fusion:
-            return add_product_to_grad
-        if adds_in_float32(self.device):
-            return add_product_in_float32
-        if not self.rank:
-            warn_once(_NO_FUSION.format(self.device.type))
-        return add_product_to_grad
+        is_fused = self.settings.gradient_accumulation_fusion
+        return add_product_in_float32 if is_fused else add_product_to_grad
 
     def sum_stage_gradients(self) -> None:
         """Add up the gradients of each weight that several stages of this rank use."""

@@ -25,7 +25,7 @@ from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import Regression, call_step, linear_blocks
 
 CPU = torch.device("cpu")
-FUSED = {"gradient_accumulation_fusion": True}
+FUSED, UNFUSED = ({"gradient_accumulation_fusion": value} for value in (True, False))
 
 
 @pytest.fixture
@@ -184,8 +184,17 @@ def trained(task, **options):
 
 def test_a_trainer_adds_up_in_one_pass_where_the_device_can(one_pass):
     task = Task()
-    found, twice = trained(task, **FUSED), trained(task)
+    found, twice = trained(task), trained(task, **UNFUSED)
     torch.testing.assert_close(found, twice, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(found["net.0.weight"], twice["net.0.weight"])
+    torch.testing.assert_close(found, trained(task, **FUSED), rtol=0, atol=0)
+
+
+def test_compiled_blocks_add_up_in_one_pass_too(one_pass):
+    task, compiled = Task(), {"compile": {"backend": "aot_eager"}}
+    found, eager = trained(task, **compiled), trained(task)
+    torch.testing.assert_close(found, eager, rtol=1e-6, atol=1e-6)
+    twice = trained(task, **UNFUSED, **compiled)
     assert not torch.equal(found["net.0.weight"], twice["net.0.weight"])
 
 
@@ -195,6 +204,6 @@ def test_elsewhere_it_adds_up_as_without_and_says_so(caplog):
     torch.testing.assert_close(trained(task, **FUSED), trained(task), rtol=0, atol=0)
     (said,) = [line for line in caplog.messages if "gradient_accumulation_fusion" in line]
     assert said == (
-        "gradient_accumulation_fusion=True changes nothing here: a cpu has no product of matrices "
-        "that adds to float32, so gradients are added in a second pass"
+        "gradient_accumulation_fusion=True changes nothing here: a rank's device has no product of "
+        "matrices that adds to float32, so gradients are added in a second pass"
     )
