@@ -118,6 +118,7 @@ OWNERS = [
         "_get_current_graph_task_keep_graph _profiler_enabled _enable_record_function",
     ),
     (torch.nn.init, "_no_grad_trunc_normal_ _calculate_fan_in_and_fan_out"),
+    (torch._VF, "_pad_packed_sequence"),
     (sys, "_getframe"),
     (torch.Tensor, "_make_wrapper_subclass _make_subclass"),
     (torch.ones(1), "_version _neg_view _backward_hooks _post_accumulate_grad_hooks"),

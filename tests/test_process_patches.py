@@ -74,6 +74,9 @@ LISTED = {
         "Tensor._make_subclass": "a module's construction: parameters become shapes",
         "register_module_parameter_registration_hook": "as the former",
     },
+    "runtime/shapes/packed_sequences.py": {
+        "torch._VF._pad_packed_sequence": "attached: sequences without values are padded",
+    },
     "runtime/shapes/remote_tensor.py": {
         "init._no_grad_trunc_normal_": "attached: draws for tensors without values",
     },

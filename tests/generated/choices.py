@@ -16,7 +16,9 @@ FEATURES = {
     ),
     "second_block": (0.25, [None, "linear", "conv", "batchnorm", "attention", "parameterless"]),
     "in_block": (
-        0.3, [None, "buffer", "counter", "in_place", "checkpoint", "no_grad_part", "layer_drop"],
+        0.3,
+        [None, "buffer", "counter", "in_place", "checkpoint", "no_grad_part", "layer_drop",
+         "assigned_buffer"],
     ),
     "returns": (0.3, ["tensor", "tuple", "tuple_with_none", "dict", "dataclass"]),
     "container": (
@@ -25,7 +27,7 @@ FEATURES = {
     "call": (
         0.5,
         ["plain", "gates", "mask", "mask_by_name", "bias", "skips", "collect", "checkpoint",
-         "fills_list", "residual_outside", "scale_from_batch"],
+         "fills_list", "residual_outside", "scale_from_batch", "reads_list", "fills_cache"],
     ),
     "input": (0.4, ["dense", "tokens", "tokens_tied", "list_of_samples"]),
     "position": (0.2, [None, "parameter", "buffer", "shared_module"]),
@@ -85,6 +87,7 @@ FEATURES = {
     ),
     # Behind the others, whose draws stay the same.
     "views": (0.25, ["one", "two", "reference"]),
+    "packed": (0.1, [False, True]),
 }  # fmt: skip
 
 
@@ -119,6 +122,7 @@ def consistent(chosen):
 _CHECKS_VAL_LOSS = ("early_stopping", "best_checkpoint", "top_two")
 # Where all of these features have one of these values, others get these; in this order.
 _RULES = [
+    ({"packed": [True]}, {"block": "gru", "call": "mask"}),
     # What Python or one device cannot do.
     ({"model": ["gpt2"]},
      {"block": "mlp", "second_block": None, "in_block": None, "returns": "tensor",
@@ -159,10 +163,12 @@ _RULES = [
     ({"callback": ["swa"], "second_block": ["batchnorm"]}, {"callback": "ema"}),
     ({"callback": ["swa"], "head": ["batchnorm"]}, {"callback": "ema"}),
     ({"callback": ["swa"], "option": ["optimizer_offload"]}, {"option": None}),
-    ({"call": ["checkpoint"], "in_block": ["counter", "buffer"]}, {"in_block": None}),
+    ({"call": ["checkpoint"], "in_block": ["counter", "buffer", "assigned_buffer"]},
+     {"in_block": None}),
     ({"call": ["checkpoint"], "block": ["spectral_norm"]}, {"block": "mlp"}),
     ({"in_block": ["checkpoint"], "block": ["spectral_norm"]}, {"block": "mlp"}),
-    ({"option": ["full"], "in_block": ["counter", "buffer"]}, {"in_block": None}),
+    ({"option": ["full"], "in_block": ["counter", "buffer", "assigned_buffer"]},
+     {"in_block": None}),
     ({"option": ["full"], "block": ["spectral_norm"]}, {"block": "mlp"}),
     ({"option": ["post_validation"], "clip": ["value", "in_hook"]}, {"clip": "norm"}),
     ({"option": ["post_validation"], "hooks": ["reads_gradients"]}, {"hooks": None}),

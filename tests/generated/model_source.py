@@ -112,7 +112,26 @@ _ARGUMENTS = {
     "mask_by_name": ("mask=None", "if mask is not None:\n    y = y * mask[..., None]"),
     "bias": ("bias", "y = y + bias"),
     "fills_list": ("states", f"states.append({_EXTRA})"),
+    "reads_list": (
+        "states",
+        "if len(states) > 1:\n    y = y + 0.1 * states[-2][:, None, None]\n"
+        f"states.append({_EXTRA})",
+    ),
+    "fills_cache": ("cache", "y = y / (1 + len(cache.states))\ncache.states.append(y)"),
 }
+
+_CACHE = """
+class Cache:
+    def __init__(self):
+        self.states = []
+
+"""
+# A layer over sequences that are as long as their mask, which padding does not reach.
+_PACKED = (
+    "lengths = mask.sum(1).cpu()\n"
+    "packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)\n"
+    "y = rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=4)[0]"
+)
 
 
 _GPT2 = """
@@ -131,18 +150,22 @@ def blocks_source(chosen):
     kinds = {"Block": chosen["block"], "OtherBlock": chosen["second_block"]}
     parts = [_SWISH] if chosen["block"] == "autograd_function" else []
     parts += [_OUTPUT] if chosen["returns"] == "dataclass" else []
+    parts += [_CACHE] if chosen["call"] == "fills_cache" else []
     parts += [_block(name, kind, chosen) for name, kind in kinds.items() if kind]
     return "".join(parts)
 
 
 def _block(name, kind, chosen):
     made, computed = _CORES[kind]
+    if chosen["packed"] and (kind, chosen["call"]) == ("gru", "mask"):
+        computed = _PACKED
     argument, use = _ARGUMENTS.get(chosen["call"], ("", ""))
     in_block = chosen["in_block"]
     lines = [f"\nclass {name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     lines += _indented(made, 8)
     lines += {
         "buffer": ['        self.register_buffer("mean", torch.zeros(6))'],
+        "assigned_buffer": ['        self.register_buffer("mean", torch.zeros(6))'],
         "counter": ["        self.calls = 0"],
     }.get(in_block, [])
     if in_block == "checkpoint":
@@ -159,6 +182,9 @@ def _block(name, kind, chosen):
 _INSIDE = {
     "buffer": "if self.training:\n"
     "    self.mean.mul_(0.9).add_(0.1 * y.detach().mean((0, 1)))\n"
+    "y = y - self.mean",
+    "assigned_buffer": "if self.training:\n"
+    "    self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))\n"
     "y = y - self.mean",
     "counter": "if self.training:\n    self.calls += 1",
     "in_place": "y = y.clone()\ny.mul_(0.5)",
@@ -252,6 +278,8 @@ def forward_lines(chosen):
     lines += {
         "collect": ["h = torch.stack(states).mean(0)"],
         "fills_list": ["extra = extra + torch.stack(states).mean(0)"],
+        "reads_list": ["extra = extra + states[-1]"],
+        "fills_cache": ["extra = extra + cache.states[-1].pow(2).mean((1, 2))"],
     }.get(chosen["call"], [])
     if chosen["position"] == "shared_module":
         lines += ["h = self.position(h)"]
@@ -276,12 +304,16 @@ _CALL_BEFORE = {
     "skips": ["kept = []"],
     "collect": ["states = [h]"],
     "fills_list": ["states = []"],
+    "reads_list": ["states = []"],
+    "fills_cache": ["cache = Cache()"],
 }
 _ARGUMENT = {
     "mask": ", mask",
     "mask_by_name": ", mask=mask",
     "bias": ", bias",
     "fills_list": ", states",
+    "reads_list": ", states",
+    "fills_cache": ", cache",
 }
 
 

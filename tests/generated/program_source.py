@@ -18,6 +18,7 @@ import torch
 from {callbacks} import callbacks
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy

@@ -1,10 +1,10 @@
 """Finds blocks that modify their arguments: later stages do not run the block, and miss the change.
 
-A block that modifies a list or dict, or a number in an object, runs on shape-only tensors on later
-stages too, and tensors that it puts there become carried values. A block that writes in place into
-a tensor argument is refused if the tensor is read afterwards, and if each stage has that tensor
-itself: it is a constant or a tensor of the batch. A tensor computed from weights is sent to later
-stages after the write, so they get the written values.
+A block that modifies a list or dict, or in an object a number or the length of a list, runs on
+shape-only tensors on later stages too, and tensors that it puts there become carried values. A
+block that writes in place into a tensor argument is refused if the tensor is read afterwards, and
+if each stage has that tensor itself: it is a constant or a tensor of the batch. A tensor computed
+from weights is sent to later stages after the write, so they get the written values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves  # private: see runtime/leaves
+from torch.utils._pytree import tree_flatten  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
 from lightning_pipeoffload.runtime.leaves import tensors_in
@@ -22,20 +22,22 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 _NUMBERS = {type(None), bool, int, float, str}
+_DEPTH = 3  # of objects in attributes: a cache has layers, which have lists
 
 
 class _State(NamedTuple):
     spec: Any
     leaves: list[Any]
     versions: list[tuple[Tensor, int]]
-    numbers: list[Any]  # in attributes of objects, whose tensors are found where they are used
+    attributes: list[Any]  # of objects: their forms and numbers
 
 
 class ArgumentWatch:
     """Compares the arguments of each block before and after its call.
 
     Attributes:
-        filling: The indices of blocks that have modified a list, a dict or a number in an object.
+        filling: The indices of blocks that have modified a list, a dict, or an object's attributes
+            other than tensors.
     """
 
     def __init__(self, record: StepRecord) -> None:
@@ -81,14 +83,27 @@ def _state_of(value: Any) -> _State:
     real = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)]
     # Private: counts writes. Inference tensors count none.
     versions = [(leaf, leaf._version) for leaf in real if not leaf.is_inference()]
-    objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module, type))]
-    attributes = [vars(leaf) for leaf in objects if hasattr(leaf, "__dict__")]
-    numbers = [leaf for leaf in tree_leaves(attributes) if type(leaf) in _NUMBERS]
-    return _State(spec, leaves, versions, numbers)
+    return _State(spec, leaves, versions, [*_attributes_of(leaves, _DEPTH)])
+
+
+def _attributes_of(leaves: list[Any], depth: int) -> Iterator[Any]:
+    """Yield the form of each object's attributes, and the numbers in them.
+
+    Later blocks may ask for these, such as for the length of a list in a cache. Tensors are found
+    where they are used.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, (Tensor, nn.Module, type)) or not hasattr(leaf, "__dict__"):
+            continue
+        parts, spec = tree_flatten(vars(leaf))
+        yield spec
+        yield from (part for part in parts if type(part) in _NUMBERS)
+        if depth > 1:
+            yield from _attributes_of(parts, depth - 1)
 
 
 def _is_same(now: _State, was: _State) -> bool:
-    is_same = now.spec == was.spec and now.numbers == was.numbers
+    is_same = now.spec == was.spec and now.attributes == was.attributes
     return is_same and [*map(id, now.leaves)] == [*map(id, was.leaves)]
 
 

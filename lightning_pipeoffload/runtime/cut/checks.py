@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
@@ -159,6 +161,21 @@ def checkpoint_around() -> Any:
     if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
         return None
     return hooks[0]
+
+
+def refuse_packed(output: Any, name: str) -> None:
+    """Refuse a block's output with a ``PackedSequence``: its lengths would cross as a tensor.
+
+    Raises:
+        ValueError: There is one.
+    """
+    leaves = tree_leaves(output, is_leaf=lambda part: isinstance(part, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise ValueError(
+            f"{name} returns a PackedSequence{in_brackets(calling_line())}, whose lengths later "
+            f"stages need on the CPU: let the block take padded sequences and the lengths, call "
+            f"pack_padded_sequence, and return what pad_packed_sequence gives"
+        )
 
 
 # When the step is cut

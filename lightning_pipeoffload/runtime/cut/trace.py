@@ -41,6 +41,7 @@ from lightning_pipeoffload.runtime.cut.checks import (
     describe_argument_write,
     is_in_function,
     loss_in,
+    refuse_packed,
 )
 from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
@@ -59,7 +60,7 @@ from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
 )
-from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.operations import lengths_place, written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     memory_of,
@@ -314,6 +315,7 @@ class StepTrace:
         before = self.arguments.before(args, kwargs)
         self._argument_memory = {memory_of(leaf) for leaf in shape_only_leaves(arguments)}
         output = self._run_block(index, args, kwargs)
+        refuse_packed(output, self.chain.block_name(index))
         self.arguments.after(call, self.chain.blocks[index].forward, args, kwargs, before)
         self._is_in_block = False
         behind = self.record.calls.least[call + 1]
@@ -664,7 +666,7 @@ class _SizesByValues(TorchDispatchMode):
         return result
 
     def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, num_calls: int) -> None:
-        if is_sized_by_values(func, args):
+        if is_sized_by_values(func, args) or lengths_place(func) is not None:
             self.sizes.append(tuple(tensor.shape for tensor in tensors_in(result)))
             self.last = num_calls
         elif func is aten._local_scalar_dense.default and not (

@@ -314,6 +314,8 @@ class ValueTrace(CallCounter):
             self.start(following)
             self._reach.begin(self.place)
             tensors = output_tensors(output)
+            if not self._calls.is_once:  # the block itself hands on what may be in a list too
+                self._reach.assign(tensors, index)
             self._note_training(tensors)
             self._record.outputs.append(BlockOutput.of(output))
             self._handed_on.append([_edge_of(leaf) for leaf in tensors])
@@ -500,10 +502,12 @@ class BackwardReach:
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._positions.append(position)
 
-    def assign(self, tensors: Iterable[Any]) -> None:
-        """Assign the positions of tensors to the nodes that have made them."""
-        pairs = ((tensor.grad_fn, tensor.source.position) for tensor in tensors)
-        self._assigned.update((node, position) for node, position in pairs if node is not None)
+    def assign(self, tensors: Iterable[Any], position: int | None = None) -> None:
+        """Assign a position, by default those of the tensors, to the nodes that have made them."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                of_tensor = tensor.source.position if position is None else position
+                self._assigned.setdefault(tensor.grad_fn, of_tensor)
 
     def walk(self, loss: Tensor) -> None:
         """Follow the graph from the loss through all positions."""

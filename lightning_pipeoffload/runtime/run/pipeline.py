@@ -52,6 +52,7 @@ from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.making.parted_module import PartedModule
 from lightning_pipeoffload.runtime.run.gradients import Gradients
 from lightning_pipeoffload.runtime.sequence.attention import install_attention
+from lightning_pipeoffload.runtime.shapes.packed_sequences import install_padding, remove_padding
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     GradientAge,
     install_draws,
@@ -351,6 +352,7 @@ class Pipeline:
             install_attention(self.device.type)
         install_replay()
         install_draws()
+        install_padding()
         if self._group is not None and self._group.num_tensor_ranks > 1:
             install_collectives(self.device)
             install_weight_draws(self.module)
@@ -368,6 +370,7 @@ class Pipeline:
             remove_replay()
             remove_weight_draws()
             remove_draws()
+            remove_padding()
             remove_answers()
             remove_collectives()
 

@@ -64,6 +64,19 @@ def call_factory(
     return tensor
 
 
+@cache
+def lengths_place(func: torch._ops.OpOverload) -> int | None:
+    """Return the index of the argument with the lengths of packed sequences; None: there is none.
+
+    Torch reads its values on the CPU; the shapes of the results depend on them.
+    """
+    names = [part.name for part in func._schema.arguments if not part.kwarg_only]
+    return next((place for place, name in enumerate(names) if name in _LENGTHS), None)
+
+
+_LENGTHS = {"lengths", "batch_sizes"}  # of packing and padding, and of recurrent layers between
+
+
 def as_stored(meta: Tensor) -> Tensor:
     """Return a view of the same memory without conjugate and negative bits."""
     meta = meta.conj() if meta.is_conj() else meta
@@ -283,11 +296,12 @@ def _key_of(
 
 @cache
 def gives_new_tensors(func: torch._ops.OpOverload) -> bool:
-    """Return whether, by its schema, an operation makes no views and writes nothing in place."""
+    """Return whether, by its schema, an operation makes only new tensors, of known shapes."""
     schema = func._schema
     aliases = [part.alias_info for part in (*schema.arguments, *schema.returns)]
     types = {str(part.type) for part in schema.returns}
-    return func.namespace in _TORCHS_OWN and types == {"Tensor"} and not any(aliases)
+    is_by_shapes = func.namespace in _TORCHS_OWN and lengths_place(func) is None
+    return is_by_shapes and types == {"Tensor"} and not any(aliases)
 
 
 def _has_own_memory(result: Any, args: tuple[Any, ...]) -> bool:

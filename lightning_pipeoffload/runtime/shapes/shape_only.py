@@ -30,6 +30,7 @@ from lightning_pipeoffload.runtime.shapes.operations import (
     find_result,
     goes_member_by_member,
     is_ordinary,
+    lengths_place,
     run_members,
     run_on_meta,
     written_arguments,
@@ -245,7 +246,7 @@ class ShapeOnly(Tensor):
             advance_generator(func, args, kwargs, device)
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
-        on_meta = map_operands(_to_meta, args), _on_meta(kwargs)
+        on_meta = _operands_on_meta(func, args), _on_meta(kwargs)
         if imagined is None:  # observers compare the memory of results
             out = run_on_meta(func, *on_meta, device, in_new_memory=are_observed())
         else:
@@ -341,6 +342,16 @@ def _to_meta(leaf: Any) -> Any:
     return leaf
 
 
+def _operands_on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any:
+    on_meta, place = map_operands(_to_meta, args), lengths_place(func)
+    if place is None:
+        return on_meta
+    lengths = args[place]
+    if isinstance(lengths, ShapeOnly):  # computed by another stage, not the batch's
+        lengths = lengths._imagined(f"{func.overloadpacket.__name__.strip('_')}()")
+    return *on_meta[:place], lengths, *on_meta[place + 1 :]
+
+
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs = {name: map_operands(_to_meta, value) for name, value in kwargs.items()}
     if kwargs.get("device") is not None:
@@ -409,7 +420,9 @@ def _wrap_new(out: Any, device: torch.device, origins: frozenset[str]) -> Any:
         return ShapeOnly(as_stored(out), device, origins)
 
     def wrap(leaf: Any) -> Any:
-        return ShapeOnly(as_stored(leaf), device, origins) if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:  # lengths of packed sequences are real
+            return leaf
+        return ShapeOnly(as_stored(leaf), device, origins)
 
     return map_operands(wrap, out)
 

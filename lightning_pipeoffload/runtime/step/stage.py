@@ -338,10 +338,7 @@ class StageRunner:
 
     def keep_writes(self) -> Callable[[], None]:
         """Save attributes and buffers that steps write; return a function that restores them."""
-        # All buffers: the trace does not see what a kernel writes, statistics of a norm say.
-        return self._context.writes.keep(
-            tensor for tensor in self.owned_tensors() if not isinstance(tensor, nn.Parameter)
-        )
+        return self._context.writes.keep()
 
     def _refuse_payload(self, leaves: list[Tensor], record: StageRecord) -> NoReturn:
         raise RuntimeError(

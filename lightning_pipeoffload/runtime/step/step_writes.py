@@ -50,6 +50,7 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
     short_fingerprint,
 )
 from lightning_pipeoffload.runtime.users_code.sources import is_generator, is_iterator
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _Values = dict[str, Any]
@@ -234,13 +235,15 @@ class StepWrites:
             return NOTHING
         return _standing_for([(v, _read_in_backward(v)) for v in changed])
 
-    def keep(self, buffers: Iterable[Tensor]) -> Callable[[], None]:
-        """Record the attributes that steps write, and buffers, at the start of a step.
+    def keep(self) -> Callable[[], None]:
+        """Record the attributes that steps write, and all buffers, at the start of a step.
 
         Returns:
             A function that restores them, as if no stage had run a microbatch since.
         """
-        state = self._state(buffers)
+        # All buffers: the trace does not see what a kernel writes, statistics of a norm say.
+        buffers = [slot for slot in self._tensors.slots if slot.kind == "_buffers"]
+        state = self._state([slot for slot in buffers if self._tensors.is_local(slot.name)])
 
         def put_back() -> None:
             self._values_of.clear()
@@ -256,13 +259,15 @@ class StepWrites:
         yield
         state.put_back()
 
-    def _state(self, buffers: Iterable[Tensor]) -> StepState:
+    def _state(self, buffers: Sequence[Slot]) -> StepState:
         variables = self._written.values()
         held = [v.value for v in variables if v.attribute in self._in_place]
         tensors = [value for value in held if type(value) is Tensor]
-        holders = {id(child): (child, "_buffers") for child, _ in self._in_place}
-        places = *(v.attribute for v in variables), *self._in_place, *holders.values()
-        return StepState(places, [*tensors, *buffers])
+        # A buffer may be written in place, or be another tensor afterwards.
+        holders = [*(child for child, _ in self._in_place), *(slot.module for slot in buffers)]
+        places = {(child, "_buffers"): None for child in holders}
+        attributes = *(v.attribute for v in variables), *self._in_place
+        return StepState([*attributes, *places], [*tensors, *(slot.tensor for slot in buffers)])
 
     def is_block(self, function: Any) -> bool:
         """Return whether a function is a block or a method of one."""

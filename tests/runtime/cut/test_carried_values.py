@@ -194,6 +194,16 @@ def nothing_but_numbers(kept, x, y):
     return 0
 
 
+def fills_layers(kept, x, y):
+    """Later blocks read no tensor of a cache, but how many there are."""
+    next(layer for layer in kept.layers if not layer.seen).seen.append(y.sin())
+    return y / sum(len(layer.seen) for layer in kept.layers)
+
+
+def make_layers():
+    return SimpleNamespace(layers=[SimpleNamespace(seen=[]) for _ in range(DEPTH)])
+
+
 FILLS = {
     appends_states: (lambda: {"states": []}, lambda k: sum((a * b).mean() for a, b in k["states"])),
     sets_keys: (OrderedDict, lambda kept: kept["sum"].mean() * kept["number"]),
@@ -201,6 +211,7 @@ FILLS = {
     keeps_lists: (lambda: defaultdict(list), lambda kept: sum(map(sum, kept.values())).mean()),
     keeps_objects: (list, lambda kept: sum(each.state.mean() for each in kept)),
     nothing_but_numbers: (list, sum),
+    fills_layers: (make_layers, lambda kept: kept.layers[-1].seen[0].mean()),
 }
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lightning_pipeoffload.runtime.cut.trace import StepTrace
 from lightning_pipeoffload.schedule import Kind, build
-from tests.support.comparison import train_plain
+from tests.support.comparison import assert_trains_exactly, train_plain
 from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import some
 from tests.support.small_modules import Outcome, assert_same, call_step, through
@@ -118,6 +118,35 @@ PLANS = [
 ]
 OPTIONS = itertools.cycle(itertools.product(["none", "full", "cheap"], [0.0, 0.3]))
 ROWS = [(*row, *next(OPTIONS)) for row in itertools.product(STEPS, PLANS)]
+
+
+class Remembering(nn.Linear):
+    """Adds what the block before the last one has put into a list."""
+
+    def forward(self, x, seen):
+        x = super().forward(x).tanh()
+        if len(seen) > 1:
+            x = x + seen[-2]
+        seen.append(x)
+        return x
+
+
+def filled_lists(m, x):
+    def encode(x):
+        seen = []
+        for block in m.blocks:
+            x = block(x, seen)
+        return x
+
+    with torch.no_grad():
+        reference = encode(m.embed(x) + 0.1)
+    return (encode(m.embed(x)) - reference).pow(2).mean()
+
+
+@pytest.mark.parametrize("plan", [("zb_v", 2), ("1f1b", 4)])
+def test_each_pass_over_the_blocks_fills_a_list_of_its_own(plan):
+    module = Twice(filled_lists, [Remembering(4, 4) for _ in range(6)])
+    assert_trains_exactly(module, torch.randn(8, 4).double(), *plan)
 
 
 @pytest.mark.parametrize(("step", "plan", "recompute", "dropout"), some(ROWS, 20))
