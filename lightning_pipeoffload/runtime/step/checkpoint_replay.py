@@ -44,11 +44,13 @@ class CheckpointWatch:
         step: The F.
         writes: Undoes the attribute writes of a recomputation.
         compares: Whether to compare results of B with those of F, bit for bit.
+        is_first: Whether to refuse statistics that B updates again.
     """
 
     step: StagePass
     writes: StepWrites
     compares: bool
+    is_first: bool
 
     def watching(self) -> AbstractContextManager[None]:
         """Return the context in which functions that are checkpointed are wrapped."""
@@ -63,6 +65,9 @@ class _Rerun:
         self._called_before, is_in_block = watch.step.place()
         self._is_in_block = is_in_block or watch.writes.is_block(function)
         self._name = ""
+        self._forward = watch.writes.num_forwards
+        # As they are in F: this package's own checkpoints run again on copies.
+        self._statistics = watch.writes.statistics() if watch.is_first else []
 
     def expect(self, output: Any) -> None:
         self._name = self._find_name()
@@ -76,6 +81,25 @@ class _Rerun:
         return getattr(self._function, "__qualname__", type(self._function).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = [tensor._version for _, tensor in self._statistics]  # private: counts writes
+        try:
+            return self._run_again(*args, **kwargs)
+        finally:  # torch may end it early
+            self._check_statistics(before)
+
+    def _check_statistics(self, before: list[int]) -> None:
+        """Refuse statistics that B updates after F's of later microbatches have done so."""
+        if self._forward == self._watch.writes.num_forwards:
+            return
+        for (name, tensor), version in zip(self._statistics, before, strict=True):
+            if tensor._version != version:
+                raise ValueError(
+                    f"{self._name} is checkpointed and updates {name}, and the backward does so "
+                    f"again, on one device before the forward of the next microbatch, here after "
+                    f'it: leave out the checkpoint, and use recompute="full", which updates it once'
+                )
+
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
         with self._watch.watching(), self._watch.writes.running_again(self._is_in_block):
             try:
                 output = self._function(*args, **kwargs)

@@ -313,8 +313,8 @@ class StageRunner:
             NOTHING if microbatch.record.starts_backward else flight.queue,
             flight.store.recording() if flight.store else NOTHING,
             _saving_cheaply() if self._context.recompute == "cheap" else NOTHING,
-            CheckpointWatch(step, writes, compares).watching()
-            if compares or writes.is_by_users
+            CheckpointWatch(step, writes, compares, is_first).watching()
+            if is_first or writes.is_by_users
             else NOTHING,
             self._context.around(),
             NOTHING if flight.microbatch.has_result else writes.undone(),

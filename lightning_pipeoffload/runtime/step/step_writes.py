@@ -242,8 +242,7 @@ class StepWrites:
             A function that restores them, as if no stage had run a microbatch since.
         """
         # All buffers: the trace does not see what a kernel writes, statistics of a norm say.
-        buffers = [slot for slot in self._tensors.slots if slot.kind == "_buffers"]
-        state = self._state([slot for slot in buffers if self._tensors.is_local(slot.name)])
+        state = self._state(self._own_buffers())
 
         def put_back() -> None:
             self._values_of.clear()
@@ -258,6 +257,19 @@ class StepWrites:
         state = self._state(())
         yield
         state.put_back()
+
+    def _own_buffers(self) -> list[Slot]:
+        buffers = [slot for slot in self._tensors.slots if slot.kind == "_buffers"]
+        return [slot for slot in buffers if self._tensors.is_local(slot.name)]
+
+    def statistics(self) -> list[tuple[str, Tensor]]:
+        """List the buffers of modules with one that is no whole number, with the name of that one.
+
+        A second write of a counter is as good later; one of an average is not.
+        """
+        own = self._own_buffers()
+        names = {id(slot.module): slot.name for slot in own if slot.tensor.is_floating_point()}
+        return [(names[id(slot.module)], slot.tensor) for slot in own if id(slot.module) in names]
 
     def _state(self, buffers: Sequence[Slot]) -> StepState:
         variables = self._written.values()

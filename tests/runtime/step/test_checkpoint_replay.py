@@ -191,3 +191,35 @@ def test_results_are_compared_where_they_are_repeatable():
         assert is_repeatable(torch.device("cuda"))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Normed(nn.Module):
+    """A block that counts, and checkpoints what it computes, with statistics or without."""
+
+    def __init__(self, has_statistics):
+        super().__init__()
+        norm = nn.BatchNorm1d(4) if has_statistics else nn.LayerNorm(4)
+        self.layers = nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh())
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def inner(self, x):
+        self.count += 1
+        return self.layers(x)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def regression_with_statistics(*blocks):
+    return Regression([Normed(index in blocks) for index in range(4)]).double()
+
+
+def test_statistics_that_the_backward_updates_after_later_forwards_are_refused():
+    module = regression_with_statistics(1)
+    with pytest.raises(ValueError, match="blocks.1 is checkpointed and updates blocks.1.*full"):
+        train_beside(module, "zb_h1", 2, [torch.randn(8, 4).double()])
+
+
+def test_statistics_of_the_last_stage_are_updated_in_the_order_of_one_device():
+    module = regression_with_statistics(3)
+    train_beside(module, "zb_h1", 2, [torch.randn(8, 4).double()])
