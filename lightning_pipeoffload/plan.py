@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,8 +99,17 @@ def _check_devices(config: DictConfig) -> None:
                 f"num_nodes ({config.num_nodes}) is for a search of layouts: add devices=8, the "
                 f"devices of each machine, or leave it out"
             )
+        if config.seconds is not None:
+            raise ScheduleError(
+                f"seconds ({config.seconds}) is for a search of layouts: add devices=8, the "
+                f"devices of each machine, or leave it out"
+            )
         return
     check_sizes(devices=config.devices, num_nodes=config.num_nodes)
+    seconds = config.seconds
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and 0 < seconds < inf):
+        raise ScheduleError(f"seconds ({seconds}) must be a number above 0, as in seconds=60")
     if config.device is None or config.get("model") is None:
         raise ScheduleError(
             f"devices ({config.devices}) is for a model and a device, whose layouts are searched: "

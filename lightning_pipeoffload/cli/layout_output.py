@@ -60,6 +60,13 @@ def print_layouts(result: SearchResult, config: DictConfig) -> None:
             f"{', '.join(QUICK)} alone."
         )
     lines = lines_by_reason(result.left_out)
+    if result.not_planned:
+        names = ", ".join(map(str, result.not_planned))
+        console.print(
+            f"The search was stopped. Not planned yet, or not with copies, are "
+            f"{len(result.not_planned)} layouts of ranks x tensor ranks x replicas: {names}.",
+            highlight=False,
+        )
     for line in ["Left out, of ranks x tensor ranks x replicas:"] * bool(lines) + lines:
         console.print(line, highlight=False, markup=False)
     console.print()
@@ -78,6 +85,7 @@ def describe_layouts(result: SearchResult) -> dict[str, Any]:
             for each in result.layouts
         ],
         "left_out": dict(result.left_out),
+        "not_planned": [*map(str, result.not_planned)],
     }
 
 

@@ -1,10 +1,13 @@
 """The fastest layouts of a model over machines: ``pipeoffload-plan devices=8 num_nodes=2``.
 
 The sizes of a layout are its pipeline ranks, tensor ranks and replicas, whose product is the number
-of devices. Each is planned twice at most, the most promising first: with a few schedules that are
-quickly planned, and, if it is among the fastest then or does not fit so, with any schedule and
-offload. Plans that cannot become the fastest are skipped. The model is traced once for each number
-of tensor ranks, from few to many, until more are slower.
+of devices. Those whose weights, gradients and optimizer states do not fit are left out before they
+are planned. The others are planned with a few schedules and a short search, the most promising
+first; then, if they are among the fastest, small, or do not fit so, with the whole search, any
+schedule and offload. Plans that cannot become the fastest are skipped. The model is traced once for
+each number of tensor ranks, from few to many, until more are slower.
+
+Ctrl-C, or the end of the seconds that are given, ends the search with what it has planned.
 
 All layouts have the same samples in a step, in microbatches of the same size, which replicas
 divide. Tensor ranks share a machine.
@@ -12,6 +15,7 @@ divide. Tensor ranks share a machine.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,14 +34,23 @@ from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_ab
 from lightning_pipeoffload.runtime.tensor_parallel.layers import NothingDistributedError
 from lightning_pipeoffload.schedule import Kind, MemoryLimitError, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes
+from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.text import seconds_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["NEAR", "QUICK", "SHOWN", "SearchResult", "Layout", "PlannedLayout", "layouts_by_speed"]
+__all__ = [
+    "NEAR",
+    "QUICK",
+    "SHOWN",
+    "Layout",
+    "OutOfTimeError",
+    "PlannedLayout",
+    "SearchResult",
+    "layouts_by_speed",
+]
 
 _RECOMPUTES = ("none", "cheap", "full")
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
@@ -45,6 +58,10 @@ SHOWN = 1.2
 """Layouts are shown that take up to so many times as long as the fastest."""
 QUICK = ("1f1b", "zb_h1", "zb_v")
 """The schedules that every layout is planned with first, without copies."""
+_ALONE = {name: FAMILIES[name] for name in QUICK}
+# The search of zb_v takes seconds where there are many ranks and microbatches. A tenth of it tells
+# which layouts are near the fastest.
+_SHORTLY = {**_ALONE, "zb_v": replace(_ALONE["zb_v"], fixed_options={"num_actions": 60_000})}
 NEAR = 1.1
 """The fastest, and one more up to so many times as slow, are planned with all schedules.
 
@@ -55,6 +72,8 @@ would wait even longer for each other.
 _ABOUT_EQUAL = 1.01
 # Of layouts that are quickly planned, so many are planned in full.
 _NUM_IN_FULL = 2
+# Layouts with so many F's on all ranks of a pipeline, or fewer, are all planned in full.
+_FEW_FORWARDS = 128
 # A full plan is looked for that takes so many times as long as the fastest so far, or less.
 _WORTH_A_PLAN = 0.97
 _MORE_MACHINES = (2, 4, 8)
@@ -70,6 +89,10 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         return " x ".join(map(str, self))
+
+
+class OutOfTimeError(KeyboardInterrupt):
+    """The time that a search may take is over; as Ctrl-C it ends the search wherever it is."""
 
 
 class _Place(NamedTuple):
@@ -125,10 +148,12 @@ class SearchResult:
     Attributes:
         layouts: Those that fit, first the one to take, then by their speed.
         left_out: Other layouts, or numbers of tensor ranks, and why each is left out.
+        not_planned: Layouts that a search that was stopped has not planned, or not with copies.
     """
 
     layouts: Sequence[PlannedLayout]
     left_out: Sequence[tuple[str, str]]
+    not_planned: Sequence[Layout] = ()
 
 
 @contextmanager
@@ -144,6 +169,26 @@ def layouts_by_speed(config: DictConfig) -> Iterator[SearchResult]:
         with progress(text) as show:
             result = _Search(config, sizes, show).run()
         yield result
+
+
+@contextmanager
+def _stopping_after(seconds: float | None) -> Iterator[None]:
+    """Raise :class:`OutOfTimeError` within the context after so many seconds; None: never."""
+    if seconds is None:
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise OutOfTimeError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # Once more each second: Python drops an exception in a destructor.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _tensor_sizes(config: DictConfig) -> list[int]:
@@ -182,27 +227,54 @@ class _Search:
         self._left_out: dict[str, str] = {}
         self._traced: dict[int, ModelPlanner] = {}  # by the number of tensor ranks
         self._least: tuple[float, Layout] | None = None  # bytes of a device, and the layout's sizes
+        self._planned: dict[Layout, PlannedLayout] = {}
+        self._open: list[Layout] = []  # that are neither planned nor left out
+        self._begun: set[Layout] = set()
+        self._num_layouts = 0
 
     def run(self) -> SearchResult:
         """Search, or name what would fit.
 
         Raises:
-            ScheduleError: No layout can be, or none fits.
+            KeyboardInterrupt: The user has stopped the search before any layout was planned.
+            ScheduleError: No layout can be, none fits, or none was planned in time.
         """
         self._layouts(self._config.num_nodes)  # refuses sizes before the model is traced
-        planned = self._plan_all(self._planners(), self._config.num_nodes)
+        with _stopping_after(self._config.seconds):
+            try:
+                planned = self._plan_all(self._planners(), self._config.num_nodes)
+            except KeyboardInterrupt as stop:
+                return self._stopped(stop)
+            if planned:
+                return SearchResult(planned, [*self._left_out.items()])
+            raise self._nothing_fits()
+
+    def _stopped(self, stop: KeyboardInterrupt) -> SearchResult:
+        planned = self._by_speed()
         if planned:
-            return SearchResult(planned, [*self._left_out.items()])
+            return SearchResult(planned, [*self._left_out.items()], self._open)
+        if not isinstance(stop, OutOfTimeError):
+            raise stop
+        raise ScheduleError(
+            f"of {self._num_layouts} layouts none is planned after seconds "
+            f"({self._config.seconds}); allow more, or give sizes, as in tensor_parallel_size=1"
+        ) from None
+
+    def _nothing_fits(self) -> ScheduleError:
         if self._least is None:
             size, reason = next(iter(self._left_out.items()))
-            raise ScheduleError(f"no layout can be planned: {size}: {reason}")
+            return ScheduleError(f"no layout can be planned: {size}: {reason}")
         planner = next(iter(self._traced.values()))
         write, (needed, layout) = bytes_writer(self._config.device_memory), self._least
         assert planner.memory is not None
-        raise ScheduleError(
+        try:
+            advice = self._advice()
+        except KeyboardInterrupt:
+            advice = "the search for what would fit was stopped"
+        return ScheduleError(
             f"{self._config.device} has {write(planner.memory)}, and any layout needs "
             f"{write(needed)} or more of a device, as {layout} (ranks x tensor ranks x replicas) "
-            f"does; {self._advice()}"
+            f"does; {advice}"
         )
 
     def _advice(self) -> str:
@@ -269,11 +341,13 @@ class _Search:
             except NothingDistributedError as error:
                 errors.append(error)
                 self._left_out["several tensor ranks"] = _first_line(error)
+                self._close_tensor_ranks(2)
                 break
             except Exception as error:  # of the user's own code too, which may need another size
                 errors.append(error)
                 name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 self._left_out[words] = f"{name}{_first_line(error)}"
+                self._close_tensor_ranks(size, size)
             else:
                 yield self._traced[size]
         if not self._traced:
@@ -318,65 +392,94 @@ class _Search:
         changed: Mapping[str, Any] | None = None,
     ) -> list[PlannedLayout]:
         """Return planned layouts: the simplest of the fastest, then the others by their speed."""
-        quick, places = self._plan_quickly(planners, num_nodes, changed or {})
-        best = min((each.score for each in quick.values()), default=inf)
+        self._planned, self._open, self._begun = {}, self._layouts(num_nodes), set()
+        self._num_layouts = len(self._open)
+        places = self._plan_quickly(planners, num_nodes, changed or {})
+        best, quick = self._best, dict(self._planned)
         scores = {layout: quick[layout].score if layout in quick else inf for layout, *_ in places}
-        planned = dict(quick)
         places.sort(key=lambda place: (scores[place.layout], place.least))
         for number, place in enumerate(places):
             is_near = number < _NUM_IN_FULL and scores[place.layout] <= NEAR * best
+            is_near |= _num_forwards(place) <= _FEW_FORWARDS
             is_tight = place.layout not in quick
-            if place.least > best or not (is_near or is_tight):
-                continue
-            candidate = self._plan(place, _WORTH_A_PLAN * best)
-            if candidate is not None and candidate.score * _ABOUT_EQUAL < scores[place.layout]:
-                planned[place.layout] = candidate
-                best = min(best, candidate.score)
+            if is_near and not is_tight:
+                self._say("", place.layout)
+                candidate = self._plan(place, SHOWN * best, _ALONE)
+                if candidate is not None and candidate.score < scores[place.layout]:
+                    self._planned[place.layout] = candidate
+                    scores[place.layout] = candidate.score
+                    best = min(best, candidate.score)
+            if place.least <= best and (is_near or is_tight):
+                self._say("with all schedules and copies, ", place.layout)
+                candidate = self._plan(place, _WORTH_A_PLAN * best, FAMILIES)
+                if candidate is not None and candidate.score * _ABOUT_EQUAL < scores[place.layout]:
+                    self._planned[place.layout] = candidate
+                    best = min(best, candidate.score)
+            self._close(place.layout)
         self._beginning = ""
-        for layout, each in planned.items():
+        return self._by_speed()
+
+    @property
+    def _best(self) -> float:
+        return min((each.score for each in self._planned.values()), default=inf)
+
+    def _by_speed(self) -> list[PlannedLayout]:
+        best = self._best
+        for layout, each in self._planned.items():
             self._left_out.pop(str(layout), None)
             if each.score > SHOWN * best:
                 self._left_out[str(layout)] = _SLOW
-        shown = [each for each in planned.values() if each.score <= SHOWN * best]
+        shown = [each for each in self._planned.values() if each.score <= SHOWN * best]
         near = [each for each in shown if each.score <= best * _ABOUT_EQUAL]
         first = min(near, key=lambda each: each.order, default=None)
         return sorted(shown, key=lambda each: (each is not first, each.score))
 
+    def _close(self, *decided: Layout) -> None:
+        """Take layouts that are decided on out of those that are still to be planned."""
+        self._open = [layout for layout in self._open if layout not in decided]
+
+    def _close_tensor_ranks(self, least: int, most: float = inf) -> None:
+        self._close(*(each for each in self._open if least <= each.num_tensor_ranks <= most))
+
     def _plan_quickly(
         self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
-    ) -> tuple[dict[Layout, PlannedLayout], list[_Place]]:
-        """Return quick plans of the layouts that fit so, and all that may become the fastest."""
-        planned: dict[Layout, PlannedLayout] = {}
+    ) -> list[_Place]:
+        """Plan the layouts that fit without copies; return all that may become the fastest."""
         places: list[_Place] = []
-        best = inf
         for planner in planners:
             best_of_size = inf
             for place in self._by_promise(planner, num_nodes, changed):
-                if place.least > SHOWN * best:
-                    self._left_out[str(place.layout)] = _SLOW
+                if place.least > SHOWN * self._best:
+                    self._leave_out(place.layout, _SLOW)
                     best_of_size = min(best_of_size, place.least)
                     continue
                 places.append(place)
-                candidate = self._plan(place, SHOWN * best, is_quick=True)
+                self._say("", place.layout)
+                candidate = self._plan(place, SHOWN * self._best, _SHORTLY)
                 if candidate is not None:
-                    planned[place.layout] = candidate
+                    self._planned[place.layout] = candidate
                     best_of_size = min(best_of_size, candidate.score)
-                    best = min(best, candidate.score)
-            size = planner.settings.tensor_parallel_size
+                    self._close(place.layout)
+            size, best = planner.settings.tensor_parallel_size, self._best
             if NEAR * best < best_of_size < inf and size < self._sizes[-1]:
                 self._left_out[f"more than {size} tensor ranks"] = (
                     f"{size} take {best_of_size / best:.2f} times as long as fewer, or longer"
                 )
+                self._close_tensor_ranks(size + 1)
                 break
-        return planned, places
+        return places
+
+    def _leave_out(self, layout: Layout, reason: str) -> None:
+        self._left_out[str(layout)] = reason
+        self._close(layout)
 
     def _by_promise(
         self, planner: ModelPlanner, num_nodes: int, changed: Mapping[str, Any]
     ) -> list[_Place]:
         """Return the layouts of a planner's tensor ranks, the most promising first.
 
-        A step takes at least so long as where work is even and no rank waits. Layouts that hardly
-        fit are last.
+        A step takes at least so long as where work is even and no rank waits. Layouts whose weights
+        hardly fit are last; those whose weights, gradients and states alone do not are left out.
         """
         promising: list[tuple[tuple[bool, float, int], _Place]] = []
         for layout in self._layouts(num_nodes):
@@ -384,20 +487,24 @@ class _Search:
             if size != planner.settings.tensor_parallel_size:
                 continue
             if self._config.num_microbatches % num_replicas:
-                self._left_out[str(layout)] = (
-                    f"the replicas cannot divide num_microbatches ({self._config.num_microbatches})"
-                )
+                count = self._config.num_microbatches
+                self._leave_out(layout, f"the replicas cannot divide num_microbatches ({count})")
                 continue
             settings = replace(self._asked(planner, num_replicas), **changed)
             in_layout = planner.in_layout(settings)
             option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
             sharded = replace(settings, sharding=self._shardings(settings)[-1])
-            assert planner.memory is not None
+            memory = planner.memory
+            assert memory is not None
             try:
-                is_too_large = in_layout.memory_beside(option, num_ranks, sharded) > planner.memory
+                least_bytes = in_layout.least_beside(option, num_ranks, sharded)
+                if least_bytes > memory:
+                    self._leave_out(layout, self._needs_more(layout, least_bytes))
+                    continue
+                is_too_large = in_layout.memory_beside(option, num_ranks, sharded) > memory
                 times = in_layout.costs_of(option, 1, settings).compute(1).values()
             except ScheduleError as error:
-                self._left_out[str(layout)] = _first_line(error)
+                self._leave_out(layout, _first_line(error))
                 continue
             least = sum(map(sum, times)) * option.num_microbatches / num_ranks
             place = _Place(layout, in_layout, least)
@@ -405,21 +512,20 @@ class _Search:
         return [place for _, place in sorted(promising, key=lambda each: each[0])]
 
     def _plan(
-        self, place: _Place, omits_above: float, is_quick: bool = False
+        self, place: _Place, omits_above: float, recipes: Mapping[str, Recipe]
     ) -> PlannedLayout | None:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
         layout, planner, _ = place
-        self._beginning = f"layout {layout}, "
         best: PlannedLayout | None = None
         reason = ""
         for sharding in self._shardings(planner.settings):
             if best is not None and not best.plan.is_bound_by_memory:
                 break
-            for order in self._orders(planner, layout)[: 1 if is_quick else None]:
+            for order in self._orders(planner, layout)[: None if recipes is FAMILIES else 1]:
                 changed = replace(planner.settings, sharding=sharding, rank_order=order)
                 least = omits_above if best is None else best.score
                 try:
-                    candidate = self._plan_of(planner.in_layout(changed), layout, least, is_quick)
+                    candidate = self._plan_of(planner.in_layout(changed), layout, least, recipes)
                 except MemoryLimitError as error:
                     reason = reason or self._too_large(planner, layout, error)
                 except ScheduleError as error:
@@ -432,20 +538,26 @@ class _Search:
         return best
 
     def _plan_of(
-        self, planner: ModelPlanner, layout: Layout, omits_above: float, is_quick: bool
+        self,
+        planner: ModelPlanner,
+        layout: Layout,
+        omits_above: float,
+        recipes: Mapping[str, Recipe],
     ) -> PlannedLayout:
         settings, name = planner.settings, self._config.strategy.schedule
+        is_quick = recipes is not FAMILIES
         wanted = planner.options(name, int(settings.num_microbatches), self._recomputes)
         if name == "auto":  # searches of many seconds
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
             if is_quick:
                 head = settings.heads_to_try[0]
                 quick = [option for option in wanted if option.head_weight_grad == head]
-                wanted = [option for option in quick if option.schedule in QUICK] or quick
+                wanted = [option for option in quick if option.schedule in recipes] or quick
         tried = settings
         if is_quick and settings.offload == "auto":
             tried = replace(settings, offload="none")
-        request = planner.request(wanted, layout.num_ranks, tried, omits_above=omits_above)
+        more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **recipes}}
+        request = planner.request(wanted, layout.num_ranks, tried, **more)
         plan, needs = planner.plan(request)
         most, memory = max(rank.device for rank in needs), planner.memory
         assert memory is not None
@@ -456,7 +568,9 @@ class _Search:
     def _too_large(self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError) -> str:
         _, limit, needed = error.args
         assert planner.memory is not None
-        needed += planner.memory - limit  # messages
+        return self._needs_more(layout, needed + planner.memory - limit)  # messages
+
+    def _needs_more(self, layout: Layout, needed: float) -> str:
         if self._least is None or needed < self._least[0]:
             self._least = needed, layout
         return f"needs {bytes_writer(self._config.device_memory)(needed)} or more of a device"
@@ -489,8 +603,18 @@ class _Search:
             return [first]
         return [second] if _is_nowhere_more(seconds[second], seconds[first]) else [first, second]
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, layout: Layout | None = None) -> None:
+        """Show what is being done; with a layout it is the beginning of what is shown of that."""
+        if layout is not None:
+            self._begun.add(layout)
+            number = self._num_layouts - len({*self._open} - self._begun)
+            self._beginning = f"layout {number} of {self._num_layouts}, {layout}, {text}"
+            return
         self._show(f"{self._beginning}{text}")
+
+
+def _num_forwards(place: _Place) -> int:
+    return place.layout.num_ranks * int(place.planner.settings.num_microbatches)
 
 
 _SLOW = f"takes more than {SHOWN:g} times as long"

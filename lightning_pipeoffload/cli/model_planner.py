@@ -312,6 +312,10 @@ class ModelPlanner:
         placement = option.placement(num_ranks)
         return max(needs.taken_by(stages_on(placement, rank)) for rank in range(num_ranks))
 
+    def least_beside(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
+        """Return the bytes besides activations that one rank of any cut has at least."""
+        return self._with_optimizer(self.needs_of(option, 1), settings).least_of_any(num_ranks)
+
     def _with_optimizer(self, needs: MemoryNeeds, settings: PipelineSettings) -> MemoryNeeds:
         """Return the needs with optimizer states where the settings have them."""
         num_sharing = settings.num_sharing(int(settings.data_parallel_size))

@@ -312,6 +312,13 @@ class MemoryNeeds:
         """Return the bytes of some stages besides activations and messages."""
         return sum(self._kept_by(stages)) + self._workspace_of(stages)
 
+    def least_of_any(self, num_ranks: int) -> float:
+        """Return the bytes besides activations that one of ``num_ranks`` ranks has at least."""
+        owned = self._tensors_of(range(len(self.owned))).values()
+        parameters, gradients, states = (sum(s) for s in zip((0, 0, 0), *owned, strict=True))
+        on_device = 0.0 if self.is_on_host else states / self.num_sharing
+        return (parameters + gradients + on_device) / num_ranks
+
     def _workspace_of(self, stages: Sequence[int]) -> float:
         return max(self.workspace[stage] for stage in stages)
 

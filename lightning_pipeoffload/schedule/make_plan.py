@@ -32,7 +32,13 @@ from .passes.transfer import as_it_runs, split_every_backward, split_fused_backw
 from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds
-from .solver.plan_problem import earliest_end, least_copying, least_in_memory, most_work
+from .solver.plan_problem import (
+    earliest_end,
+    least_copying,
+    least_in_memory,
+    least_span,
+    most_work,
+)
 from .text import bytes_text, share_text
 
 __all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
@@ -556,21 +562,21 @@ class _Trials:
         if option.num_sequence_slices > 1:  # a rank begins sooner: its work alone is the bound
             work = most_work(seconds, placement, option.num_microbatches)
             return _Bound(work, work, work)
-        least = (
-            earliest_end(seconds, hops, placement, option.num_microbatches)
-            if request.has_barrier(option)
-            else most_work(seconds, placement, option.num_microbatches)
-        )
-        limit = self.limit(option)
+        sizes = seconds, hops, placement, option.num_microbatches
+        if request.has_barrier(option):
+            work = earliest_end(*sizes)
+        else:
+            work = most_work(seconds, placement, option.num_microbatches)
+        least, limit = max(work, least_span(*sizes)), self.limit(option)
         if limit is None:
-            return _Bound(least, least, least)
+            return _Bound(work, least, least)
         arguments = costs, placement, option.num_microbatches, limit
         copies = max(least, least_in_memory(*arguments, copies=True))
         may_stay = (
             request.offload in ("auto", "none") and not request.recipes[option.schedule].order
         )
         order = max(least, least_in_memory(*arguments, copies=False)) if may_stay else copies
-        return _Bound(least, order, copies)
+        return _Bound(work, order, copies)
 
     def no_plan(self) -> ScheduleError:
         """Return an error with the reason why there is no plan."""

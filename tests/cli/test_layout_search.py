@@ -1,10 +1,12 @@
 """``pipeoffload-plan devices=8`` searches the sizes of layouts, and names the fastest that fits."""
 
 import json
+import random
 
 import pytest
 import torch.distributed as dist
 
+from lightning_pipeoffload.cli import layout_search
 from lightning_pipeoffload.cli.devices import DEVICES
 from lightning_pipeoffload.cli.machine_links import Links
 from lightning_pipeoffload.plan import plan, with_searched
@@ -94,6 +96,8 @@ def test_replicas_are_neighbours_where_that_spares_the_network(capsys):
         ),
         (["devices=4", "devices_per_machine=2"], r"_machine \(2\) is devices \(4\) where layouts"),
         (["num_nodes=2"], r"num_nodes \(2\) is for a search of layouts: add devices=8"),
+        (["devices=4", "seconds=0"], r"seconds \(0\) must be a number above 0, as in seconds=60"),
+        (["seconds=9"], r"seconds \(9\) is for a search of layouts: add devices=8"),
         (["num_ranks=auto"], r"num_ranks \(auto\) is searched for a number of devices: add"),
         (["+strategy.data_parallel_size=auto"], r"_size \(auto\) is searched for a number of dev"),
         (
@@ -109,6 +113,90 @@ def test_sizes_that_cannot_be_are_refused(given, message):
         plan(composed("plan", *GPT, *QUICK, *sizes, *given))
     assert "\n" not in str(refused.value)
     assert not dist.is_initialized()
+
+
+LAYOUTS = "devices=2", "num_nodes=2", "tensor_parallel_size=1"
+
+
+def interrupt_at(monkeypatch, name):
+    plan_one = layout_search._Search._plan
+
+    def plan_or_stop(self, place, *arguments):
+        if str(place.layout) == name:
+            raise KeyboardInterrupt
+        return plan_one(self, place, *arguments)
+
+    monkeypatch.setattr(layout_search._Search, "_plan", plan_or_stop)
+
+
+def test_a_search_that_is_stopped_answers_with_the_best_so_far(capsys, monkeypatch):
+    whole = searched(capsys, *QUICK, *LAYOUTS)
+    assert whole["not_planned"] == []
+    interrupt_at(monkeypatch, "4 x 1 x 1")
+    found = searched(capsys, *QUICK, *LAYOUTS)
+    assert "4 x 1 x 1" in found["not_planned"]
+    assert found["layouts"]
+    for layout in found["layouts"]:
+        assert sizes_of(layout) != (4, 1, 1)
+        assert " x ".join(map(str, sizes_of(layout))) not in found["not_planned"]
+    plan(composed("plan", *GPT, *QUICK, *LAYOUTS, "num_ranks=auto", "format=text"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The search was stopped. Not planned yet, or not with copies, are" in text
+    assert "4 x 1 x 1." in text
+
+
+def test_a_search_that_is_stopped_before_a_plan_has_no_answer(capsys, monkeypatch):
+    with pytest.raises(
+        ScheduleError, match=r"of 3 layouts none is planned after seconds \(0.001\)"
+    ):
+        searched(capsys, *QUICK, *LAYOUTS, "seconds=0.001")
+    monkeypatch.setattr(layout_search._Search, "_planner_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        searched(capsys, *QUICK, *LAYOUTS)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_progress_says_which_layout_of_how_many(monkeypatch):
+    config = composed("plan", *GPT, *QUICK, *LAYOUTS, "num_ranks=auto", "strategy.recompute=none")
+    shown = []
+    layout_search._Search(config, [1], shown.append).run()
+    numbers = {text.partition(",")[0] for text in shown if text.startswith("layout")}
+    assert numbers == {f"layout {number} of 3" for number in (1, 2, 3)}
+
+
+def period_of(monkeypatch, words, **constants):
+    with monkeypatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(layout_search, name, value)
+        config = composed("plan", *GPT, *words)
+        try:
+            return layout_search._Search(config, [1], lambda text: None).run().layouts[0].period
+        except ScheduleError:
+            return None
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 200))]
+)
+def test_what_is_left_out_would_not_be_faster(monkeypatch, seed):
+    draw = random.Random(seed)
+    count = draw.choice([2, 4, 8, 16])
+    devices, nodes = draw.choice([(2, 2), (4, 1), (4, 2), (2, 4), (8, 1)])
+    words = (
+        *("num_ranks=auto", "schedule=auto", "offload=auto", "strategy.recompute=auto"),
+        *(f"devices={devices}", f"num_nodes={nodes}", f"model.depth={draw.choice([8, 10, 16])}"),
+        *(f"num_microbatches={count}", f"data.batch_size={2 * count}"),
+        *(f"network={draw.choice([1, 10, 100])}GB", f"link={draw.choice([10, 100])}GB"),
+        f"device_memory={draw.choice([1.2, 1.5, 2.5, 8])}MiB",
+    )
+    everything = {"NEAR": 1e9, "SHOWN": 1e9, "_NUM_IN_FULL": 99, "_WORTH_A_PLAN": 1.0}
+    best = period_of(monkeypatch, words, **everything, _SHORTLY=layout_search._ALONE)
+    found = period_of(monkeypatch, words)
+    assert (found is None) == (best is None)
+    assert found is None or found <= 1.01 * best
 
 
 def test_with_devices_what_is_not_given_is_searched():

@@ -9,6 +9,8 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
+from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving, find_classes
+from lightning_pipeoffload.runtime.measure import shape_memory
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import sent_bytes
 from lightning_pipeoffload.schedule import Kind, ScheduleError
@@ -53,6 +55,22 @@ def memory_of_a_run(folder):
         fit((2, 2), folder, callbacks=[run], **options, **LONG)
         found[case] = run.strategy.report()["memory"]
     return found
+
+
+def test_blocks_with_alike_shared_layers_are_of_one_class(monkeypatch):
+    seen = []
+
+    def find(chain, record, stages):
+        seen.append(find_classes(chain, record, with_end=False))
+        return find_alike_saving(chain, record, stages)
+
+    monkeypatch.setattr(shape_memory, "find_alike_saving", find)
+    config = composed("plan", *words("Net"))
+    with beside_absent_ranks(2):
+        planner = ModelPlanner(config)
+        planner.needs_of(Option("zb_h1", 1, 4), 2)
+    assert seen
+    assert all(len(classes) == 4 and len({*classes[1:]}) == 1 for classes in seen)
 
 
 @pytest.mark.slow

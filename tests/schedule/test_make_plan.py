@@ -9,19 +9,21 @@ from lightning_pipeoffload.schedule import (
     Costs,
     MemoryLimitError,
     ScheduleError,
+    as_it_runs,
     build,
     offload_activations,
     peak_memory,
     simulate,
     split_fused_backward,
+    steady_period,
     validate,
 )
 from lightning_pipeoffload.schedule import make_plan as make_plan_module
 from lightning_pipeoffload.schedule.candidates import Option, best_of, options
-from lightning_pipeoffload.schedule.families import build_by
+from lightning_pipeoffload.schedule.families import FAMILIES, build_by
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem, least_span
 from tests.support.pairs import first, slow
 from tests.support.plans import WHOLE
 
@@ -245,3 +247,23 @@ def test_where_nothing_is_offloaded_weight_gradients_are_postponed(offload):
     more = {"offload": offload, "steps_early": lambda option: True}
     choice = planned(2, wanted, lambda option: costs, **more)
     assert [c.postponed for c in choice.candidates] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_few_microbatches_bound_the_period_of_every_family(count):
+    costs = Costs(1.0, 1.5, 0.5, communication=0.2)
+    bounds = {}
+    for option in options([count], 2):
+        recipe = FAMILIES[option.schedule]
+        try:
+            schedule = build_by(recipe, option.schedule, (4, count, None), costs)
+        except ScheduleError:
+            continue
+        placement = schedule.placement
+        seconds, hops = costs.compute(len(placement)), costs.hops(placement)
+        bounds[option.schedule] = least_span(seconds, hops, placement, count)
+        period = steady_period(as_it_runs(schedule, costs, False), costs, has_barrier=False)
+        assert bounds[option.schedule] <= period * (1 + 1e-9), option.schedule
+    # A single microbatch: the first rank waits for all F's and the B's of the other ranks.
+    if count == 1:
+        assert bounds["1f1b"] == pytest.approx(4 * 1.0 + 4 * 1.5 + 6 * 0.2 + 0.5)

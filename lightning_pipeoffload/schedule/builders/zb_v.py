@@ -103,6 +103,7 @@ def zb_v(
     *,
     costs: Costs | None = None,
     memory_limit: float | None = None,
+    num_actions: int = MOST_ACTIONS,
 ) -> Schedule:
     """The hand-made order; with costs or a limit the shortest schedule that a search finds.
 
@@ -122,6 +123,7 @@ def zb_v(
     Args:
         memory_limit: The most memory of a rank, in the unit of ``costs``; None: what p microbatches
             hold on a rank, which is the memory of 1F1B.
+        num_actions: The amount of work at which the search ends, in actions of its candidates.
 
     Raises:
         ScheduleError: The limit is too small for a single microbatch.
@@ -130,23 +132,23 @@ def zb_v(
     default = num_ranks * problem.smallest_limit
     problem = problem.limited_to(default if memory_limit is None else memory_limit, "zb_v")
     if costs is None and memory_limit is None:
-        return _timed_hand_made(problem).shortest()
-    return _lengthened(problem) or _searched(problem)
+        return _timed_hand_made(problem, num_actions).shortest()
+    return _lengthened(problem, num_actions) or _searched(problem, num_actions)
 
 
-def _timed_hand_made(problem: Problem) -> Search:
-    search = Search(problem, num_actions=MOST_ACTIONS)
+def _timed_hand_made(problem: Problem, num_actions: int) -> Search:
+    search = Search(problem, num_actions)
     order = hand_made(problem.num_ranks, problem.num_microbatches)
     search.consider(FixedOrder(problem, order), patience=0.0)
     return search
 
 
-def _lengthened(problem: Problem) -> Schedule | None:
+def _lengthened(problem: Problem, num_actions: int) -> Schedule | None:
     """Search with few microbatches and repeat the middle; None where that adds to the bubble."""
     if problem.num_microbatches <= MANY * problem.num_ranks:
         return None
     few = replace(problem, num_microbatches=ENOUGH * problem.num_ranks)
-    of_few = _searched(few)
+    of_few = _searched(few, num_actions)
     longer = lengthen(of_few, problem.num_microbatches)
     if longer is None:
         return None
@@ -157,8 +159,8 @@ def _lengthened(problem: Problem) -> Schedule | None:
     return longer if fits and is_as_good else None
 
 
-def _searched(problem: Problem) -> Schedule:
-    search = _timed_hand_made(problem)
+def _searched(problem: Problem, num_actions: int) -> Schedule:
+    search = _timed_hand_made(problem, num_actions)
     _search(problem, search)
     order = hand_made(problem.num_ranks, problem.num_microbatches)
     for is_patient_before_b in (False, True):

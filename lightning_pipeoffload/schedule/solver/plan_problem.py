@@ -27,6 +27,7 @@ __all__ = [
     "earliest_starts",
     "least_copying",
     "least_in_memory",
+    "least_span",
     "most_work",
 ]
 
@@ -65,6 +66,25 @@ def earliest_end(
         return start + num_microbatches * _work(seconds, placement, rank)
 
     return max(map(end, range(max(placement) + 1)))
+
+
+def least_span(
+    seconds: _Seconds, hops: Sequence[float], placement: tuple[int, ...], num_microbatches: int
+) -> float:
+    """Return the seconds from a rank's first F of a step to its last W at least.
+
+    Until a gradient has come back from the last stage, a rank runs F's alone; its B's and W's
+    follow. So few microbatches leave a bubble, with or without a barrier between steps.
+    """
+    first = earliest_starts(seconds, hops)
+
+    def span(rank: int) -> float:
+        stages = stages_on(placement, rank)
+        wait = first[Kind.B][max(stages)] - first[Kind.F][min(stages)]
+        backward = sum(seconds[kind][stage] for kind in (Kind.B, Kind.W) for stage in stages)
+        return wait + num_microbatches * backward
+
+    return max(map(span, range(max(placement) + 1)))
 
 
 def most_work(seconds: _Seconds, placement: tuple[int, ...], num_microbatches: int) -> float:
