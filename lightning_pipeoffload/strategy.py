@@ -295,7 +295,8 @@ class PipeOffloadStrategy(CheckpointHooks):
     def gather(self, tensor: Tensor) -> Tensor:
         """Return a copy of a parameter, a buffer or a gradient, whichever rank has its value.
 
-        All ranks call it, in the same order, in hooks.
+        All ranks call it, in the same order, in hooks. Of a layer that tensor ranks share it
+        returns the whole tensor.
 
         Args:
             tensor: The tensor of the module, or the gradient of one.
@@ -305,11 +306,6 @@ class PipeOffloadStrategy(CheckpointHooks):
             RuntimeError: Inside a step, or after this rank has failed.
         """
         self._refuse_alone("trainer.strategy.gather")
-        if self.settings.tensor_parallel_size > 1:
-            raise ValueError(
-                "trainer.strategy.gather() is not supported with tensor_parallel_size above 1, "
-                "where each rank has a shard; read weights from a checkpoint, which has the whole"
-            )
         return gather_tensor(self.split.pipeline, tensor)
 
     @property

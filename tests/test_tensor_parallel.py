@@ -226,10 +226,21 @@ class LossOfShards(Net):
             super().backward(*args, **kwargs)
 
 
+class Gathers(Net):
+    """Sums up squares of weights and gradients, divided and whole, of each stage."""
+
+    def on_train_batch_end(self, *args):
+        super().on_train_batch_end()
+        gather = getattr(self.trainer.strategy, "gather", torch.clone)
+        of_blocks = [self.blocks[index].inner.up.weight for index in (0, 3)]
+        for weight in (*of_blocks, self.blocks[0].inner.down.weight, self.norm.weight):
+            self.losses += [float(gather(x.detach()).square().sum()) for x in (weight, weight.grad)]
+
+
 slow = pytest.mark.slow
 COMPILED = {"compile": {"backend": "aot_eager"}}
 CASES = {
-    "zb_h1": ((2, 2), {}),
+    "zb_h1": ((2, 2), {"kind": Gathers}),
     "compiled": ((2, 2), {"pipeline": COMPILED, "limit_val_batches": 0}),
     "compiled sequences": ((2, 2), {"module": {"plan": "sequence"}, "pipeline": COMPILED}),
     "compiled on one stage": ((1, 2, 2), {"pipeline": COMPILED}),

@@ -9,31 +9,40 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import gather_whole
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
 
 def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     """Return a copy of a parameter, buffer or gradient on every rank; all ranks call it.
 
+    Of a layer that tensor ranks share it is the whole tensor.
+
     Raises:
         ValueError: The tensor is no parameter, buffer or gradient, or ranks pass different ones.
     """
     group = pipeline.group
-    name = next((name for name, candidate in _tensors_of(pipeline) if candidate is tensor), "")
+    found = ((name, of) for name, candidate, of in _tensors_of(pipeline) if candidate is tensor)
+    name, sharding = next(found, ("", None))
     has_value = bool(name) and not isinstance(tensor, ShapeOnly)
     ranks = pipeline.gradients.sharing
     asked = ranks.gather((name, has_value, group.global_rank))
     _check_alike([each for each, *_ in asked], tensor)
     owner = next(rank for _, has, rank in asked if has)
     with blaming_peers("lost a rank while gathering a tensor"):
-        return group.copy_to_hosts(tensor, owner, ranks).to(tensor.device)
+        copied = group.copy_to_hosts(tensor, owner, ranks)
+    if sharding is not None and sharding.is_divided:
+        copied = gather_whole(copied, sharding)
+    return copied.to(tensor.device)
 
 
-def _tensors_of(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None]]:
+def _tensors_of(pipeline: Pipeline) -> Iterator[tuple[str, Tensor | None, Sharding | None]]:
     for slot in find_slots(pipeline.module):
-        yield slot.name, slot.tensor
+        sharding = sharding_of(slot.tensor)
+        yield slot.name, slot.tensor, sharding
         if slot.kind == "_parameters":
-            yield f"{slot.name}.grad", slot.tensor.grad
+            yield f"{slot.name}.grad", slot.tensor.grad, sharding
 
 
 def _check_alike(names: list[str], tensor: Tensor) -> None:

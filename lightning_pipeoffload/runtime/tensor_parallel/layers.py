@@ -24,13 +24,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lightning_pipeoffload.runtime.compiled.block_compiler import warn_once
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
 from lightning_pipeoffload.runtime.shapes.sharding import (
     OF_SHARD,
@@ -42,6 +45,10 @@ from lightning_pipeoffload.runtime.shapes.sharding import (
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
+_PARTED = (
+    "the plan of parallelize_module divides a weight that two layers have, and {} is another "
+    "weight from now on, which trains by itself; leave both layers out of the plan"
+)
 INSTEAD = (
     "PipeOffloadStrategy's sharding=\"optimizer\" and recompute, and the Trainer's precision, do "
     "what it does"
@@ -64,9 +71,33 @@ def sharing_layers(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
     Raises:
         ValueError: As :func:`keep_local_parts`.
     """
-    with drawing_whole(module):
+    with drawing_whole(module), _warning_of_parted_weights(module, mesh.get_rank()):
         yield
     keep_local_parts(module, mesh["tensor_parallel"])
+
+
+@contextmanager
+def _warning_of_parted_weights(module: nn.Module, global_rank: int) -> Iterator[None]:
+    """Warn if a plan divides a weight under one of its names only, or under each apart."""
+    divided: list[ReferenceType[Tensor]] = []
+    parted: list[Any] = []
+
+    def note(layer: nn.Module, name: str, parameter: Any) -> None:
+        before = dict(layer.named_parameters(recurse=False)).get(name)
+        if before is not None and isinstance(parameter, DTensor):
+            if any(reference() is before for reference in divided):
+                parted.append(parameter)
+            divided.append(ref(before))
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    other = {id(tensor) for tensor in (*parted, *(reference() for reference in divided))}
+    names = [slot.name for slot in find_slots(module) if id(slot.tensor) in other]
+    if names and not global_rank:
+        warn_once(_PARTED.format(", ".join(names)))
 
 
 def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,5 +1,6 @@
 """Layers that tensor ranks share compute what the whole ones do, over gloo."""
 
+import logging.handlers
 import os
 
 import pytest
@@ -20,7 +21,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import profile
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
+from lightning_pipeoffload.runtime.compiled.block_compiler import (
+    install_split,
+    remove_split,
+    warn_once,
+)
 from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import (
@@ -38,7 +43,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     install_collectives,
     remove_collectives,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts, sharing_layers
 from lightning_pipeoffload.runtime.tensor_parallel.through_host import install_host_collectives
 from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
@@ -241,3 +246,44 @@ def refusal(case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_built_is_refused(ranks, case):
     ranks(2).run(refusal, case)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.other = nn.Linear(WIDTH, 2 * WIDTH)
+
+
+EMBED = RowwiseParallel(input_layouts=Replicate())
+PARTED = {
+    "one name": ({"head": ColwiseParallel()}, "embed.weight"),
+    "both names": ({"embed": EMBED, "head": ColwiseParallel()}, "head.weight"),
+    "neither": ({"other": ColwiseParallel()}, None),
+}
+
+
+def warnings_of(plan):
+    mesh, module, handler = mesh_of_two(), Tied(), logging.handlers.BufferingHandler(10)
+    warn_once.cache_clear()
+    logger = logging.getLogger(warn_once.__module__)
+    logger.addHandler(handler)
+    try:
+        with sharing_layers(module, mesh):
+            parallelize_module(module, mesh, plan)
+    finally:
+        logger.removeHandler(handler)
+    return [each.getMessage() for each in handler.buffer]
+
+
+def all_warnings(_):
+    return {case: warnings_of(plan) for case, (plan, _) in PARTED.items()}
+
+
+def test_a_plan_that_parts_a_weight_from_its_other_name_is_warned_of_once(ranks):
+    first, second = ranks(2).run(all_warnings, None)
+    for case, (_, name) in PARTED.items():
+        assert len(first[case]) == (name is not None)
+        assert not second[case]
+        assert all(f"and {name} is another weight" in line for line in first[case])
