@@ -54,6 +54,12 @@ def send_of(recv: Action) -> Action:
     return Action(Kind.SEND_B, recv.stage + 1, recv.microbatch)
 
 
+def peers_of(plan: Schedule, rank: int) -> set[int]:
+    """Return the ranks with which a rank exchanges messages."""
+    near = {stage + step for stage in plan.stages_of(rank) for step in (-1, 1)}
+    return {plan.rank_of(stage) for stage in near if 0 <= stage < plan.num_stages} - {rank}
+
+
 def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action]]:
     """Return, for RECVs of a rank, the SENDs of that rank that must have arrived before.
 
@@ -64,9 +70,9 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
         the peer    ....... RECV_F0 F0 ... B0 SEND_B0
     """
     proven: dict[Action, list[Action]] = {}
-    for peer in range(plan.num_ranks):
+    for peer in sorted(peers_of(plan, rank)):
         arrived: list[Action] = []
-        for action in plan[peer] if peer != rank else ():
+        for action in plan[peer]:
             needed = recv_before(plan, action)
             if needed and plan.rank_of(send_of(needed).stage) == rank:
                 arrived.append(send_of(needed))
@@ -212,8 +218,7 @@ class PendingSends:
         self._most = {} if most is None else most
         self._proven = _num_proven(plan, rank)
         self._sources = {receive: plan.rank_of(send_of(receive).stage) for receive in self._proven}
-        near = {stage + step for stage in plan.stages_of(rank) for step in (-1, 1)}
-        self._peers = {plan.rank_of(s) for s in near if 0 <= s < plan.num_stages} - {rank}
+        self._peers = peers_of(plan, rank)
         self._sent: Counter[int] = Counter()  # in this step
 
     def start_step(self) -> None:
