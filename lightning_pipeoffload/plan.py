@@ -30,7 +30,7 @@ _FORMATS = ("text", "json")
 # What counts beside a device, with the values of conf/plan.yaml.
 _BESIDE_A_DEVICE = {
     **{"host_bandwidth": None, "link": None, "network": None},
-    **{"efficiency": 0.5, "devices_per_machine": 8},
+    **{"efficiency": 0.5, "devices_per_machine": 8, "float16_sums": False},
 }
 # What is searched with devices, unless the command line has it. Of other arguments of the strategy,
 # which conf/plan.yaml does not have, those that are given are kept.

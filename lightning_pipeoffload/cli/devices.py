@@ -4,10 +4,11 @@ Sources: NVIDIA's data sheets of the forms with NVLink (SXM), without sparsity, 
 they print large. H100: 989 TFLOP/s dense bf16 and fp16, 67 fp32, 67 fp64 in tensor cores, 80 GB,
 NVLink 900 GB/s both ways together, PCIe gen 5 of 16 lanes. H200: the same with 141 GB. A100: 312,
 19.5 and 19.5 TFLOP/s, 80 GB, NVLink 600 GB/s, PCIe gen 4. RTX 4090: 165 TFLOP/s dense bf16 and fp16
-with sums in float32, 82.6 fp32, 1.3 fp64, 24 GiB, PCIe gen 4, which is its link as well. A host's
-memory is that of two sockets with eight channels each, DDR4-3200 beside an A100 or RTX 4090 and
-DDR5-4800 beside an H100 or H200, which eight devices share. Between machines each device has a
-network card: 400 Gbit/s beside an H100 or H200, 200 beside an A100, 100 beside an RTX 4090.
+with sums in float32, 330 fp16 with sums in float16, 82.6 fp32, 1.3 fp64, 24 GiB, PCIe gen 4, which
+is its link as well. A host's memory is that of two sockets with eight channels each, DDR4-3200
+beside an A100 or RTX 4090 and DDR5-4800 beside an H100 or H200, which eight devices share. Between
+machines each device has a network card: 400 Gbit/s beside an H100 or H200, 200 beside an A100, 100
+beside an RTX 4090.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.schedule import ScheduleError
 
-__all__ = ["DEVICES", "Device", "device_named", "kind_of_precision"]
+__all__ = ["DEVICES", "FP16_SUMS", "Device", "device_named", "kind_of_precision", "kind_of_product"]
 
 
 class Device(NamedTuple):
@@ -43,9 +44,12 @@ class Device(NamedTuple):
     host_rate: float
 
 
-_HOPPER = {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12}
-_ADA = {"bf16": 165.2e12, "fp16": 165.2e12, "fp32": 82.6e12, "fp64": 1.3e12}
-_AMPERE = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
+FP16_SUMS = "fp16 with sums in float16"
+"""The kind of product in float16 whose sums are in float16 too, not in float32."""
+
+_HOPPER = {"bf16": 989e12, "fp16": 989e12, FP16_SUMS: 989e12, "fp32": 67e12, "fp64": 67e12}
+_ADA = {"bf16": 165.2e12, "fp16": 165.2e12, FP16_SUMS: 330.3e12, "fp32": 82.6e12, "fp64": 1.3e12}
+_AMPERE = {"bf16": 312e12, "fp16": 312e12, FP16_SUMS: 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
 
 DEVICES = {
     device.name: device
@@ -94,6 +98,28 @@ def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
         network_rate=device.network_rate * efficiency,
         host_rate=device.host_rate * efficiency,
     )
+
+
+def kind_of_product(device: Device, precision: str, has_float16_sums: bool) -> str:
+    """Return the kind of product, by the trainer's precision and ``float16_sums``.
+
+    Raises:
+        ScheduleError: Sums in float16 are asked for, and there are none, or they are no faster.
+    """
+    kind = kind_of_precision(precision)
+    if not has_float16_sums:
+        return kind
+    if kind != "fp16":
+        raise ScheduleError(
+            f"float16_sums is for products in float16, and precision is {precision}: add "
+            f"+trainer.precision=16-mixed, or leave it out"
+        )
+    if device.flops[FP16_SUMS] == device.flops[kind]:
+        raise ScheduleError(
+            f"float16_sums changes nothing for device={device.name}, which adds up in float32 at "
+            f"the same rate; leave it out"
+        )
+    return FP16_SUMS
 
 
 def kind_of_precision(precision: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.table import Column, Table
 
+from lightning_pipeoffload.cli.devices import FP16_SUMS, Device
 from lightning_pipeoffload.cli.given_plan import has_barrier, parse_name
 from lightning_pipeoffload.cli.layout_output import describe_layouts, how_to_train, print_layouts
 from lightning_pipeoffload.cli.layout_search import layouts_by_speed
@@ -129,7 +130,7 @@ def _described_plan(
     if proposal is not None:
         figures |= {"sequence_slices": proposal}
     answer: list[str | Table] = [_table_of_ranks(needs), *_answer(plan, needs, speed, planner)]
-    answer += _about_slices(proposal, config.num_chunks)
+    answer += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner)]
     return step, described(plan, with_candidates=True) | figures, answer
 
 
@@ -163,6 +164,23 @@ def _about_slices(proposal: Mapping[str, Any] | None, num_chunks: int | None) ->
         f"in slices of its sequences a step would take {seconds_text(proposal['period'])}, "
         f"{share_text(proposal['gain'])} less, if short slices are computed as fast: "
         f"num_sequence_slices={proposal['num_sequence_slices']} schedule=seq_zb{chunks}"
+    ]
+
+
+def _about_sums(device: Device, planner: ModelPlanner) -> list[str]:
+    """Say what sums in float16 need, or what they would give."""
+    rates, kind = device.flops, planner.kind_of_product
+    if kind == FP16_SUMS:
+        return [
+            "write torch.backends.cuda.matmul.allow_fp16_accumulation = True before training: "
+            "products then add up in float16, with 11 bits of a sum in place of 24 and none above "
+            "65,504"
+        ]
+    if kind != "fp16" or rates[FP16_SUMS] <= rates[kind]:
+        return []
+    return [
+        f"float16_sums=true plans products that add up in float16, at "
+        f"{rates[FP16_SUMS] / rates[kind]:.3g} times the rate, with fewer bits"
     ]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_precision
+from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_product
 from lightning_pipeoffload.cli.given_plan import (
     SIZES_INSTEAD,
     has_barrier,
@@ -118,6 +118,7 @@ class ModelPlanner:
 
     Attributes:
         device: The device with the rates that it reaches; None: none is named.
+        kind_of_product: The kind of its products, one of those of ``device.flops``.
         settings: The strategy's arguments that are given.
 
     Raises:
@@ -131,6 +132,8 @@ class ModelPlanner:
             rates = {name: config[name] for name in ("host_bandwidth", "link", "network")}
             self.device = device_named(config.device, config.efficiency, **rates)
             check_sizes(devices_per_machine=config.devices_per_machine)
+            precision = str((config.get("trainer") or {}).get("precision", "32-true"))
+            self.kind_of_product = kind_of_product(self.device, precision, config.float16_sums)
         self._config = config
         self._num_chunks, self._count = config.num_chunks, config.num_microbatches
         self.num_slices = config.get("num_sequence_slices", 1)
@@ -183,7 +186,7 @@ class ModelPlanner:
     def flops(self) -> float:
         """Operations of the device in a second."""
         assert self.device is not None
-        return self.device.flops[kind_of_precision(self.probe.precision)]
+        return self.device.flops[self.kind_of_product]
 
     def needs_of(self, option: Option, num_ranks: int) -> MemoryNeeds:
         """Return what the stages of an option need; the model is traced once for all options.

@@ -85,6 +85,33 @@ def test_replicas_add_up_gradients_and_are_counted_together(capsys):
     assert far["period"] - near["period"] == pytest.approx(sent / 10e6, rel=0.1)
 
 
+def test_sums_in_float16_are_twice_as_fast_on_a_card_for_consumers(capsys):
+    words = "schedule=1f1b", "device=4090", "+trainer.precision=16-mixed"
+    exact, short = (planned(capsys, *words, f"float16_sums={on}") for on in ("false", "true"))
+    assert exact["flops_per_second"] == pytest.approx(0.5 * 165.2e12)
+    assert short["flops_per_second"] == pytest.approx(0.5 * 330.3e12)
+    for on, told in (
+        ("false", "float16_sums=true plans products that add up in float16, at 2 times the rate"),
+        ("true", "write torch.backends.cuda.matmul.allow_fp16_accumulation = True before"),
+    ):
+        plan(plan_config(*words, f"float16_sums={on}", "format=text"))
+        assert told in " ".join(capsys.readouterr().out.split())
+    assert hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation")
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "message"),
+    [
+        ("4090", "bf16-mixed", "float16_sums is for products in float16, and precision is bf16"),
+        ("h100", "16-mixed", "float16_sums changes nothing for device=h100"),
+    ],
+)
+def test_sums_in_float16_are_refused_where_they_gain_nothing(device, precision, message):
+    words = f"device={device}", f"+trainer.precision={precision}", "float16_sums=true"
+    with pytest.raises(ScheduleError, match=message):
+        plan(plan_config("schedule=1f1b", *words))
+
+
 @pytest.mark.parametrize(
     ("name", "rate", "message"),
     [
