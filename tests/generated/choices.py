@@ -88,6 +88,10 @@ FEATURES = {
     # Behind the others, whose draws stay the same.
     "views": (0.25, ["one", "two", "reference"]),
     "packed": (0.1, [False, True]),
+    "batch_metric": (
+        0.3, [None, "area", "mean_loss", "r2", "derived", "collection", "branch", "counts"],
+    ),
+    "guard": (0.2, [None, "isfinite", "isnan", "count"]),
 }  # fmt: skip
 
 
@@ -180,6 +184,10 @@ _RULES = [
     ({"second_block": ["batchnorm"], "batch_size": [1]}, {"batch_size": 4}),
     ({"head": ["batchnorm"], "batch_size": [1]}, {"batch_size": 4}),
     ({"schedule": ["interleaved_1f1b"]}, {"num_microbatches": "auto"}),
+    # A last batch of one sample has no R2, and ranks of rounded values differ.
+    ({"batch_metric": ["r2"], "batch_size": [1, 2]}, {"batch_metric": "mean_loss"}),
+    ({"batch_metric": ["area", "collection"], "precision": ["bf16-mixed"]},
+     {"batch_metric": "mean_loss"}),
 ]  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MeanMetric, MetricCollection, R2Score, SumMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, MulticlassAccuracy
 {more}
 CHOSEN = {chosen}
 DEVICES = {devices}
@@ -105,6 +105,8 @@ def _net(chosen):
     lines += _method("forward(self, x, mask)", forward_lines(chosen))
     lines += _method("losses_of(self, batch)", _losses(chosen))
     lines += _method("training_step(self, batch, batch_idx)", _training(chosen))
+    measured = _BATCH_METRICS.get(chosen["batch_metric"], ([], []))[1]
+    lines += _method("measure(self, loss, pooled, y)", measured)
     lines += _evaluation(chosen)
     lines += _method("configure_optimizers(self)", _optimizers(chosen))
     lines += _hooks(chosen)
@@ -136,6 +138,9 @@ def _state_lines(chosen):
             "self.metric = MetricCollection(made)",
         ],
     }.get(chosen["metric"], [])
+    lines += _BATCH_METRICS.get(chosen["batch_metric"], ([], []))[0]
+    if chosen["batch_metric"]:
+        lines += ["self.val_whole = BinaryAUROC()"]
     if chosen["validation"] == "list":
         lines += ["self.outputs = []"]
     if chosen["validation"] == "metric":
@@ -213,6 +218,8 @@ def _losses(chosen):
         ],
     }.get(chosen["views"], [])
     lines += ['each = functional.cross_entropy(pooled, y, reduction="none") + 0.1 * extra']
+    if chosen["guard"]:
+        lines += [f"if {_GUARDS[chosen['guard']]}:", "    each = torch.full_like(each, 9.0)"]
     if chosen["loss"] == "tokens":
         lines += [
             "if self.training:",
@@ -223,6 +230,62 @@ def _losses(chosen):
             "    return (of_places * mask).sum() / mask.sum(), each.detach(), pooled, y",
         ]
     return [*lines, "return each.mean(), each.detach(), pooled, y"]
+
+
+_GUARDS = {
+    "isfinite": "not torch.isfinite(each).all()",
+    "isnan": "each.isnan().any() or torch.isinf(each).any()",
+    "count": "(~each.isfinite()).sum() > 0",
+}
+_OF_EPOCH = "on_step=False, on_epoch=True"
+# What makes them, and the lines of a step; by feature.
+_BATCH_METRICS = {
+    "area": (
+        ["self.whole = BinaryAUROC()"],
+        ['self.log("area", self.whole(pooled[:, 0], (y > 5).long()), on_step=True)'],
+    ),
+    "mean_loss": (
+        ["self.whole = MeanMetric()"],
+        ["self.whole.update(loss)", f'self.log("mean_loss", self.whole, {_OF_EPOCH})'],
+    ),
+    "r2": (
+        ["self.whole = R2Score()"],
+        [f'self.log("r2", self.whole(pooled[:, 0], pooled[:, 1] + y), {_OF_EPOCH})'],
+    ),
+    "derived": (
+        ["self.whole = BinaryAccuracy()"],
+        [
+            "right = self.whole(pooled[:, 0], (y > 5).long())",
+            f'self.log("error", 100 * (1 - right), {_OF_EPOCH})',
+            'self.log("right_itself", self.whole)',
+        ],
+    ),
+    "collection": (
+        [
+            'of_batch = {"right": BinaryAccuracy(), "area": BinaryAUROC()}',
+            'self.whole = MetricCollection(of_batch, prefix="of_")',
+        ],
+        [f"self.log_dict(self.whole(pooled[:, 0], (y > 5).long()), {_OF_EPOCH})"],
+    ),
+    "branch": (
+        ["self.whole = BinaryAccuracy()"],
+        [
+            "right = self.whole(pooled[:, 0], (y > 5).long())",
+            f'self.log("right_also", right, {_OF_EPOCH})',
+            "if right > 2:",
+            '    raise ValueError("more than all are right")',
+        ],
+    ),
+    "counts": (
+        ["self.whole, self.mean_size = SumMetric(), MeanMetric()"],
+        [
+            "self.whole.update((pooled.argmax(-1) == y).sum())",
+            "self.mean_size.update(loss, len(y))",
+            f'self.log("num_right", self.whole, {_OF_EPOCH})',
+            f'self.log("by_size", self.mean_size, {_OF_EPOCH})',
+        ],
+    ),
+}
 
 
 def _noise(chosen, generator):
@@ -243,6 +306,7 @@ def _training(chosen):
             'self.kept["size"].append(len(y))',
         ],
     }.get(chosen["behind"], [])
+    lines += ["self.measure(loss, pooled, y)"] if chosen["batch_metric"] else []
     update = "pooled.detach(), y" if chosen["metric"] == "accuracy" else "each"
     if chosen["metric"]:
         log = (
@@ -272,8 +336,10 @@ def _training(chosen):
 def _evaluation(chosen):
     losses = "loss, each, pooled, y = self.losses_of(batch)"
     logged = 'self.log("val_loss", loss)'
+    whole = 'self.log("val_area", self.val_whole(pooled[:, 0], (y > 5).long()), batch_size=len(y))'
+    of_batch = [whole] if chosen["batch_metric"] and chosen["precision"] != "bf16-mixed" else []
     bodies = {
-        "logs": [losses, logged],
+        "logs": [losses, *of_batch, logged],
         "list": [losses, "self.outputs.append(each)"],
         "metric": [
             losses,

@@ -38,11 +38,18 @@ class CutSteps(SingleDeviceStrategy):
 
     def _run(self, logged, step, batch, rest):
         total = samples_in(batch)
-        outputs, shares = [], []
+        outputs, shares, measured = [], [], []
+        measure = getattr(self.lightning_module, "measure", None)
+        self.lightning_module.measure = lambda *values: measured.append(values)
         for part in cut(batch, self._size(total)):
             logged.begin(samples_in(part) / total)
             outputs.append(step(part, *rest))
             shares.append(samples_in(part) / total)
+        del self.lightning_module.measure
+        if measured:  # metrics get the whole batch
+            losses, *columns = zip(*measured, strict=True)
+            logged.begin(1.0)
+            measure(_mean(losses, shares), *map(torch.cat, columns))
         logged.end(total)
         return _mean(outputs, shares)
 
