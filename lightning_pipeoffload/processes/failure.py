@@ -27,6 +27,7 @@ POLL_SECONDS = 0.2
 EXIT_SECONDS = 15.0  # for the rank at fault to print its traceback and exit
 _WRITE_SECONDS = 5.0  # for a reader of standard error that stands still
 _LINE = "pipeoffload_line"  # an exception's attribute
+_ENCODED = re.compile(rb"(\d{1,3}) ([01]) (.*)", re.DOTALL)
 _GONE = re.compile(r"global rank (\d+)(?=, which)")
 
 
@@ -55,9 +56,11 @@ class Failure:
 
     @classmethod
     def decode(cls, value: bytes) -> Failure:
-        """Return the failure that ``encode`` has encoded."""
-        status, is_gone, cause = value.decode().split(" ", 2)
-        return cls(cause, int(status), is_gone == "1")
+        """Return the failure that ``encode`` has encoded; any other value is a failure too."""
+        match = _ENCODED.fullmatch(value)
+        if match is None or not 0 < int(match[1]) < 256:
+            return cls(f"{value[:100]!r} in the run's store, which no rank has written as a failure")
+        return cls(match[3].decode(errors="backslashreplace"), int(match[1]), match[2] == b"1")
 
     def cause_with_stage(self, describe_rank: Callable[[int], str]) -> str:
         """Return the cause, with the rank's replica and stage if the rank did not name it."""
@@ -110,7 +113,7 @@ def status_after(exception: BaseException, has_trained: bool) -> int:
     if isinstance(exception, KeyboardInterrupt):
         return SIGINT_STATUS
     if isinstance(exception, SystemExit) and isinstance(exception.code, int):
-        return exception.code or 1
+        return exception.code % 256 or 1  # the system keeps the last byte
     refusal = ScheduleError if has_trained else ValueError
     return REFUSED_STATUS if isinstance(exception, refusal) else 1
 

@@ -280,8 +280,10 @@ class FailureBoard:
                 return True
             origin, _, reported = failure.cause.partition(": ")
             if reported == cause and origin != self._name:
-                self._exit(failure, quietly=failure.is_interrupt)
-            if isinstance(exception, SystemExit):  # Python prints nothing of it
+                self._exit(failure)
+            # Neither prints anything by itself; of ranks that are not connected, one is enough.
+            is_first = self._store is not None or self._global_rank == 0
+            if isinstance(exception, SystemExit) or (failure.is_interrupt and is_first):
                 say(f"{self._name} stops: {cause}")
             self._write("seen")
             self._wait_until_seen(failure)
@@ -311,7 +313,7 @@ class FailureBoard:
                 if not store.check([f"raised/{rank}"]):
                     if has_left:
                         return False
-                elif store.get(f"raised/{rank}").decode() == mine:
+                elif store.get(f"raised/{rank}") == mine.encode():
                     silent.remove(rank)
                 else:
                     return False
@@ -372,20 +374,23 @@ class FailureBoard:
         except dist.DistError:
             return _RANK_ZERO_GONE
 
-    def _exit(self, failure: Failure, quietly: bool = False) -> NoReturn:
+    def _exit(self, failure: Failure) -> NoReturn:
         if failure == _RANK_ZERO_GONE:
             self._store = None
-        with self._unless_store_is_gone():
-            self._write("seen")  # first: the reader of standard error may stand still
-        # After a Ctrl-C one line is enough: the user knows the cause.
-        if not quietly and not (failure.is_interrupt and self._global_rank != 0):
-            say(f"{self._name} stops because of {failure.cause_with_stage(self._describe_rank)}")
-        with self._unless_store_is_gone():
-            if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
-                self._wait_until_seen(failure)
-            self._write("done")
-        # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
-        os._exit(failure.status)
+        try:
+            with self._unless_store_is_gone():
+                self._write("seen")  # first: the reader of standard error may stand still
+            # After a Ctrl-C the line of the rank that has announced it is enough.
+            if not failure.is_interrupt or (failure.is_gone and self._global_rank == 0):
+                cause = failure.cause_with_stage(self._describe_rank)
+                say(f"{self._name} stops because of {cause}")
+            with self._unless_store_is_gone():
+                if self._global_rank == 0 or self._launched.has_children:  # the store's host, say
+                    self._wait_until_seen(failure)
+                self._write("done")
+        finally:
+            # Not sys.exit: the main thread may wait inside gloo or NCCL for ever.
+            os._exit(failure.status)
 
     # Acknowledgements
 

@@ -47,6 +47,8 @@ def test_an_exception_in_one_line(exception, line):
         (RuntimeError(), False, 1),
         (SystemExit(3), True, 3),
         (SystemExit(0), True, 1),
+        (SystemExit(256), True, 1),
+        (SystemExit(1 << 40 | 3), True, 3),
         (SystemExit("so"), True, 1),
         (SIGTERMException(), True, 143),
         (KeyboardInterrupt(), True, 130),

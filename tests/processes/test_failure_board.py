@@ -177,6 +177,31 @@ def test_a_thread_that_dies_ends_the_process(monkeypatch):
     assert b"AttributeError" in store.get("failure")
 
 
+GARBAGE = [b"\xff\xfe", b" ", b"1 0", b"0 0 nothing", b"70000 0 all", b"-1 1 x"]
+
+
+@pytest.mark.parametrize("value", GARBAGE)
+@pytest.mark.parametrize("when", ["polled", "announced"])
+def test_a_failure_that_no_rank_has_written_ends_the_process(monkeypatch, value, when):
+    """Else its thread would end, and the run would go on without anyone to watch it."""
+    ended, said = Queue(), []
+    monkeypatch.setattr(
+        failure_board.os, "_exit", lambda status: ended.put(status) or time.sleep(1000)
+    )
+    monkeypatch.setattr(failure_board, "say", said.append)
+    plain = HashStore()
+    plain.set("failure", value)
+    store = Mock(wraps=plain)
+    if when == "announced":  # it comes between two requests of this rank
+        store.check = lambda keys: keys != ["failure"] and plain.check(keys)
+    board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
+    board.add_poll(lambda store: "something" if when == "announced" else None)
+    board.connect(store)
+    assert ended.get(timeout=1000) == 1
+    assert said == [f"global rank 1 stops because of {Failure.decode(value).cause}"]
+    assert repr(value) in said[0]
+
+
 def test_many_ranks_take_turns_to_read_the_store(monkeypatch):
     monkeypatch.setattr(failure_board, "POLL_SECONDS", 1e-3)
     store, has_polled, polls = Mock(wraps=HashStore()), threading.Event(), []

@@ -131,7 +131,8 @@ def test_ctrl_c_ends_all_with_the_status_of_a_shell(devices, tmp_path):
     assert run.status == 130
     # A worker that was handing a batch over: Python's own thread says so, under any strategy.
     assert all("resource_sharer" in each for each in run.errors.split("Traceback")[1:])
-    assert len(run.lines) <= 1
+    assert len(run.lines) == 1
+    assert re.search(r"global rank \d stops: interrupted$", run.lines[0])
 
 
 @pytest.mark.slow
