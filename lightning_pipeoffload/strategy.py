@@ -370,6 +370,10 @@ class PipeOffloadStrategy(CheckpointHooks):
         if self._split is not None and self._split.pipeline.module is not model:
             self._forget_module()
 
+    def _forget_changed_module(self) -> None:
+        if self._split is not None and not self._split.pipeline.tensors.are_in_module:
+            self._forget_module()
+
     def _forget_module(self) -> None:
         """Drop what belongs to a module, or to layers, that this trainer has no more."""
         self._split, self._masters = None, self._no_masters()
@@ -379,6 +383,7 @@ class PipeOffloadStrategy(CheckpointHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._fit = Fit(self)
+        self._forget_changed_module()
         self._masters = self._masters or self._no_masters()
 
     def _no_masters(self) -> MasterWeights | None:
@@ -395,6 +400,7 @@ class PipeOffloadStrategy(CheckpointHooks):
             yield
         if self.fit.making.is_made:
             self._forget_module()
+        self._forget_changed_module()
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -165,6 +165,8 @@ def _headline(step: PlannedStep) -> str:
 def _about_copies(ratio: float, share: float, figures: Mapping[str, Any]) -> str:
     if ratio == 0:
         allowed = "copies that take no time; costs.offload and costs.reload say how long they take"
+    elif share == 1 and any(figures.get("kept", ())):
+        allowed = "copies take no longer than computing, yet not all fit into this order of actions"
     elif share == 1:
         allowed = "full offload is free"
     else:

@@ -130,7 +130,7 @@ class Fit:
         """Bring the module and the pipeline together.
 
         Args:
-            before: The split of the same module by an entry before; None: there was none.
+            before: The split of the same layers by an entry before; None: there was none.
             masters: The masters of parameters; None: there are none.
         """
         group = self._group
@@ -144,7 +144,7 @@ class Fit:
             self._settings.make_microbatches is None,
         )
         self._at_end.callback(self._loaders.release)
-        if before is not None and not self.making.is_made:
+        if before is not None:
             self.split = before
             self.split.pipeline.attach()
         else:

@@ -31,6 +31,8 @@ _MEMORY = ("activation", "weight_residue", "weight_input")
 _TIME_STEP, _MEMORY_STEP = 0.02, 1 / 16
 _UNLIMITED = 10**9
 _MOST_OF_A_FAMILY = 64  # files
+# What reading a file raises whose JSON is of other types, nested too deeply, or beyond a float.
+_DAMAGES = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def _numbers_in(path: Path) -> list[int] | None:
         with path.open() as file:
             numbers = json.loads(file.readline())
         return [int(number) for number in numbers]
-    except (OSError, ValueError, TypeError) as error:
+    except _DAMAGES as error:
         _say_damaged(path, error)
         return None
 
@@ -214,7 +216,7 @@ def _read(path: Path, wanted: list[int]) -> CachedPlan | None:
         if _digest(plan) != digest:
             raise ScheduleError("its contents are not what was written")
         return _parsed(json.loads(plan), is_exact=json.loads(numbers) == wanted)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except _DAMAGES as error:
         _say_damaged(path, error)
         return None
 

@@ -3,6 +3,7 @@
 import lightning as L
 import pytest
 import torch
+from torch import nn
 
 from tests.support import fits
 from tests.support.pairs import slow
@@ -109,3 +110,42 @@ def go_on(num_devices):
 
 def test_a_second_pipeline_brings_together_what_the_first_has_left(ranks):
     assert ranks(2).run(go_on, 2) == [pytest.approx(go_on(0), rel=1e-9)] * 2
+
+
+class MadeAnew(fits.Net):
+    """Its configure_model makes the blocks in each run, which one of a trainer need not be."""
+
+    def configure_model(self):
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(fits.Net(dropout=0.0).blocks)
+
+
+def _give_other_layers(num_devices, folder):
+    """Return how a resumed fit that was finished and one with another block and head end."""
+    path, found = f"{folder}/{num_devices}.ckpt", []
+    for change in (False, True):
+        L.seed_everything(7, verbose=False)
+        module = fits.Net(dropout=0.0) if change else MadeAnew(dropout=0.0)
+        trainer = make_trainer(num_devices)
+        trainer.fit(module, fits.loader())
+        trainer.save_checkpoint(path)
+        if change:
+            L.seed_everything(8, verbose=False)
+            other = fits.Net(dropout=0.0)
+            module.blocks[1], module.norm = other.blocks[1], other.norm
+            trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, fits.loader(), ckpt_path=None if change else path)
+        trainer.save_checkpoint(path)
+        found.append({k: v.tolist() for k, v in torch.load(path)["state_dict"].items()})
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, slow(2)])
+def test_layers_that_are_made_anew_between_two_fits_are_trained(ranks, tmp_path, num_ranks):
+    wanted = ranks(1).run(_give_other_layers, 0, tmp_path)[0]
+    found = ranks(num_ranks).run(_give_other_layers, num_ranks, tmp_path)[0]
+    for one, other in zip(wanted, found, strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(
+                torch.tensor(other[name]), torch.tensor(value), rtol=1e-4, atol=1e-5
+            )

@@ -200,6 +200,11 @@ class SplitModule:
 
     # What this rank has
 
+    @property
+    def are_in_module(self) -> bool:
+        """Whether the module has the same layers still: none was replaced, added or removed."""
+        return _layers_of(find_slots(self._module)) == _layers_of(self.slots)
+
     def is_local(self, name: str) -> bool:
         """Whether a stage of this rank owns ``name``."""
         return bool(self.owners[name] & self._local)
@@ -380,6 +385,10 @@ class SplitModule:
         # The rank's device even while the module is on the host: steps make masks there.
         kind = RemoteTensor if global_ranks else _Hidden
         return kind.standing_for(slot, f"{slot.name} ({place})", self._device)
+
+
+def _layers_of(slots: Iterable[Slot]) -> list[tuple[str, int]]:
+    return [(slot.name, id(slot.module)) for slot in slots]
 
 
 def _exchange(view: _View) -> None:
