@@ -286,6 +286,11 @@ def test_the_command_leaves_nothing_behind(command, tmp_path):
         ("model.width=3", "'model.width': no model is chosen; add model=NAME, of gpt_small, gpt"),
         ("modle=gpt_tiny", "Could not override 'modle'; did you mean model?"),
         ("schedule=zbh1", "zb_v; did you mean schedule=zb_h1?"),
+        (
+            "trainer.limit_val_batches=2",
+            "which this configuration leaves out; write +trainer.limit_val_batches=VALUE",
+        ),
+        ("trainer.limit_val_batchs=2", "did you mean +trainer.limit_val_batches?"),
         ("costs.forwrd=3", "Could not override 'costs.forwrd'; did you mean costs.forward?"),
         ("speed", "Error parsing override 'speed'"),
         ("num_ranks=0", "num_ranks (0) must be a whole number"),

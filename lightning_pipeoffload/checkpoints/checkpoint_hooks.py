@@ -20,6 +20,7 @@ from lightning_pipeoffload.checkpoints.folder import (
     WholeCheckpoints,
     is_checkpoint_folder,
     read_checkpoint_folder,
+    refuse_incomplete_folder,
     refuse_remote_folder,
     write_checkpoint_folder,
 )
@@ -182,6 +183,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     ) -> dict[str, Any]:
         folder = Path(present(checkpoint_path))
         if not is_checkpoint_folder(folder):
+            refuse_incomplete_folder(folder)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)

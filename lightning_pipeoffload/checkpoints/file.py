@@ -76,9 +76,10 @@ class MovingCheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = present(path)
-        if map_location is None and not is_remote(path) and is_archive(path):
-            return load_later(path, weights_only, _OF_RANKS)
-        return super().load_checkpoint(path, map_location or on_host, weights_only)
+        with naming_damaged(path):
+            if map_location is None and not is_remote(path) and is_archive(path):
+                return load_later(path, weights_only, _OF_RANKS)
+            return super().load_checkpoint(path, map_location or on_host, weights_only)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -89,6 +90,23 @@ class MovingCheckpointIO(TorchCheckpointIO):
             part = _new_part(Path(path))
             os.rename(path, part)  # a folder goes file by file, and half of one is no checkpoint
             delete(part)
+
+
+@contextmanager
+def naming_damaged(path: str | Path) -> Iterator[None]:
+    """Name the file in the errors that torch raises of a truncated one.
+
+    Raises:
+        RuntimeError: The file is not a whole one.
+    """
+    try:
+        yield
+    except (EOFError, OSError, RuntimeError) as error:
+        is_named = isinstance(error, OSError) and error.filename is not None
+        if is_named or (type(error) is RuntimeError and "PytorchStreamReader" not in str(error)):
+            raise
+        reason = str(error).partition("\n")[0] or "it ends too early"
+        raise RuntimeError(f"{path} is damaged, or not a whole file: {reason}") from error
 
 
 def is_archive(path: str | Path) -> bool:

@@ -47,6 +47,7 @@ from typing_extensions import override
 from lightning_pipeoffload.checkpoints.file import (
     MovingCheckpointIO,
     is_remote,
+    naming_damaged,
     replacing,
     showing_first_error,
 )
@@ -78,6 +79,15 @@ _CLASSES = {
 def is_checkpoint_folder(path: str | Path) -> bool:
     """Return whether a path is a checkpoint in FSDPStrategy's layout."""
     return (Path(path) / META_FILE).is_file()
+
+
+def refuse_incomplete_folder(path: Path) -> None:
+    """Raise ``FileNotFoundError`` for a folder that is no checkpoint."""
+    if path.is_dir():
+        raise FileNotFoundError(
+            f"the folder {path} has no {META_FILE}, which is written last: it is no checkpoint, or "
+            f"not a whole one"
+        )
 
 
 class WholeCheckpoints(ParallelStrategy):
@@ -272,7 +282,10 @@ class StoredFolder:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
         [plan] = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        places = (self._metadata.storage_data[item.storage_index] for item in plan.items)
+        names = sorted({str(self._path / place.relative_path) for place in places})
+        with naming_damaged(", ".join(names)):
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
     def _stamp(self) -> tuple[int, int]:
         status = os.stat(self._path / _METADATA_FILE)
@@ -312,7 +325,7 @@ def _unpickle(path: Path) -> Metadata:
     with path.open("rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
-        except pickle.UnpicklingError as error:
+        except (pickle.UnpicklingError, EOFError) as error:
             raise ValueError(f"the checkpoint's {path} cannot be read: {error}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"the checkpoint's {path} has a {type(metadata).__name__}, not a Metadata")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -191,12 +192,25 @@ def _name_similar(message: str, config_name: str) -> str:
     if path and there is None and (configuration_directory() / path).is_dir():
         options = ", ".join(_names_in(path))
         return f"{match[0]}: no {path} is chosen; add {path}=NAME, of {options}"
+    left_out = _arguments_of(there) - {*there} if isinstance(there, Mapping) else set()
+    if name in left_out:
+        return f"{match[0]}, which this configuration leaves out; write +{match[1]}=VALUE"
     groups = [] if path else [each.name for each in configuration_directory().iterdir()]
-    names = {*groups, *(map(str, there) if isinstance(there, Mapping) else ())}
+    names = {*groups, *left_out, *(map(str, there) if isinstance(there, Mapping) else ())}
     similar = get_close_matches(name, names, n=1)
-    return (
-        f"{match[0]}; did you mean {f'{path}.' * bool(path)}{similar[0]}?" if similar else message
-    )
+    if not similar:
+        return message
+    plus = "+" * (similar[0] in left_out)
+    return f"{match[0]}; did you mean {plus}{f'{path}.' * bool(path)}{similar[0]}?"
+
+
+def _arguments_of(entry: Mapping[str, Any]) -> set[str]:
+    """Return the arguments of the class that an entry of the configuration names."""
+    from hydra.utils import get_object  # noqa: PLC0415 - see the module's docstring
+
+    if "_target_" not in entry:
+        return set()
+    return {*inspect.signature(get_object(entry["_target_"])).parameters} - {"self"}
 
 
 def _names_in(group: str) -> list[str]:

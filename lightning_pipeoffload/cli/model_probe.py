@@ -41,6 +41,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import mesh_of_a
 from lightning_pipeoffload.runtime.tensor_parallel.layers import sharing_layers
 from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.schedule import ScheduleError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -243,7 +244,13 @@ class ModelProbe:
         arguments = placement, settings.blocks, settings.split, settings.recompute
         head = settings.heads_to_try[0]
         with self._cutting(CutSettings(*arguments, head_weight_grad=head)) as pipeline:
-            first = self._first_slice(pipeline, self.batch_size // num_microbatches)
+            size = self.batch_size // num_microbatches
+            if not size:
+                raise ScheduleError(
+                    f"num_microbatches ({num_microbatches}) is more than the {self.batch_size} "
+                    f"samples of a batch; use fewer, or a larger data.batch_size"
+                )
+            first = self._first_slice(pipeline, size)
             self._num_parameters = pipeline.cut.num_parameters
             self._flops_of_slice = first.record.training_flops, num_microbatches
             states = self.states(settings.master_weights)

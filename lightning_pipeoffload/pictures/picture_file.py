@@ -189,8 +189,8 @@ def parse_window(
 
     Args:
         timelines: The timelines to draw.
-        microbatches: "0-7": from the start of their first action to the end of their last one, in
-            any of the timelines.
+        microbatches: "0-7": their actions only, from the start of the first to the end of the last
+            one in any of the timelines.
         time: Start and end.
 
     Raises:
@@ -217,7 +217,8 @@ def _around(timelines: Sequence[Timeline], microbatches: str) -> Window:
         raise ScheduleError(
             f"picture.microbatches ({microbatches}) must be some of the plan's, as in 0-{most}"
         )
-    return Window(min(event.start for event in events), max(event.end for event in events))
+    start, end = min(event.start for event in events), max(event.end for event in events)
+    return Window(start, end, (first, last))
 
 
 def _between(timelines: Sequence[Timeline], time: Any) -> Window:

@@ -60,6 +60,7 @@ class Window(NamedTuple):
 
     start: float
     end: float
+    microbatches: tuple[int, int] | None = None  # the first and the last of them; None: all
 
     @classmethod
     def of_all(cls, timelines: Sequence[Timeline]) -> Window:
@@ -70,7 +71,10 @@ class Window(NamedTuple):
         """Seconds that are shown; 1 where nothing takes time."""
         return self.end - self.start or 1.0
 
-    def shows(self, event: Event) -> bool:
+    def shows(self, event: Event, num_slices: int) -> bool:
+        if self.microbatches is not None:
+            first, last = self.microbatches
+            return first <= event.action.microbatch // num_slices <= last
         return event.start <= self.end and event.end >= self.start
 
 
@@ -227,7 +231,7 @@ class _Panel:
     def _draw_events(self) -> None:
         bars: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
         for event in (*self._panel.beginnings, *self._panel.timeline.events):
-            if event.end > event.start and self._window.shows(event):
+            if event.end > event.start and self._shows(event):
                 color = _color(event.action.kind, self._chunks[event.action.stage])
                 bars[event.rank, event.lane, color].append((event.start, event.end - event.start))
         for wait in self._panel.waits:
@@ -236,9 +240,12 @@ class _Panel:
             self._axes.broken_barh(
                 spans, self._lane(rank, lane), facecolor=color, edgecolor="white", linewidth=0.4
             )
-        for event in filter(self._window.shows, self._panel.timeline.events):
+        for event in filter(self._shows, self._panel.timeline.events):
             if event.lane == COMPUTE_LANE:
                 self._label(event)
+
+    def _shows(self, event: Event) -> bool:
+        return self._window.shows(event, self._panel.timeline.num_sequence_slices)
 
     def _label(self, event: Event) -> None:
         text = self._panel.timeline.number_of(event.action)

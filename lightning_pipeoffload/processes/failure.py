@@ -59,7 +59,7 @@ class Failure:
         """Return the failure that ``encode`` has encoded; any other value is a failure too."""
         match = _ENCODED.fullmatch(value)
         if match is None or not 0 < int(match[1]) < 256:
-            return cls(f"{value[:100]!r} in the run's store, which no rank has written as a failure")
+            return cls(f"{value[:100]!r} in the run's store, which no rank has written as failure")
         return cls(match[3].decode(errors="backslashreplace"), int(match[1]), match[2] == b"1")
 
     def cause_with_stage(self, describe_rank: Callable[[int], str]) -> str:

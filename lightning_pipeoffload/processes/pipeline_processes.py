@@ -146,7 +146,15 @@ class PipelineProcesses(JointStrategy):
         options: dict[str, Any] = {"timeout": self._timeout}
         if self.world_size == 1:
             options["store"] = HashStore()  # one rank needs no port
-        _init_dist_connection(self.cluster_environment, backend, **options)
+        try:
+            _init_dist_connection(self.cluster_environment, backend, **options)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise RuntimeError(
+                f"port {self.cluster_environment.main_port}, where the ranks meet, is used by "
+                f"another process; end it, or set MASTER_PORT to a free port"
+            ) from error
         group = self.processes.group
         if group is not None and not group.is_connected:
             group.renew()

@@ -99,7 +99,8 @@ class Meeting:
             self._store.wait(list(keys.values()), self._patience)
         except dist.DistStoreError:
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        purposes = {rank: self._store.get(key).decode(errors="backslashreplace") for rank, key in keys.items()}
+        values = {rank: self._store.get(key) for rank, key in keys.items()}
+        purposes = {rank: value.decode(errors="replace") for rank, value in values.items()}
         if self._count > 2:  # others may still read the keys of the last meeting
             self._store.delete_key(f"meeting/{self._count - 2}/{self._global_rank}")
         return purposes

@@ -18,7 +18,7 @@ _SECONDS: dict[str, Any] = {
     name: 1.0 for row in KINDS.values() if row.lane not in COPY_LANES for name in row.seconds
 }
 _UNIT = Costs(**_SECONDS)
-_MIB, _GIB = 1 << 20, 1 << 30
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def draw(drawn: Timeline | Schedule, width: int | None = None) -> str:
@@ -88,12 +88,14 @@ def _fit(label: str, action: Action, width: int) -> str:
 
 
 def bytes_text(num_bytes: float, beside: float = 0.0) -> str:
-    """Format bytes, rounded up: "1.50 MiB", from 10 GiB on "12.25 GiB".
+    """Format bytes, rounded up: "1.50 MiB", below 0.1 MiB "1.50 KiB", from 10 GiB on "12.25 GiB".
 
     ``beside``: the largest figure of the same column, in whose unit all are.
     """
-    is_large = max(num_bytes, beside) >= 10 * _GIB
-    size, unit = (_GIB, "GiB") if is_large else (_MIB, "MiB")
+    largest = max(num_bytes, beside)
+    size, unit = (_GIB, "GiB") if largest >= 10 * _GIB else (_MIB, "MiB")
+    if largest < 0.1 * _MIB:
+        size, unit = _KIB, "KiB"
     return f"{ceil(num_bytes / size * 100) / 100:,.2f} {unit}"
 
 

@@ -8,8 +8,13 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO
+from lightning_pipeoffload.checkpoints.folder import (
+    read_checkpoint_folder,
+    refuse_incomplete_folder,
+)
 from lightning_pipeoffload.checkpoints.saved_values import (
     LateTensor,
     described_shapes,
@@ -96,3 +101,26 @@ def test_a_file_of_the_old_format_is_read_at_once(saved):
     torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
     found = MovingCheckpointIO().load_checkpoint(path)
     assert type(found["state_dict"]["weight"]) is torch.Tensor
+
+
+def read(folder):
+    refuse_incomplete_folder(folder) if not (folder / "meta.pt").exists() else None
+    rest = MovingCheckpointIO().load_checkpoint(folder / "meta.pt")
+    whole = read_checkpoint_folder(folder, rest, weights_only=True, fits=False)
+    return whole["state_dict"]["weight"].value()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+@pytest.mark.parametrize("name", ["meta.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("share", [None, 0, 0.5, 0.9])
+def test_a_damaged_or_missing_file_of_a_folder_is_named(tmp_path, name, share):
+    save({"model": {"weight": torch.ones(1000)}}, storage_writer=FileSystemWriter(tmp_path))
+    torch.save({"epoch": 1, "loops": torch.ones(1000)}, tmp_path / "meta.pt")
+    assert torch.equal(read(tmp_path), torch.ones(1000))
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).unlink()
+    if share is not None:
+        (tmp_path / name).write_bytes(whole[: int(share * len(whole))])
+    error = FileNotFoundError if share is None else (RuntimeError, ValueError)
+    with pytest.raises(error, match=name.replace(".", r"\.")):
+        read(tmp_path)

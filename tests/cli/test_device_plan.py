@@ -64,7 +64,7 @@ def test_a_buyer_gets_speed_and_memory_in_one_answer(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(lines)
-    for part in ("tokens/s, MFU ", "GiB, 7,629.40 MiB stay a reserve: it", "host memory: 0.00 MiB"):
+    for part in ("tokens/s, MFU ", "GiB, 7,629.40 MiB stay a reserve: it", "host memory: 0.00 KiB"):
         assert part in text
     assert "is the busiest, with" in text
 

@@ -70,6 +70,8 @@ def test_the_part_that_is_shown():
     assert first.start == 0
     assert first.end < parse_window(TIMELINES, "0-3").end == whole.end
     assert parse_window(TIMELINES, "3").start > 0
+    shown = {e.action.microbatch for t in TIMELINES for e in t.events if first.shows(e, 1)}
+    assert shown == {0}  # though others run meanwhile
     assert parse_window(TIMELINES, time=[1, 1000]) == Window(1, whole.end)
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,12 @@ def test_a_folder_does_not_grow_forever(cache, monkeypatch):
     assert not cache.find(with_costs(forward=31.0)).is_exact
 
 
+def as_written(text, plan):
+    """Return a file with the numbers of another one, whose digest is that of ``plan``."""
+    numbers, *_ = text.splitlines()
+    return f"{numbers}\n{sha256(plan.encode()).hexdigest()}\n{plan}\n"
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -99,6 +106,13 @@ def test_a_folder_does_not_grow_forever(cache, monkeypatch):
         lambda text: "",
         lambda text: "[1]\n2\n3\n",
         lambda text: "\udcff",
+        lambda text: "null\n",
+        lambda text: "[1e999]\n",
+        lambda text: "[" * 100_000,
+        lambda text: as_written(text, "[]"),
+        lambda text: as_written(text, "null"),
+        lambda text: as_written(text, '{"a":' * 100_000),
+        lambda text: as_written(text, '{"actions": 1, "name": 2, "remarks": []}'),
     ],
 )
 def test_a_damaged_file_is_ignored_with_a_line(cache, caplog, damage):

@@ -11,6 +11,7 @@ from lightning_pipeoffload.schedule import (
     draw,
     simulate,
 )
+from lightning_pipeoffload.schedule.text import bytes_text
 from tests.support.plans import plan
 
 ZB_H1 = """
@@ -76,6 +77,21 @@ def test_a_builder_is_drawn_in_its_docstring_as_it_is_built(name):
     options = {option: int(value)} if option else {}
     drawn = draw(build(name, int(num_ranks), int(num_microbatches), **options), width=92)
     assert lines(inspect.cleandoc(rows)) == lines(drawn)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0.00 KiB"),
+        (1, "0.01 KiB"),
+        (2048, "2.00 KiB"),
+        (1 << 20, "1.00 MiB"),
+        (1 << 34, "16.00 GiB"),
+    ],
+)
+def test_bytes_are_in_a_unit_in_which_they_are_not_0(num_bytes, text):
+    assert bytes_text(num_bytes) == text
+    assert bytes_text(num_bytes, beside=1 << 34).endswith("GiB")
 
 
 def test_each_family_of_schedules_has_a_drawing():
