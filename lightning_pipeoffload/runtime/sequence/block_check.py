@@ -61,6 +61,7 @@ class BlockCheck:
         dims: The sequence dimensions of the arguments.
         output_dims: The sequence dimensions of the block's outputs.
         slices: The slices.
+        since: The end of a refusal.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class BlockCheck:
         dims: Sequence[Dims],
         output_dims: Sequence[Dims],
         slices: Sequence[SequenceSlice],
+        since: str = "",
     ) -> None:
-        self._name, self._slices = name, slices
+        self._name, self._slices, self._since = name, slices, since
         self._block, self._call = _Around(block), call
         self._dims, self._output_dims = dims, output_dims
         self._leaves, self._form = tree_flatten(arguments)
@@ -176,7 +178,7 @@ class BlockCheck:
                 f"whole ({error:.1e} of the largest number): num_sequence_slices is for "
                 f"blocks that look along the sequence by scaled_dot_product_attention alone, "
                 f"with is_causal=True or a causal mask (attn_implementation='sdpa' of "
-                f"transformers); use num_sequence_slices=1"
+                f"transformers); use num_sequence_slices=1{self._since}"
             )
 
 

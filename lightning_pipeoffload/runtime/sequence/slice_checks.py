@@ -2,8 +2,9 @@
 
 A check runs four forwards and backwards in float32, as long as some steps. So of each class of
 alike blocks one is checked in batches 1, 2, 4, 8 and so on, each time another one. A block is also
-checked when a number, flag or name among its attributes has changed, such as a coefficient that a
-hook schedules. The values of masks differ in each batch. So each is checked in every batch, without
+checked when a number, flag or name among its attributes or arguments has changed, such as a
+coefficient that a hook schedules; a tensor of one element on an accelerator is read a batch later,
+without a wait. The values of masks differ in each batch. So each is checked in every batch, without
 a wait for the device: no slice may attend to a later slice, whose keys do not exist yet.
 """
 
@@ -15,8 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.late_values import start_reading
+from lightning_pipeoffload.runtime.late_values import is_on_accelerator, start_reading
+from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.sequence.slices import Dims, SequenceSlice
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _FORBIDS = -1e4  # added to a score
@@ -27,6 +30,7 @@ class _Seen(NamedTuple):
     num_batches: int
     state: list[Any]
     is_quiet: bool
+    late: list[Callable[[], Tensor]]  # arguments of this batch, to be read in the next one
 
 
 class SliceChecks:
@@ -34,27 +38,36 @@ class SliceChecks:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}  # by block
+        self._checked: dict[int, int] = {}  # the batch of a block's last check
         self._classes: Sequence[int] = ()
         self._members: defaultdict[int, list[int]] = defaultdict(list)  # blocks, by class
         self._forbidden: dict[tuple[int, int], float] = {}  # by call and argument
 
-    def is_due(self, index: int, block: nn.Module, unit: int) -> bool:
+    def is_due(self, index: int, block: nn.Module, unit: int, arguments: Any = ()) -> bool:
         """Return whether to check a block or one like it; called for each microbatch.
 
         Args:
             index: The block's number.
             block: The block.
             unit: The index of its first slice in the plan.
+            arguments: The arguments of its call.
         """
         seen = self._seen.get(index)
         if seen is not None and unit > seen.unit:  # of the same batch
             self._seen[index] = seen._replace(unit=unit)
             return False
         state = [v for part in block.modules() for v in vars(part).values() if type(v) in _PLAIN]
+        leaves = [*leaves_of(arguments)]
+        state += [leaf for leaf in leaves if type(leaf) in _PLAIN]
+        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() == 1]
+        reads = [(leaf, start_reading(leaf)) for leaf in numbers if not isinstance(leaf, ShapeOnly)]
+        late = [read for leaf, read in reads if is_on_accelerator(leaf)]
+        now = [read for leaf, read in reads if not is_on_accelerator(leaf)]
+        state += [read().item() for read in (*now, *(seen.late if seen else ()))]
         if seen is None:
-            seen = _Seen(unit, 0, state, True)
+            seen = _Seen(unit, 0, state, True, late)
         has_changed, num_batches = state != seen.state, seen.num_batches + 1
-        self._seen[index] = _Seen(unit, num_batches, state, not has_changed)
+        self._seen[index] = _Seen(unit, num_batches, state, not has_changed, late)
         # What changes in each batch is checked as if nothing did.
         return _is_power_of_two(num_batches) or (has_changed and seen.is_quiet)
 
@@ -71,6 +84,17 @@ class SliceChecks:
             members.append(index)
         turn = num_batches.bit_length() - 1
         return not _is_power_of_two(num_batches) or members[turn % len(members)] == index
+
+    def since(self, index: int) -> str:
+        """Return the end of a refusal: the batches since the block's last check; then note one."""
+        last, now = self._checked.get(index, 0), self._seen[index].num_batches
+        self._checked[index] = now
+        if not last:
+            return ""
+        return (
+            f" (in batch {now} of these shapes; in batch {last} it computed the same: steps since "
+            f"then may have been wrong)"
+        )
 
     def note_mask(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]

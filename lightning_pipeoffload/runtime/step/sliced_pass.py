@@ -63,8 +63,9 @@ class SlicedPass(StagePass):
     @override
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block, unit = self._context.chain.blocks[index], self._microbatch.index
-        if not self._part.index and self._step_record.slice_checks.is_due(index, block, unit):
-            self._check(call, index, (args, kwargs))
+        checks, given = self._step_record.slice_checks, (args, kwargs)
+        if not self._part.index and checks.is_due(index, block, unit, given):
+            self._check(call, index, given)
         args, kwargs = self._cut(call, index, (args, kwargs))
         # The code before the blocks has drawn the same for each slice.
         seed = mix_seed(self._microbatch.seed, call, self._part.index)
@@ -115,8 +116,8 @@ class SlicedPass(StagePass):
         chain, dims, record = self._context.chain, self._dims, self._step_record
         case = arguments, dims.arguments[call], dims.outputs[call], record.sequence_slices
         if record.slice_checks.is_in_turn(index, partial(find_classes, chain, record)):
-            plain = super()._plain_call(index)
-            BlockCheck(chain.block_name(index), chain.blocks[index], plain, *case).check()
+            plain, since = super()._plain_call(index), record.slice_checks.since(index)
+            BlockCheck(chain.block_name(index), chain.blocks[index], plain, *case, since).check()
         leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
         for place, (leaf, of) in enumerate(leaves):
             if len(of) == 2 and not isinstance(leaf, ShapeOnly):

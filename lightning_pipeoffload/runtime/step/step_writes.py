@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from operator import eq, is_
 from typing import Any, NamedTuple
@@ -98,6 +98,8 @@ class StepWrites:
         self._by_users: dict[_Key, Variable] = {}  # in training
         self._of_blocks: set[_Key] = set()  # written in a block
         self._missing: dict[int, dict[_Key, tuple[Variable, str]]] = {s: {} for s in stages}
+        self._missing_outside: dict[int, set[_Key]] = {s: set() for s in stages}  # of blocks
+        self._have_run: set[int] = set()  # stages
         self._reached: dict[int, set[_Key]] = {stage: set() for stage in self._missing}
         self._made_once: dict[_Key, tuple[_SpaceOf, Any]] = {}
         self._spaces: dict[int, list[_SpaceOf]] = {}  # of other homes than a stage's
@@ -143,6 +145,8 @@ class StepWrites:
                     else:
                         message = self._message(write, index)
                         missing[write.variable.key] = write.variable, message
+                        if not write.point.is_in_block:
+                            self._missing_outside[index].add(write.variable.key)
         self.is_by_users = bool(self._by_users)
         self.may_write_tensors = bool(self._weights or self._saved)
 
@@ -201,13 +205,14 @@ class StepWrites:
         shapes meanwhile. Else each stage of the rank would repeat the write.
         """
         missing = self._missing[stage.index]
+        # In the first microbatch an attribute that the step makes is absent on one device too.
+        made = self._missing_outside[stage.index] if stage.index in self._have_run else set()
+        self._have_run.add(stage.index)
         if len(self._num_passes) == 1:
-            return _standing_for(missing.values()) if missing else NOTHING
+            return _standing_for(missing, made) if missing else NOTHING
         return together(
             _Turn(self, stage.index),
-            _standing_for(missing.values(), self._homes_beside(stage.index))
-            if missing
-            else NOTHING,
+            _standing_for(missing, made, self._homes_beside(stage.index)) if missing else NOTHING,
             self._hiding(stage) if self._weights else NOTHING,
         )
 
@@ -233,7 +238,7 @@ class StepWrites:
         ]
         if not changed:
             return NOTHING
-        return _standing_for([(v, _read_in_backward(v)) for v in changed])
+        return _standing_for({v.key: (v, _read_in_backward(v)) for v in changed})
 
     def keep(self) -> Callable[[], None]:
         """Record the attributes that steps write, and all buffers, at the start of a step.
@@ -483,11 +488,15 @@ def _has_changed(variable: Variable, was: Fingerprint | None) -> bool:
 
 @contextmanager
 def _standing_for(
-    missing: Iterable[tuple[Variable, str]], copies: Callable[[nn.Module], bool] = lambda _: False
+    missing: Mapping[_Key, tuple[Variable, str]],
+    made: Set[_Key] = frozenset(),
+    copies: Callable[[nn.Module], bool] = lambda _: False,
 ) -> Iterator[None]:
+    """Put placeholders; attributes that are absent get one if they are among ``made``."""
     placed = []
-    for variable, message in missing:
-        if variable.value is not GONE or hasattr(type(variable.part), variable.name):
+    for key, (variable, message) in missing.items():
+        is_there = variable.value is not GONE or hasattr(type(variable.part), variable.name)
+        if is_there or key in made:
             placed.append((variable, _Lacking(message, variable, copies(variable.part))))
             variable.put(placed[-1][1])
     try:

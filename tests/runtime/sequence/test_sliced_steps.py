@@ -598,6 +598,33 @@ def test_a_block_whose_attribute_has_changed_is_checked_again():
         pipeline.run(tokens(4), 2)
 
 
+class Opened(nn.Module):
+    """A sum along the sequence behind an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, share):
+        return self.linear(x) + share * x.cumsum(1)
+
+
+@pytest.mark.parametrize("opened", [0.5, torch.tensor(0.5)])
+def test_a_block_is_checked_again_once_an_argument_has_changed(opened):
+    module = Between(lambda block, x: block(x, shares[0]))
+    module.blocks = nn.ModuleList(Opened() for _ in range(4))
+    shares = [opened * 0]
+    pipeline = InProcessPipeline(module.double(), sliced("seq_zb", 2, 2, 3), sum_step)
+    for _ in range(4):
+        pipeline.run(tokens(4), 2)
+    shares[0] = opened
+    message = (
+        r"blocks.\d computes something else on slices.*in batch 5 of these shapes; in batch \d"
+    )
+    with pytest.raises(ValueError, match=message):
+        pipeline.run(tokens(4), 2)
+
+
 class LongSum(nn.Module):
     """Looks along sequences that are longer than 10."""
 
