@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pipeoffload.metrics.metric_calls import MetricCalls, over_batch
+from lightning_pipeoffload.metrics.metric_calls import MetricCalls, batch_value
 from lightning_pipeoffload.metrics.metric_value import Derived, Entry, MetricValue
 from lightning_pipeoffload.runtime.batch.parts import in_mean
 from lightning_pipeoffload.runtime.shapes.sharding import whole_value
@@ -72,7 +72,7 @@ class LogCapture:
     def pop_tensors(self, sizes: Sequence[int], shares: Sequence[Any]) -> list[Tensor]:
         """Return the tensors that were logged, and log none of them; see :meth:`replay`."""
         calls = self._pop(sizes, shares)
-        values = (logged_value(call.value) for entries in calls.values() for call in entries)
+        values = (batch_value(call.value) for entries in calls.values() for call in entries)
         return [value for value in values if isinstance(value, Tensor)]
 
     def _pop(
@@ -152,17 +152,12 @@ def _detach(value: Any) -> Any:
     return whole_value(value).detach() if isinstance(value, Tensor) else value
 
 
-def logged_value(value: Any) -> Any:
-    """Return what a recipe gives for the batch; any other value is returned as it is."""
-    return value.value(over_batch) if isinstance(value, Entry | Derived) else value
-
-
 def _over_batch(values: list[Any]) -> list[Any]:
     """Return the batch's value where each microbatch logs the same of a metric; else each value."""
     recipes = [value for value in values if isinstance(value, Entry | Derived)]
     if len(recipes) == len(values) and all(recipe.key == recipes[0].key for recipe in recipes):
-        return [logged_value(recipes[0])]
-    return [*map(logged_value, values)]
+        return [batch_value(recipes[0])]
+    return [*map(batch_value, values)]
 
 
 def combine_logged(values: list[Any], weights: Sequence[Any], reduce_fx: Any) -> Any:

@@ -45,7 +45,13 @@ from torchmetrics.text import Perplexity
 from torchmetrics.wrappers import Running
 
 from lightning_pipeoffload.metrics.joined_arguments import Joining, NotJoinedError
-from lightning_pipeoffload.metrics.metric_value import Entry, MetricValue, own_values, promise
+from lightning_pipeoffload.metrics.metric_value import (
+    Derived,
+    Entry,
+    MetricValue,
+    own_values,
+    promise,
+)
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -129,6 +135,7 @@ class MetricCalls:
         self._trackers: list[nn.Module] = []
         self._calls: dict[tuple[int, str, int], _Call] = {}
         self._of_microbatch: list[_Call] = []
+        self._known: dict[int, nn.Module] = {}  # so that no other gets the id of one
         self._blanks: dict[tuple[int, int], Any] = {}
         self._likes: dict[tuple[int, str], Any] = {}
         self._noted: set[int] = set()
@@ -217,6 +224,7 @@ class MetricCalls:
     def _call_of(self, target: nn.Module, method: str) -> _Call:
         same = [c for c in self._of_microbatch if c.target is target and c.method == method]
         key = id(target), method, len(same)
+        self._known[id(target)] = target
         if key not in self._calls:
             self._calls[key] = _Call(target, method)
         return self._calls[key]
@@ -231,7 +239,8 @@ class MetricCalls:
             others = [c for c in self._of_microbatch if c.target is call.target]
             resets = any(other.method == "reset" and not other.is_made for other in others)
             is_kept = len(call.parts) > 1 or resets
-            if is_kept or not is_exact_apart(call.target, args, kwargs):
+            has_values = any(isinstance(leaf, MetricValue) for leaf in tree_leaves((args, kwargs)))
+            if is_kept or has_values or not is_exact_apart(call.target, args, kwargs):
                 return False
             number = sum(other.copy is not None for other in others)
             call.copy = self._blank(call.target, number + 1)
@@ -239,8 +248,9 @@ class MetricCalls:
         return True
 
     def _keep(self, leaf: Any) -> Any:
-        """Return a copy of a tensor without its graph, and of what else may change."""
-        leaf = leaf.own() if isinstance(leaf, MetricValue) else leaf
+        """Return a copy of a tensor without its graph, or the recipe of a metric's value."""
+        if isinstance(leaf, MetricValue):
+            leaf = leaf.own() if leaf.recipe is None else leaf.recipe
         if not isinstance(leaf, Tensor):
             return leaf
         known = self._copies.get(id(leaf))
@@ -290,7 +300,8 @@ class MetricCalls:
             try:
                 with warnings.catch_warnings(), torch.no_grad():
                     warnings.simplefilter("ignore")
-                    self._likes[key] = self._inside(partial(self._compute_own, call, part))
+                    like = self._inside(partial(self._compute_own, call, part, syncs=False))
+                    self._likes[key] = like
             except Exception:  # R2Score of one sample
                 self._likes[key] = torch.zeros(())
         return promise(self._likes[key], partial(Entry, call, part), self._own, self._created)
@@ -302,17 +313,24 @@ class MetricCalls:
             part.own = _entries(self._inside(partial(self._compute_own, call, part)))
         return part.own[entry.path]
 
-    def _compute_own(self, call: _Call, part: _Part) -> Any:
+    def _compute_own(self, call: _Call, part: _Part, syncs: bool = True) -> Any:
         assert part.given is not None
-        args, kwargs = tree_map(lambda leaf: _own_of(leaf), part.given)
-        if call.method == "forward" and _has_plain_forward(call.target):
+        args, kwargs = own_values(part.given)
+        if call.method == "forward" and _has_plain_forward(call.target) and syncs:
             return self._blank(call.target, 0).forward(*args, **kwargs)
         copy = _copied(call.target)
+        if not syncs:  # only the structure of what it returns is needed
+            for metric in _metrics_of(copy):
+                metric._to_sync = metric.dist_sync_on_step = False  # private: see _blank
         for earlier in self._calls.values():
             for done in earlier.parts:
                 if earlier.target is call.target and done is not part and done.operands is not None:
-                    getattr(copy, earlier.method)(*done.operands[0], **done.operands[1])
+                    before = tree_map(self._resolve_own, done.operands)
+                    getattr(copy, earlier.method)(*before[0], **before[1])
         return getattr(copy, call.method)(*args, **kwargs)
+
+    def _resolve_own(self, leaf: Any) -> Any:
+        return leaf.value(self._own) if isinstance(leaf, Entry | Derived) else leaf
 
     def _blank(self, target: nn.Module, number: int) -> Any:
         """Return a copy of a metric with nothing in it; those of unlike numbers differ."""
@@ -361,6 +379,8 @@ class MetricCalls:
     def _make(self, call: _Call, sizes: Sequence[float], shares: Sequence[Any]) -> None:
         call.is_made = True
         result: Any = None
+        for part in call.parts:
+            part.operands = tree_map(batch_value, part.operands)
         if call.copy is not None:
             result = _value_of_copy(call)
         else:
@@ -403,8 +423,12 @@ class MetricCalls:
         return _value_of_copy(call)
 
 
-def over_batch(entry: Entry) -> Any:
-    """Return an entry of what a metric has returned for the batch."""
+def batch_value(value: Any) -> Any:
+    """Return what a recipe gives for the batch; any other value is returned as it is."""
+    return value.value(_over_batch) if isinstance(value, Entry | Derived) else value
+
+
+def _over_batch(entry: Entry) -> Any:
     result = entry.call.result
     if entry.path not in result:
         raise RuntimeError(
@@ -423,10 +447,6 @@ def _has_plain_forward(target: nn.Module) -> bool:
     """Whether a call's value is of this call only, whatever the metric got before."""
     kinds = {type(part) for part in target.modules() if _is_metric(part)}
     return all(kind.forward in (Metric.forward, MetricCollection.forward) for kind in kinds)
-
-
-def _own_of(leaf: Any) -> Any:
-    return leaf.own() if isinstance(leaf, MetricValue) else leaf
 
 
 def _detached(leaf: Any) -> Any:
@@ -475,8 +495,11 @@ def _metrics_of(target: nn.Module) -> Iterator[Metric]:
 def _copied(target: nn.Module) -> Any:
     # Not its hooks: those of a profiler hold what cannot be copied.
     hooks = [d for m in target.modules() for d in (m._forward_hooks, m._forward_pre_hooks)]
+    memo: dict[int, Any] = {id(hook_dict): OrderedDict() for hook_dict in hooks}
+    replaced = [vars(m)[name] for m in target.modules() for name in _METHODS if name in vars(m)]
+    memo |= {id(method): method for method in replaced}  # which hold the module
     with _CopiesWithoutGraphs():
-        copy = deepcopy(target, {id(hook_dict): OrderedDict() for hook_dict in hooks})
+        copy = deepcopy(target, memo)
     for part in copy.modules():
         for name in _METHODS if _is_metric(part) else ():
             method = vars(part).get(name)

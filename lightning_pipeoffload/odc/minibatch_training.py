@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_pipeoffload.loop.backward import BackwardHooks
-from lightning_pipeoffload.metrics.log_capture import LogCapture, combine_logged, logged_value
+from lightning_pipeoffload.metrics.log_capture import LogCapture, combine_logged
+from lightning_pipeoffload.metrics.metric_calls import batch_value
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.texts.minibatch import Minibatch
@@ -262,7 +263,7 @@ class MinibatchLogs(LogCapture):
             LoggedName(
                 name,
                 repeat,
-                [self._portable(name, logged_value(entry.value)) for entry in entries],
+                [self._portable(name, batch_value(entry.value)) for entry in entries],
                 [entry.kwargs.get("batch_size") or sizes[entry.microbatch] for entry in entries],
                 entries[-1].args,
                 {k: v for k, v in entries[-1].kwargs.items() if k not in _OF_RANKS},

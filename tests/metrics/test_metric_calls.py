@@ -272,6 +272,33 @@ def test_resets_and_running_values():
     check(step, fresh=BinaryAccuracy, tokens=Perplexity, after=BinaryAccuracy)
 
 
+def test_a_metric_of_a_metrics_value_gets_that_of_the_batch():
+    def step(self, part):
+        area = self.area(part.binary, part.truth)
+        self.best.update(area)
+        self.total.update(1 - area)
+        self.running.update(area * 2)
+
+    check(step, area=BinaryAUROC, best=MaxMetric, total=SumMetric, running=lambda: RunningMean(2))
+
+
+def test_a_metric_that_some_microbatches_call():
+    def step(self, part):
+        if len(part.y) > 1:
+            self.metric.update(part.binary, part.truth)
+            self.log("some", self.metric.compute())
+            self.log("either", self.called(part.binary, part.truth))
+        else:
+            self.log("either", 0.25)
+
+    module = Net(step, metric=BinaryAUROC(), called=BinaryAUROC())
+    logged = run(module, in_parts=True)
+    areas = [BinaryAUROC()(batch.binary[:4], batch.truth[:4]).double() for batch in batches()]
+    expected = [0.8 * area + 0.2 * 0.25 for area in areas]
+    torch.testing.assert_close(logged["either"], expected, rtol=1e-5, atol=1e-6)
+    assert len(logged["some"]) == 3
+
+
 def test_metrics_in_lists_and_of_the_cpu():
     def step(self, part):
         for number, metric in enumerate(self.plain):
