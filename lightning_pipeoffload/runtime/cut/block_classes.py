@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +33,6 @@ _DEPTH = 3  # of containers and objects in an attribute
 _PLAIN = (bool, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 _SLOTS = ("_parameters", "_buffers", "_modules")
-
-
-class SegmentState(NamedTuple):
-    """The hashes of a segment's operations from its start to some point."""
-
-    form: Any  # sha256, as others
-    others: Any
-    sizes: int
-    factor: int
-
-    @property
-    def digest(self) -> tuple[Any, ...]:
-        return self.form.digest(), self.others.digest(), self.sizes, self.factor
 
 
 class SegmentWork:
@@ -73,16 +60,6 @@ class SegmentWork:
     def by_chance(self) -> set[int]:
         """Segments that draw random numbers and read values: these may decide which code runs."""
         return self.draws & self._reads
-
-    def state(self, segment: int) -> SegmentState:
-        """Return the hashes of a segment so far."""
-        hashes = self._forms[segment].copy(), self._others[segment].copy()
-        return SegmentState(*hashes, self._sizes[segment], self._factors[segment])
-
-    def put(self, segment: int, state: SegmentState) -> None:
-        """Replace the hashes of a segment by ``state``, which is of a segment with equal work."""
-        self._forms[segment], self._others[segment] = state.form.copy(), state.others.copy()
-        self._sizes[segment], self._factors[segment] = state.sizes, state.factor
 
     def add(self, segment: int, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
         """Add an operation with its arguments to the hashes of a segment."""
@@ -141,16 +118,15 @@ def _describe_kind(tensor: Tensor) -> tuple[Any, ...]:
     return str(tensor.dtype), tensor.device.type, tensor.requires_grad
 
 
-def find_classes(chain: BlockChain, record: StepRecord, with_end: bool = True) -> list[int]:
+def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
     """Return the class of each block of the chain; classes are numbered from 0.
 
-    ``with_end``: whether the code after the last block counts as work of the last block.
+    The code after the last block counts as work of the last block.
     """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     makes = _makes_of(chain)
     for index, make in enumerate(makes):
-        is_with_end = with_end and index == len(chain) - 1
-        segments = {index, index + 1} if is_with_end else {index}
+        segments = {index, index + 1} if index == len(chain) - 1 else {index}
         alike[_work_of(index, segments, record), make.form].append(index)
     classes: dict[Any, int] = {}
     class_of_block = [0] * len(chain)
@@ -167,21 +143,6 @@ def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutpu
     of its output are needed.
     """
     return _repeated(chain, record, find_classes(chain, record))
-
-
-def find_firsts(chain: BlockChain, record: StepRecord) -> dict[int, int]:
-    """Map each block that a trace may skip to the first block of its class, which runs.
-
-    Blocks that write a buffer, or whose segments use weights of other blocks, must run.
-    """
-    classes = find_classes(chain, record, with_end=False)
-    written = {id(part) for part, _ in record.written_in_place}
-    repeated = _repeated(chain, record, classes).keys() - _with_other_weights(chain, record)
-    return {
-        index: classes.index(classes[index])
-        for index in sorted(repeated)
-        if not record.weight_writes and written.isdisjoint(map(id, chain.blocks[index].modules()))
-    }
 
 
 def _with_other_weights(chain: BlockChain, record: StepRecord) -> set[int]:

@@ -208,7 +208,6 @@ class StepRecord:
     slice_checks: SliceChecks = field(default_factory=SliceChecks)
 
     lengths: tuple[int, ...] | None = None  # that it was derived for, see derived_records
-    is_short: bool = False  # see alike_blocks
     is_assigned: bool = False  # its parameters and buffers have been assigned to stages
     has_run: bool = False  # a batch with such a microbatch was cut to run
 
@@ -290,9 +289,9 @@ class StepRecord:
     @property
     def derivation(self) -> str:
         """The end of an error message if the record, derived from others, may be wrong; else ""."""
-        if not (self.is_derived or self.is_short):
+        if self.lengths is None:
             return ""
-        return _DERIVED.format("these" if self.lengths is None else [*self.lengths])
+        return _DERIVED.format([*self.lengths])
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -368,7 +367,7 @@ _SIZED = (
 )
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
-    *("lengths", "is_short", "is_assigned", "has_run"),
+    *("lengths", "is_assigned", "has_run"),
     *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
     "pairs",  # of samples, which are as many at any length
     "drawing",  # of blocks that run in a trace

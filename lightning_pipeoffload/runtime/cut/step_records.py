@@ -8,7 +8,7 @@ compute with different values.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.batch.parts import shape_signature
 from lightning_pipeoffload.runtime.batch.tree import batch_leaves
-from lightning_pipeoffload.runtime.cut.alike_blocks import AlikeBlocks
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated, outputs_that_suffice
@@ -57,7 +56,6 @@ from lightning_pipeoffload.runtime.users_code.step_call import (
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _MOST_RECORDS = 64
-_MOST_MISFITS = 3
 # Of values that are read in blocks and behind them, where most ask whether something is wrong.
 _FLAGS = (EVERYTHING, NO_ALARM), (NO_ALARM, NO_ALARM), (EVERYTHING, EVERYTHING)
 _CLOSE = 1e-4  # sums on an accelerator may differ by their order
@@ -100,10 +98,8 @@ class StepRecords:
         self._ran: set[Any] = set()  # keys of dropped records whose shapes have run
         self._derives = derives
         self._families: dict[Any, dict[tuple[bool, ...], RecordFamily]] = {}
-        self._whole: dict[Any, dict[tuple[bool, ...], StepRecord]] = {}  # of traces of all blocks
         self._confirmed: set[Any] = set()  # shapes and answers of derived records that a run gave
         self._apart: set[Any] = set()  # shapes of which a derived record did not hold
-        self._misfits: Counter[Any] = Counter()  # traces of a block of each class, by kind of step
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
 
@@ -137,12 +133,7 @@ class StepRecords:
             return earlier
         # A length that the step treats differently tells nothing about others.
         is_apart = shapes in self._apart
-        record = None if is_apart else self._trace_classes(shapes, trial)
-        if record is None:
-            record = self._trace(shapes[:2], trial)
-            if self._derives and record.sized_in is None and not is_apart:
-                wholes = self._whole.setdefault(_without_samples(shapes), {})
-                wholes[record.flags.answers] = record
+        record = self._trace(shapes[:2], trial)
         key = shapes, record.flags.answers
         if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
             self._sized_in[key] = record.sized_in, record.calls
@@ -222,8 +213,7 @@ class StepRecords:
             trial.record = trace.record
             return trace.trace(trial)
 
-        is_traced = not (record.is_derived or record.is_short)
-        traced = record if is_traced else trace(part)
+        traced = trace(part) if record.is_derived else record
         record.sequence = find_dims(self._chain, traced, part, trace)
 
     def propose(self, part: Any, step: UsersStep, seed: int) -> str:
@@ -321,26 +311,6 @@ class StepRecords:
         assert error is not None
         raise self._explain(error) from None
 
-    def _trace_classes(self, shapes: Any, call: _Trial) -> StepRecord | None:
-        """Trace one block of each class, where all blocks have been traced at other shapes.
-
-        An error occurs again in the whole trace, which explains it.
-        """
-        kind = _without_samples(shapes)
-        wholes = self._whole.get(kind, {})
-        alike = AlikeBlocks(self._chain, [*wholes.values()][-1]) if wholes else None
-        if not alike or self._misfits[kind] >= _MOST_MISFITS:
-            return None
-        trace = StepTrace(*self._traced, compared=self._written_long)
-        trace.alike, call.record = alike, trace.record
-        with suppress(Exception):
-            record = trace.trace(call)
-            whole = wholes.get(record.flags.answers)
-            completed = None if whole is None else alike.complete(record, whole)
-            self._misfits[kind] += whole is not None and completed is None
-            return completed
-        return None
-
     def _record(
         self, call: _Trial, log: _Log | None, imagined: _Flags, calls: CallOrder
     ) -> StepRecord:
@@ -403,10 +373,8 @@ class StepRecords:
         self._ran.clear()
         self._flags.clear()
         self._families.clear()
-        self._whole.clear()
         self._confirmed.clear()
         self._apart.clear()
-        self._misfits.clear()
         self._first_of_training = None
 
     @property
@@ -419,12 +387,6 @@ class StepRecords:
         """Return the floating-point operations of W in ``segments``, for the first microbatch."""
         first = self._first_of_training
         return sum(first.weight_flops[segment] for segment in segments) if first is not None else 0
-
-
-def _without_samples(shapes: Any) -> Any:
-    """Return the part of a key that steps of different shapes have in common."""
-    *kind, form, _ = shapes
-    return *kind, tuple(part[-2:] if isinstance(part, tuple) else part for part in form)
 
 
 def _is_within(key: Any, other: Any) -> bool:

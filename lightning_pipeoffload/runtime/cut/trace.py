@@ -28,7 +28,6 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipeoffload.runtime.batch.parts import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
 from lightning_pipeoffload.runtime.contexts import without_collection
-from lightning_pipeoffload.runtime.cut.alike_blocks import AlikeBlocks
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
@@ -119,7 +118,6 @@ class StepTrace:
 
     Attributes:
         outputs: The outputs of blocks that are skipped, by index.
-        alike: Decides which blocks are skipped, since one like each has run; None: all run.
     """
 
     def __init__(
@@ -137,7 +135,6 @@ class StepTrace:
     ) -> None:
         self._module = module
         self.outputs: Mapping[int, BlockOutput] = {}
-        self.alike: AlikeBlocks | None = None
         self.chain = chain
         self._imagined, self._behind = imagined
         self.observes = observes
@@ -326,10 +323,6 @@ class StepTrace:
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
         run = partial(self.chain.plain_call(index), *args, **kwargs)
-        if self.alike is not None:
-            use = partial(self._values.use, position=index)
-            context = (args, kwargs), run, self.record, self.work, use
-            return self.alike.call(index, *context)
         output = self.outputs.get(index)
         if output is None:
             return run()
