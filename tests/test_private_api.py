@@ -51,6 +51,13 @@ def sharded_linear():
 
 SHARDED = sharded_linear()
 
+
+def with_hyperparameters():
+    module = LightningModule()
+    module.save_hyperparameters({"lr": 1.0})
+    return module
+
+
 # module: names of it
 IMPORTED = {
     "torch.utils._pytree": (
@@ -156,6 +163,7 @@ OWNERS = [
     (torch.utils.checkpoint, checkpoint_replay.GENERATOR),
     (MeanMetric(), "_forward_cache _computed _update_count _to_sync"),
     (LightningModule(), "_current_fx_name"),
+    (with_hyperparameters(), "_hparams_initial"),
     (_ChildProcessObserver(os.getpid(), []), "_child_processes"),
     (os, "_exit"),
     (OPTIMIZER, "_optimizer_step_pre_hooks _optimizer_step_post_hooks"),

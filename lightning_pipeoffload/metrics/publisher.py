@@ -2,6 +2,9 @@
 
 A thread waits for an accelerator that has yet to compute them, and for the store's answers. What
 the host has is written at once, for which the store has no answer: to wake a thread takes longer.
+
+The store, not the exchange of the ranks (``loop/exchange.py``): a callback may read a number in the
+batch that logged it, and only a rank that reads one waits; the exchange is read a batch later.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
     is_unchanged,
 )
 
-OF_LIGHTNING = frozenset(dir(pl.LightningModule()))
+# Private: the copy of the hyperparameters that loggers get once; no step writes it.
+OF_LIGHTNING = frozenset({*dir(pl.LightningModule()), "_hparams_initial"})
 """Attributes of a module that torch and Lightning write, and wrapped hooks."""
 
 _MOST_VALUES = 64  # a longer container is compared by its length

@@ -20,7 +20,6 @@ from lightning_pipeoffload.runtime.weight_grad.node import (
     ANCHOR,
     ReadInput,
     keep_input,
-    queue_or_run,
     trains_parameters,
 )
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
@@ -88,12 +87,17 @@ class _Run:
                     f"a tensor of shape {tuple(tensor.shape)} that a compiled region has returned "
                     f"was written in place before the backward that needs it; write a copy of it"
                 )
+        queue = active_queue()
         taps = {tap: read() for tap, read in self.kept.items()}
         for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
                 if call.weight._version != call.version:
                     call.refuse_change()
-                queue_or_run(call, *taps[tap], gradient)
+                x, fetch = taps[tap]
+                if queue is not None:
+                    queue.defer(call, x, fetch, gradient)
+                else:
+                    call.accumulate(fetch() if fetch else x, gradient)
 
 
 class SplitRegion:

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
-from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES
+from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, Fetch
 
 # Private: the only way to run an operation without our own kernel, which would only forward it. Not
 # _AutoDispatchBelowAutograd: a view that the operation makes inside, as linear does, would count as
@@ -38,7 +38,6 @@ A backward for given inputs, such as ``torch.autograd.grad(y, x)``, does not rea
 """
 _NO_GRADIENTS = (None,) * 5
 
-Fetch = Callable[[], Tensor]
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -206,38 +205,11 @@ class _Deferred(DirectFunction):
         node = saver or ctx
         x, fetch = (node.saved_tensors[0].detach(), None) if saved is None else saved.read(node)
         if trains_parameters():
-            queue_or_run(call, x, fetch, grad)
+            if QUEUES:
+                QUEUES[-1].defer(call, x, fetch, grad)
+            else:
+                call.accumulate(fetch() if fetch else x, grad)
         if not ctx.needs_input_grad[0]:
             return _NO_GRADIENTS
         with _below_autograd():
             return call.input_gradient(x, grad), None, None, None, None
-
-
-def queue_or_run(call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
-    """Queue an operation's weight gradient for W; without a queue, compute it now.
-
-    Args:
-        x: The operation's input, or a stand-in.
-        fetch: Returns the input, if x is a stand-in.
-        grad: The gradient of the operation's result.
-    """
-    if not QUEUES:
-        call.accumulate(fetch() if fetch else x, grad)
-        return
-    queue = QUEUES[-1]
-    add_product = queue.add_product
-    if queue.has_at_once and queue.is_at_once(call.trained_weights):
-        call.accumulate(fetch() if fetch else x, grad, add_product)
-        return
-    if fetch is None and queue.keeper is None:
-        compute: Callable[[], None] = partial(call.accumulate, x, grad, add_product)
-        operand: Tensor | None = x
-    else:
-        operand = None  # it may be computed again
-        fetch_x, fetch_grad = fetch or queue.keep(x), queue.keep(grad)
-
-        def compute() -> None:
-            call.accumulate(fetch_x(), fetch_grad(), add_product)
-
-    flops = call.flops(x, grad) if queue.counts_flops else 0
-    queue.put(compute, call.trained_weights, flops, operand)

@@ -20,7 +20,8 @@ in B. For one layer, ``y = x @ weight.T``::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +30,13 @@ from torch.nn import Parameter
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
 
+if TYPE_CHECKING:
+    from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
+
 _AT_ONCE = "_pipeoffload_at_once"
 
 AddProduct = Callable[[Tensor, Tensor, Tensor], None]
+Fetch = Callable[[], Tensor]
 
 
 class WeightGrad(NamedTuple):
@@ -95,26 +100,41 @@ class WeightGradQueue:
     def __exit__(self, *error: object) -> None:
         QUEUES.pop()
 
-    def put(
-        self,
-        compute: Callable[[], None],
-        weights: tuple[Tensor, ...],
-        flops: int = 0,
-        operand: Tensor | None = None,
-    ) -> None:
-        """Add a function that computes the gradients of ``weights`` and adds them to ``.grad``.
-
-        ``operand`` is the tensor that it reads besides output gradients; None: any tensors.
-        """
-        self.flops += flops
-        if operand is None:
-            self.operands = None
-        elif self.operands is not None:
-            self.operands.add(memory_of(operand))
+    def put(self, compute: Callable[[], None], weights: tuple[Tensor, ...]) -> None:
+        """Add a function that computes the gradients of ``weights`` and adds them to ``.grad``."""
+        self.operands = None
         if self.immediate:
             compute()
         else:
             self._entries.append(WeightGrad(compute, weights))
+
+    def defer(self, call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
+        """Queue the weight gradient of a product for W, or compute it now if it must not wait.
+
+        Args:
+            call: The product.
+            x: The product's input, or a stand-in.
+            fetch: Returns the input, if x is a stand-in.
+            grad: The gradient of the product's result.
+        """
+        if self.has_at_once and self.is_at_once(call.trained_weights):
+            call.accumulate(fetch() if fetch else x, grad, self.add_product)
+            return
+        if self.counts_flops:
+            self.flops += call.flops(x, grad)
+        if fetch is None and self.keeper is None:
+            compute: Callable[[], None] = partial(call.accumulate, x, grad, self.add_product)
+            if self.operands is not None:
+                self.operands.add(memory_of(x))
+        else:
+            self.operands = None  # the input may be computed again
+            compute = partial(
+                _accumulate_kept, call, fetch or self.keep(x), self.keep(grad), self.add_product
+            )
+        if self.immediate:
+            compute()
+        else:
+            self._entries.append(WeightGrad(compute, call.trained_weights))
 
     def is_at_once(self, weights: Iterable[Tensor]) -> bool:
         """Return whether the gradient of weights, or of their views and casts, must not wait."""
@@ -152,6 +172,12 @@ class WeightGradQueue:
         """Remove and return the gradients that wait, for the caller to compute."""
         entries, self._entries = self._entries, []
         return entries
+
+
+def _accumulate_kept(
+    call: DeferredCall, fetch_x: Fetch, fetch_grad: Fetch, add_product: AddProduct
+) -> None:
+    call.accumulate(fetch_x(), fetch_grad(), add_product)
 
 
 QUEUES = IN_FORCE.stack(WeightGradQueue)
@@ -209,7 +235,11 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
     """Add a gradient to ``.grad`` as autograd does, hooks included."""
     assert parameter is not None
     leaf = parameter if parameter.is_leaf else _widened(parameter)
-    if leaf is None or has_hooks(leaf):
+    if (
+        leaf is None
+        or leaf._backward_hooks  # as has_hooks() reads them, without a call for each gradient
+        or getattr(leaf, "_post_accumulate_grad_hooks", None)
+    ):
         torch.autograd.backward(parameter, gradient)
     elif leaf.grad is None:
         dtype = leaf.grad_dtype  # None: any
@@ -221,7 +251,6 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor) -> None:
 def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left @ right`` to ``.grad``, without a temporary where that is possible."""
     grad = parameter.grad if parameter.is_leaf else None
-    # The hooks as has_hooks() reads them, without a call for each product.
     if (
         grad is None
         or parameter._backward_hooks

@@ -81,13 +81,13 @@ def lines(caplog):
 def left_for_w(monkeypatch):
     """Count the operations of the weight gradients that are left for W."""
     found = []
-    put = WeightGradQueue.put
+    defer = WeightGradQueue.defer
 
-    def count(self, compute, weights, flops=0, operand=None):
-        found.append(flops)
-        put(self, compute, weights, flops, operand)
+    def count(self, call, x, fetch, grad):
+        found.append(call.flops(x, grad))
+        defer(self, call, x, fetch, grad)
 
-    monkeypatch.setattr(WeightGradQueue, "put", count)
+    monkeypatch.setattr(WeightGradQueue, "defer", count)
     return found
 
 

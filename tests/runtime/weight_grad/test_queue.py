@@ -503,7 +503,7 @@ def test_a_queue_says_which_tensors_its_gradients_read():
     assert queue.may_read([other])  # nothing is recorded
     queue.operands = set()
     weight = nn.Parameter(torch.zeros(4, 4))
-    queue.put(lambda: None, (weight,), operand=bank[:2])
+    queue.defer(Linear(weight, None), bank[:2], None, torch.zeros(2, 4))
     assert queue.may_read([bank])
     assert not queue.may_read([other])
     weight.register_hook(lambda gradient: gradient)  # it may read anything
