@@ -23,6 +23,7 @@ SMALL = {
     "hf_llama": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "finetune_hf": "--steps 2 --width 16 --context 8 --batch-size 8 --layers 4",
     "qlora": "--steps 2 --width 64 --context 8 --batch-size 8 --layers 4",
+    "generate": "--epochs 1 --samples 16 --batch-size 8 --width 16 --layers 2",
     "vision": "--images 128 --width 4",
     "simclr": "--images 256 --width 8",
     "packed_rows": "--steps 2 --texts 40 --rows 4 --max-tokens 64 --width 16",

@@ -35,6 +35,7 @@ LAYERS = (
     "runtime/comm",
     "runtime/tensor_parallel",
     "runtime/run",
+    "runtime/whole",
     "runtime/measure",
     "planning",
     "optimizers",

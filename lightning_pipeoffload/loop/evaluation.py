@@ -7,19 +7,24 @@ from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
+
 from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
 from lightning_pipeoffload.runtime.batch.parts import merge_outputs, shape_signature
 from lightning_pipeoffload.runtime.batch.structure import batch_size
+from lightning_pipeoffload.runtime.shapes.shape_only import give_values
 from lightning_pipeoffload.runtime.step.autocast import without_fused_layers
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.users_code.attributes import GlobalWriteError
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
+from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
 
 log = logging.getLogger(__name__)
 
-_WHOLE = "%s runs as a whole on every rank, to which each block is lent while it runs: %s"
+_WHOLE = "%s runs as a whole on every rank, each block of it on the rank that owns it: %s"
 
 
 class Evaluation:
@@ -44,6 +49,7 @@ class Evaluation:
         self._exchange, self._note, self._send_written = exchange, note, send_written
         self._runs_whole = split.runs_whole
         self._cuts_predictions: dict[int, bool] = {}  # of each loader
+        self._runs: WholeRuns | None = None
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -89,7 +95,7 @@ class Evaluation:
             of_ranks = self._group.gather((is_certain, slices is None))
             self._runs_whole[key] = not all(certain for certain, _ in of_ranks)
             if any(is_uncut for _, is_uncut in of_ranks):
-                slices = None  # blocks are lent to all ranks for as many slices
+                slices = None  # all ranks run as many
             if obstacle and self._group.reports:
                 log.info(_WHOLE, inputs.kind, obstacle)
         return slices
@@ -107,10 +113,16 @@ class Evaluation:
             self._cuts_predictions[inputs.loader] = counts is None or total in counts
         return cutter.cut(inputs, size if self._cuts_predictions[inputs.loader] else total)
 
+    def _whole_runs(self) -> WholeRuns:
+        pipeline = self._split.pipeline
+        if self._runs is None or not self._runs.are_of(pipeline.tensors):
+            self._runs = WholeRuns(pipeline)
+        return self._runs
+
     def _run_whole(
         self, inputs: StepInputs, slices: list[Microbatch] | None
     ) -> tuple[StepOutput, bool]:
-        """Run a step on every rank alike, to which each block is lent while it runs.
+        """Run a step on every rank alike, each block of it on its owner.
 
         Where it may turn out that the step can be cut, it runs by slices, for the same bits.
 
@@ -123,10 +135,11 @@ class Evaluation:
         cuts = [(cut.part, cut.seed, cut.record.calls.blocks) for cut in slices or ()]
         values, could_be_cut = [], True
         for part, seed, calls in cuts or [(inputs.batch, inputs.seed, ())]:
-            lending = self._split.pipeline.tensors.lend(self._group.copy_to_devices, seed)
-            with lending.running():
-                values.append(inputs.step(part, call))
-            could_be_cut &= lending.calls == [*calls]
+            run = self._whole_runs().run(seed)
+            with run.running():
+                result = inputs.step(_writable(part), call)
+            values.append(give_values(result))
+            could_be_cut &= run.calls == [*calls]
         self._exchange.end_batch()
         of_whole = [_size_of(inputs.batch)], [1.0]
         sizes, shares = self._split.shares(inputs, slices) if slices else of_whole
@@ -134,6 +147,15 @@ class Evaluation:
             return StepOutput(None, sizes, shares), could_be_cut
         whole = values[0] if len(values) == 1 else merge_outputs(values, shares, sizes)
         return StepOutput(whole, sizes, shares), could_be_cut
+
+
+def _writable(part: Any) -> Any:
+    """Return a batch that was made in inference mode as one whose writes torch counts."""
+    return tree_map(lambda leaf: leaf.clone() if _is_inference(leaf) else leaf, part)
+
+
+def _is_inference(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_inference()
 
 
 def _size_of(batch: Any) -> int:

@@ -90,13 +90,18 @@ class Meeting:
         self._patience = patience
         self._count = 0
 
-    def come(self, purpose: str) -> dict[int, str]:
-        """Wait for all ranks; return the purpose of each rank that arrives within ``patience``."""
+    def come(self, purpose: str, patience: timedelta | None = None) -> dict[int, str]:
+        """Wait for all ranks; return the purpose of each rank that arrives within ``patience``.
+
+        Args:
+            purpose: Why this rank comes.
+            patience: How long to wait; None: as long as the meeting's.
+        """
         self._count += 1
         keys = {rank: f"meeting/{self._count}/{rank}" for rank in self._global_ranks}
         self._store.set(keys[self._global_rank], purpose)
         try:
-            self._store.wait(list(keys.values()), self._patience)
+            self._store.wait(list(keys.values()), patience or self._patience)
         except dist.DistStoreError:
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
         values = {rank: self._store.get(key) for rank, key in keys.items()}

@@ -1,17 +1,20 @@
-"""Calls of the module, or of a submodule, in hooks: ranks lend each other their parameters.
+"""Calls of the module, or of a submodule, in hooks.
 
-Outside of steps other stages do not know what to compute. So every rank runs the whole call, as in
-evaluation steps that cannot be cut, and all have its result. All ranks have to make the same call;
-one that makes it alone waits for a while, and raises.
+Outside of steps other stages do not know what to compute. So every rank runs the whole call, each
+block of it on its owner, as in evaluation steps that cannot be cut, and all have its result. All
+ranks have to make the same call; one that makes it alone waits for a while, and raises.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -23,7 +26,11 @@ from typing_extensions import override
 
 from lightning_pipeoffload.processes.run_store import Meeting
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.shape_only import give_values
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
+
+_TO_EXPLAIN = timedelta(seconds=5)  # for the others to say what they call, once one has not come
 
 
 class HookForwards:
@@ -33,6 +40,7 @@ class HookForwards:
         self._pipeline = pipeline
         self._group = pipeline.group
         self._meeting = meeting
+        self._calls = self._group.make_group("calls in hooks", backend="gloo")
         self._names: dict[int, str] = {}
         self._named: Mapping[str, frozenset[int]] = {}
         self._handles: list[RemovableHandle] = []
@@ -40,6 +48,7 @@ class HookForwards:
         self._depth = 0
         self._had_gradients = False
         self._running = ExitStack()
+        self._runs: WholeRuns | None = None
         self.watch()
 
     @contextmanager
@@ -74,11 +83,9 @@ class HookForwards:
             return
         self._come_together(name)
         self._had_gradients = torch.is_grad_enabled()
-        lending = self._pipeline.tensors.lend(self._group.copy_to_devices, None, module)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(lending.running())
-            self._running = stack.pop_all()
+        if self._runs is None or not self._runs.are_of(self._pipeline.tensors):
+            self._runs = WholeRuns(self._pipeline)
+        self._running.enter_context(self._runs.run(None, module).running())
         self._outermost, self._depth = module, 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -90,7 +97,8 @@ class HookForwards:
             return None
         self._outermost = None
         self._running.close()
-        return tree_map(_without_backward, result) if self._had_gradients else None
+        values = give_values(result)
+        return tree_map(_without_backward, values) if self._had_gradients else values
 
     def _apart(self) -> dict[int, str]:
         tensors = self._pipeline.tensors
@@ -107,19 +115,31 @@ class HookForwards:
 
     def _come_together(self, name: str) -> None:
         """Wait for all ranks to call the same module; raise ``RuntimeError`` if one does not."""
-        calls = self._meeting.come(name)
+        if self._do_all_call(name):
+            return
+        calls = self._meeting.come(name, _TO_EXPLAIN)
         missing = [rank for rank in sorted(self._group.global_ranks) if rank not in calls]
         others = [
             f"global rank {rank} calls {what}" for rank, what in calls.items() if what != name
         ]
-        if missing or others:
-            line = in_brackets(calling_line())
-            reason = self._explain_missing(missing) if missing else f"where {others[0]}"
-            raise RuntimeError(
-                f"{name} is called outside of a step{line}, {reason}; each rank has a part of the "
-                f"weights, so call the same on all ranks and on the same input, outside of "
-                f"`if trainer.is_global_zero` and rank_zero_only, and use what it returns on one"
-            )
+        line = in_brackets(calling_line())
+        reason = self._explain_missing(missing) if missing else f"where {others[0]}"
+        raise RuntimeError(
+            f"{name} is called outside of a step{line}, {reason}; each rank has a part of the "
+            f"weights, so call the same on all ranks and on the same input, outside of "
+            f"`if trainer.is_global_zero` and rank_zero_only, and use what it returns on one"
+        )
+
+    def _do_all_call(self, name: str) -> bool:
+        """Compare checksums of what ranks call, which costs little for each token of a text."""
+        checksum = zlib.crc32(name.encode())
+        bounds = torch.tensor([checksum, -checksum])
+        work = self._calls.allreduce([bounds], op=dist.ReduceOp.MAX)
+        try:
+            work.wait(timedelta(seconds=self._meeting.seconds))
+        except RuntimeError:  # some rank has not come, or has ended
+            return False
+        return bounds.tolist() == [checksum, -checksum]
 
     def _explain_missing(self, ranks: list[int]) -> str:
         return f"and global ranks {ranks} have not come to it for {self._meeting.seconds:.0f} s"

@@ -15,6 +15,7 @@ from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 from lightning_pipeoffload.runtime.device.marks import unrecorded
 
 _NO_LIMIT = timedelta(days=7)
+_FEW_BYTES = 4096  # that are sent with their number
 
 
 class HostGroup:
@@ -44,6 +45,25 @@ class HostGroup:
             dist.broadcast_object_list(objects, src, group=self.host_group)
         return objects[0]
 
+    def send_bytes(self, data: bytes, src: int) -> bytes:
+        """Return the bytes of global rank ``src``, in one broadcast if they are few."""
+        with blaming_peers("lost a rank in a broadcast"):
+            buffer = torch.zeros(_FEW_BYTES, dtype=torch.uint8)
+            if dist.get_rank() == src:
+                whole = torch.frombuffer(
+                    bytearray(len(data).to_bytes(8, "big") + data), dtype=torch.uint8
+                )
+                buffer[: len(whole)] = whole[:_FEW_BYTES]
+            dist.broadcast(buffer, src, group=self.host_group)
+            size = int.from_bytes(bytes(buffer[:8].tolist()), "big")
+            if size + 8 <= _FEW_BYTES:
+                return data or buffer.numpy()[8 : size + 8].tobytes()
+            rest = torch.empty(size + 8 - _FEW_BYTES, dtype=torch.uint8)
+            if dist.get_rank() == src:
+                rest.copy_(whole[_FEW_BYTES:])
+            dist.broadcast(rest, src, group=self.host_group)
+            return data or (buffer.numpy().tobytes() + rest.numpy().tobytes())[8:]
+
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all processes, in the order of their global ranks."""
         objects: list[Any] = [None] * self.num_processes
@@ -55,6 +75,13 @@ class HostGroup:
         """Return whether all processes pass True if ``unanimous``, else whether any does."""
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
+
+    def agree_on_any(self, decision: bool) -> bool:
+        """Return whether any process passes True; cheaper than :meth:`agree`."""
+        votes = torch.tensor([int(decision)])
+        with blaming_peers("lost a rank while deciding together"):
+            dist.all_reduce(votes, dist.ReduceOp.MAX, self.host_group)
+        return bool(votes)
 
     def start_sharing(self, number: int, src: int) -> Callable[[], int]:
         """Start a broadcast from global rank ``src``; return a function that waits for it."""

@@ -1,8 +1,4 @@
-"""Values of other ranks: during a step that is not cut, after the pipeline, and in deep copies.
-
-An evaluation step that cannot be cut, such as one that generates text or calls no block, runs whole
-on every rank, with the same values, caches and branches. The weights of a block are broadcast to
-all ranks for the duration of its call, the weights outside of the blocks for that of the step.
+"""Values of other ranks: after the pipeline, and in deep copies.
 
 After its pipeline has ended, a module has shape-only tensors for the values of other ranks. Loading
 a state dict replaces them with real tensors, so that any trainer can use the module; a forward
@@ -15,16 +11,13 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     entries_of,
     forget_state,
@@ -35,8 +28,7 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import (
 )
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.shapes.sharding import set_sharding, sharding_of
-from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 
@@ -285,68 +277,3 @@ def _refuse_call(part: nn.Module, args: Any) -> None:
             f"its weights with the module's in on_validation_start and on_validation_end, as "
             f"WeightAveraging does, and call the module; or load its checkpoint after training"
         )
-
-
-class Lending:
-    """One run of an uncut step on every rank.
-
-    Args:
-        module: The user's module.
-        chain: Its blocks.
-        fetch: Returns the value of a tensor; all ranks call it for the same tensors.
-        seed: The seed of the step's random numbers; None: the generators are not seeded.
-        part: The submodule that is called; None: the whole module.
-
-    Attributes:
-        calls: The block of each call.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        chain: BlockChain,
-        fetch: Callable[[Slot], Tensor],
-        seed: int | None,
-        part: nn.Module | None = None,
-    ) -> None:
-        self._chain = chain
-        self._fetch = fetch
-        self._seed = seed
-        self._generators = Generators(module)
-        self.calls: list[int] = []
-        self._glue: list[Slot] = []
-        self._inside: dict[int, list[Slot]] = {index: [] for index in range(len(chain))}
-        called = {id(child) for child in (part or module).modules()}
-        for slot in find_slots(module):
-            index = chain.index_of(slot.name)
-            block = None if index is None else chain.blocks[index]
-            comes_later = block is not None and block is not part and id(block) in called
-            if index is not None and (comes_later or id(slot.module) not in called):
-                self._inside[index].append(slot)
-            elif id(slot.module) in called:
-                self._glue.append(slot)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Lend all tensors outside of the blocks to the step that runs within the context."""
-        with self._chain.running(self), self._lent(self._glue), self._generators.kept():
-            self._seed_segment()
-            yield
-
-    def _seed_segment(self) -> None:
-        if self._seed is not None:
-            seed = mix_seed(self._seed, len(self.calls))
-            seed_all(seed)
-            self._generators.seed(seed)
-
-    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block with its parameters and buffers."""
-        with self._lent(self._inside[index]):
-            output = self._chain.plain_call(index)(*args, **kwargs)
-        self.calls.append(index)
-        self._seed_segment()
-        return output
-
-    def _lent(self, slots: Iterable[Slot]) -> AbstractContextManager[None]:
-        # A buffer that the step has assigned stays if this rank owns it.
-        return swapped((slot, self._fetch(slot)) for slot in slots)

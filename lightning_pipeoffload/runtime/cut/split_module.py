@@ -14,7 +14,6 @@ Contents of a slot (the place of a parameter or buffer in its module), by the me
     hide, in F     shape          shape                      shape; values of buffers that all have
     show, in F     value          shape                      shape
     restore        value          value                      shape
-    lend           value          value                      value, while a step runs whole
     detach         value          value                      shape, until a state dict is loaded
 """
 
@@ -28,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues, Lending
+from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     forget_state,
     move_weight,
-    quantize,
 )
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
@@ -175,29 +173,6 @@ class SplitModule:
         finally:
             _exchange(home)
 
-    def lend(
-        self,
-        send: Callable[[Tensor, int | None], Tensor],
-        seed: int | None,
-        part: nn.Module | None = None,
-    ) -> Lending:
-        """Prepare one run of a step as a whole, on every rank.
-
-        Args:
-            send: Sends a tensor of a pipeline rank (None: the root) to all ranks; returns it.
-            seed: The seed of the step's random numbers; None: the generators are not seeded.
-            part: The submodule that is called; None: the whole module.
-        """
-
-        def fetch(slot: Slot) -> Tensor:
-            if self.is_split and self.is_everywhere(slot.name):
-                return slot.tensor
-            quantize(slot.tensor, slot.tensor.device)
-            source = self._owner_of_slot(slot.name) if self.is_split else None
-            return send(slot.tensor, source)
-
-        return Lending(self._module, self._chain, fetch, seed, part)
-
     # What this rank has
 
     @property
@@ -336,6 +311,11 @@ class SplitModule:
 
     def _owner_of_slot(self, name: str) -> int:
         return self.stage_ranks[max(self.owners[name])]
+
+    def owner_of_all(self, names: Iterable[str]) -> int | None:
+        """Return a rank that has the values of several parameters and buffers; None: none has."""
+        common = [frozenset(self.stage_ranks[s] for s in self.owners[name]) for name in names]
+        return max(frozenset.intersection(*common), default=None) if common else None
 
     def is_everywhere(self, name: str) -> bool:
         """Whether every stage has a parameter or buffer."""

@@ -98,6 +98,7 @@ _BY_LAYOUT = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "clone
 _MEAN = 1  # of at::Reduction
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
+_MOST_IMAGINED_IN_NOTES = 8
 _MOST_IMAGINED = 1000  # values in a block, and behind the blocks: a loop may never end
 
 
@@ -291,6 +292,9 @@ class StepTrace:
         Raises:
             StageExit: ``until`` is this call, so the step ends here.
         """
+        if self.num_imagined and not self._training:
+            # Text is generated until a value says stop: the step runs whole, however it goes on.
+            raise RuntimeError("a value behind the blocks decides whether they are called again")
         arguments: Any = args, kwargs
         call = self.num_calls
         may_be_last = call in (self._until, self._sizes.last, self._sizes.last_flag)
@@ -454,7 +458,10 @@ class StepTrace:
             self._num_in_block += 1
             self.record.imagined.setdefault(self.segment, calling_line())
             return self._imagined
-        if self.segment < len(self.chain) or self.num_imagined >= _MOST_IMAGINED:
+        # To note the calls of an evaluation, which has no blocks yet, a few values are enough.
+        notes_only = not len(self.chain) and not self._training
+        most = _MOST_IMAGINED_IN_NOTES if notes_only else _MOST_IMAGINED
+        if self.segment < len(self.chain) or self.num_imagined >= most:
             return None
         self._imagine_behind()
         return self._behind

@@ -1,0 +1,1 @@
+"""Steps and hooks' calls that are not cut: all ranks run them, each block on its owner."""

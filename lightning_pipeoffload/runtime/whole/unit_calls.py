@@ -1,0 +1,274 @@
+"""One call of a block: its owner runs it and sends what came of it, the other ranks repeat that."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.leaves import leaves_of, map_output, output_leaves
+from lightning_pipeoffload.runtime.randomness import RandomnessReplay, generator_state
+from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput, HeldValue
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.whole.reached_state import ReachedState, Receiver, Sender, apply
+from lightning_pipeoffload.runtime.whole.values import Values
+
+_SMALL = 16  # numbers of a tensor that travel in the header
+
+
+class Described(NamedTuple):
+    """A tensor that a unit made.
+
+    Attributes:
+        serial: Its place among those of the same header.
+        number: Identifies a value that stays with its holder; 0: all ranks get it now.
+        numbers: The contents of a small tensor, else None.
+        is_output: Whether the unit has returned it; else it is in what the unit changed.
+    """
+
+    serial: int
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_host: bool
+    numbers: Any
+    is_output: bool
+
+    def on_meta(self) -> Tensor:
+        """Return the tensor without memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class Unit(NamedTuple):
+    """A block, or a module outside of the blocks that is as large.
+
+    Attributes:
+        rank: The rank that runs it; None: all do, since it has no tensors.
+        is_followed: Whether the block after it has the same owner: then what it returns stays there
+            until other code reads it. It does not where forward hooks may read it.
+    """
+
+    name: str
+    module: nn.Module
+    slots: list[Slot]
+    rank: int | None
+    is_followed: bool = False
+
+
+class OwnersCall:
+    """Runs a unit for all ranks.
+
+    Args:
+        values: The values that ranks hold.
+        group: The ranks.
+        module_names: The names of all modules, by id.
+        unit: The unit.
+        roots: The arguments and modules that it can change, as :class:`ReachedState` needs them.
+        subject: The unit's name, and the checksum of its arguments.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        group: PipelineGroup,
+        module_names: Mapping[int, str],
+        unit: Unit,
+        roots: Mapping[str, Any],
+        subject: tuple[str, int],
+    ) -> None:
+        self._values, self._group, self._unit = values, group, unit
+        self._names, self._roots, self._subject = module_names, roots, subject
+        self._described: dict[int, tuple[Tensor, Described]] = {}
+        self._sent: list[Tensor] = []  # to all ranks, after the header
+        self._num_described = 0
+        self._stay: dict[int, HeldOutput] = {}  # what is returned in place of an output
+        self._leaves: set[int] = set()
+        self._is_output = True
+        self._keeps_outputs = unit.is_followed and not unit.module._forward_hooks
+
+    def run(self, plain: Callable[..., Any]) -> tuple[Any, RandomnessReplay | None]:
+        """Return what all ranks return for the call, and the generators if the unit has drawn."""
+        state = ReachedState(self._roots)
+        args, kwargs = self._roots["args"], self._roots["kwargs"]
+        for leaf in leaves_of((args, kwargs)):
+            if isinstance(leaf, HeldOutput):  # a unit may return an argument
+                self._stay[id(leaf.value)] = leaf
+        before = generator_state(self._group.device)
+        self._values.begin_unit(self._subject)
+        try:
+            output = plain(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
+        finally:
+            self._values.end_unit()
+        has_drawn = not torch.equal(before, generator_state(self._group.device))
+        drawn = RandomnessReplay() if has_drawn else None
+        self._leaves = {id(leaf) for leaf in output_leaves(output) if isinstance(leaf, Tensor)}
+        self._values.send_header(self._subject, result=self._pickled(output, state, drawn))
+        for tensor in self._sent:
+            self._group.copy_to_devices(tensor, self._unit.rank)
+        return map_output(lambda leaf: self._stay.get(id(leaf), leaf), output), drawn
+
+    def _pickled(self, output: Any, state: ReachedState, drawn: RandomnessReplay | None) -> bytes:
+        sender = Sender(state, self._names, self._describe)
+        try:
+            sender.dump(output)
+            self._is_output = False
+            sender.dump((state.changes(), self._describe_writes(state), drawn))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{self._unit.name} returns or keeps what cannot be pickled ({error}); in a step "
+                f"that runs whole and in a hook a block runs on one rank, and the others get what "
+                f"it returns and what it changes in its arguments and attributes"
+            ) from error
+        return sender.file.getvalue()
+
+    def _describe_writes(self, state: ReachedState) -> list[tuple[Tensor, Described]]:
+        """List the tensors that the unit has written in place, with what others put into them."""
+        writes = []
+        for tensor, value in state.written():
+            stays = isinstance(tensor, HeldOutput) and not tensor.is_everywhere
+            if not stays and not self._values.is_held(value):
+                writes.append((tensor, self._describe_value(value)))
+        return writes
+
+    def _describe(self, tensor: Tensor) -> Described:
+        if id(tensor) not in self._described:
+            self._described[id(tensor)] = tensor, self._describe_new(value_of(tensor))
+        return self._described[id(tensor)][1]
+
+    def _describe_new(self, tensor: Tensor) -> Described:
+        if isinstance(tensor, ShapeOnly):
+            raise RuntimeError(
+                f"{self._unit.name} returns or keeps a tensor whose value another rank has "
+                f"({', '.join(tensor.origins)}), in a step that runs whole or in a hook"
+            )
+        is_kept = not self._is_output
+        stays = self._keeps_outputs and id(tensor) in self._leaves
+        if tensor.numel() <= _SMALL or not (is_kept or stays):
+            return self._describe_value(tensor)
+        number = self._values.next_number()
+        if is_kept:
+            self._values.hold_state(number, tensor)
+        else:
+            origin = f"the output of {self._unit.name}"
+            self._stay[id(tensor)] = self._values.output(number, tensor, origin, self._group.rank)
+        return self._description(tensor, number, None)
+
+    def _describe_value(self, tensor: Tensor) -> Described:
+        if tensor.numel() <= _SMALL:
+            return self._description(tensor, 0, tensor.tolist())
+        self._sent.append(tensor)
+        return self._description(tensor, 0, None)
+
+    def _description(self, tensor: Tensor, number: int, numbers: Any) -> Described:
+        self._num_described += 1
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        is_on_host = tensor.device.type == "cpu"
+        return Described(
+            self._num_described,
+            number,
+            shape,
+            stride,
+            tensor.dtype,
+            is_on_host,
+            numbers,
+            self._is_output,
+        )
+
+
+class RemoteCall:
+    """Repeats a call that another rank runs.
+
+    Args:
+        values: The values that ranks hold.
+        group: The ranks.
+        module: The user's module.
+        unit: The unit.
+        roots: The arguments and modules that it can change.
+        subject: The unit's name, and the checksum of its arguments.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        group: PipelineGroup,
+        module: nn.Module,
+        unit: Unit,
+        roots: Mapping[str, Any],
+        subject: tuple[str, int],
+    ) -> None:
+        self._values, self._group, self._module = values, group, module
+        self._unit, self._roots, self._subject = unit, roots, subject
+        self._made: dict[int, Tensor] = {}
+
+    def receive(self) -> tuple[Any, RandomnessReplay | None]:
+        """Repeat what the unit has changed; return as :meth:`OwnersCall.run` does."""
+        assert self._unit.rank is not None
+        data = self._values.receive_result(self._subject, self._unit.rank)
+        receiver = Receiver(data, self._roots, self._module, self._make)
+        output = receiver.load()
+        changes, writes, drawn = receiver.load()
+        for tensor, described in writes:
+            _write(tensor, self._make_value(described))
+        for change in changes:
+            apply(change)
+        self._call_hooks(output)
+        return output, drawn
+
+    def _call_hooks(self, output: Any) -> None:
+        """Call the unit's forward hooks, which the owner has called: they may collect outputs."""
+        module, args, kwargs = self._unit.module, self._roots["args"], self._roots["kwargs"]
+        for key, hook in module._forward_hooks.items():  # private: there is no other way to them
+            if key in module._forward_hooks_with_kwargs:
+                hook(module, args, kwargs, output)
+            else:
+                hook(module, args, output)
+
+    def _make(self, described: Described) -> Tensor:
+        if described.serial not in self._made:
+            make = self._make_held if described.number else self._make_value
+            self._made[described.serial] = make(described)
+        return self._made[described.serial]
+
+    def _make_held(self, described: Described) -> Tensor:
+        assert self._unit.rank is not None
+        number, name = self._values.next_number(), self._unit.name
+        device = torch.device("cpu") if described.is_on_host else self._group.device
+        if described.is_output:
+            origin = f"the output of {name}"
+            return self._values.output(number, described.on_meta(), origin, self._unit.rank, device)
+        place = f"global rank {self._group.global_ranks[self._unit.rank]}"
+        origin = f"what {name} keeps in its arguments or attributes, on {place}"
+        return self._values.state(number, described.on_meta(), origin, self._unit.rank, device)
+
+    def _make_value(self, described: Described) -> Tensor:
+        assert self._unit.rank is not None
+        if described.numbers is None:
+            value = self._group.copy_to_devices(described.on_meta(), self._unit.rank)
+        else:
+            value = torch.tensor(
+                described.numbers, dtype=described.dtype, device=self._group.device
+            )
+        value = value.cpu() if described.is_on_host else value
+        if value.stride() == described.stride:
+            return value.reshape(described.shape)
+        return torch.empty_strided(
+            described.shape, described.stride, dtype=value.dtype, device=value.device
+        ).copy_(value)
+
+
+def value_of(leaf: Any) -> Any:
+    """Return the value of a held tensor where it is on this rank; other objects as they are."""
+    return leaf.value if isinstance(leaf, HeldValue) and leaf.value is not None else leaf
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    """Repeat a write in place, where this rank has a value."""
+    written = value_of(tensor)
+    if not isinstance(written, ShapeOnly):
+        written.copy_(value)

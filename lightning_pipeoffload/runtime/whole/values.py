@@ -1,0 +1,192 @@
+"""The values that ranks hold for each other while a step runs whole, and how others get them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput, HeldState, HeldValue
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+
+class Wanted(NamedTuple):
+    number: int
+    holder: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Header(NamedTuple):
+    """What the owner of a unit sends when it has run, or needs a value to go on.
+
+    Attributes:
+        serial: The number of headers before it, equal on all ranks.
+        subject: The unit, and a checksum of the shapes of its arguments.
+        wanted: The value that the owner needs to go on; None: the unit has run.
+        result: The pickled result and changes.
+    """
+
+    serial: int
+    subject: tuple[str, int]
+    wanted: Wanted | None = None
+    result: bytes = b""
+
+
+class Values:
+    """The values that ranks hold for each other, and how they get them.
+
+    Attributes:
+        running: The unit that this rank runs for all; None: code runs that all ranks run.
+    """
+
+    def __init__(self, group: PipelineGroup) -> None:
+        self._group = group
+        self._num_headers = 0
+        self._num_values = 0
+        self._outputs: WeakValueDictionary[int, HeldOutput] = WeakValueDictionary()
+        self._weights: set[int] = set()
+        self._states: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._fetched: list[HeldState] = []
+        self.running: tuple[str, int] | None = None
+
+    def next_number(self) -> int:
+        self._num_values += 1
+        return self._num_values
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether other ranks have no value of a tensor that this rank's units wrote."""
+        return any(tensor is each for each in self._states.values())
+
+    def hold_state(self, number: int, tensor: Tensor) -> None:
+        """Note what a unit of this rank has written, for units of other ranks that read it."""
+        self._states[number] = tensor
+
+    def state(
+        self, number: int, like: Tensor, origin: str, holder: int, device: torch.device
+    ) -> HeldState:
+        """Return a tensor without a value for what a unit of another rank has written."""
+        return HeldState.described(like, device, origin, number, holder, self.fetch)
+
+    def output(
+        self,
+        number: int,
+        like: Tensor,
+        origin: str,
+        holder: int,
+        device: torch.device | None = None,
+    ) -> HeldOutput:
+        """Return a tensor for what a unit of ``holder`` has returned.
+
+        Args:
+            number: Identifies it on all ranks.
+            like: The value, on its holder; elsewhere a tensor of its shape.
+            origin: What it is, for messages.
+            holder: The rank that has the value.
+            device: The tensor's device; None: that of ``like``.
+        """
+        device = like.device if device is None else device
+        held: HeldOutput = HeldOutput.described(like, device, origin, number, holder, self.fetch)
+        held.value = like if holder == self._group.rank else None
+        self._outputs[number] = held
+        return held
+
+    def weight(self, value: Tensor, name: str, holder: int) -> HeldOutput:
+        """Return a tensor for a weight, which stays with its owner unless code reads it."""
+        held = self.output(self.next_number(), value, name, holder)
+        held._is_param = isinstance(value, nn.Parameter)  # private: isinstance(_, Parameter) asks
+        self._weights.add(held.number)
+        return held
+
+    def fetch(self, held: HeldValue) -> None:
+        """Get a value that code reads, where it can be had; called on all ranks, or in a unit."""
+        if self.running is not None:
+            if held.value is None:
+                self._request(held)
+        elif isinstance(held, HeldOutput) and not held.is_everywhere:
+            self.share(held)
+
+    def share(self, held: HeldOutput) -> None:
+        """Send an output to all ranks, which all call this."""
+        value = held.meta if held.value is None else held.value
+        received = self._group.copy_to_devices(value, held.holder)
+        if held.value is None:
+            held.value = received
+        held.is_everywhere = True
+
+    def _request(self, held: HeldValue) -> None:
+        """Ask, from within a unit, for a value of another rank; the others wait for the header."""
+        assert self.running is not None
+        wanted = Wanted(held.number, held.holder, tuple(held.meta.shape), held.meta.dtype)
+        self.send_header(self.running, wanted)
+        if isinstance(held, HeldOutput):
+            self.share(held)
+            return
+        assert isinstance(held, HeldState)
+        # Not kept: the holder may write the tensor in place.
+        held.value = self._group.copy_to_devices(held.meta, held.holder)
+        self._fetched.append(held)
+
+    def begin_unit(self, subject: tuple[str, int]) -> None:
+        """From now on a value that code needs is requested: the other ranks do not run it."""
+        self.running = subject
+
+    def end_unit(self) -> None:
+        """Forget the values that the unit has requested, and that its holder may change."""
+        self.running = None
+        while self._fetched:
+            self._fetched.pop().value = None
+
+    def send_header(
+        self, subject: tuple[str, int], wanted: Wanted | None = None, result: bytes = b""
+    ) -> None:
+        header = Header(self._num_headers, subject, wanted, result)
+        self._num_headers += 1
+        self._group.send_bytes(pickle.dumps(header), self._group.global_rank)
+
+    def receive_result(self, subject: tuple[str, int], owner: int) -> bytes:
+        """Wait for the result of a unit; answer the requests before it."""
+        while True:
+            header = Header(
+                *pickle.loads(self._group.send_bytes(b"", self._group.global_ranks[owner]))
+            )
+            if (header.serial, header.subject) != (self._num_headers, subject):
+                other = " on other shapes" if header.subject[0] == subject[0] else ""
+                raise RuntimeError(
+                    f"this rank calls {subject[0]}{in_brackets(calling_line())} where global rank "
+                    f"{self._group.global_ranks[owner]} has run {header.subject[0]}{other}: in a "
+                    f"step that runs whole and in a hook, code outside of the blocks has to do the "
+                    f"same on all ranks; call them outside of `if trainer.is_global_zero`"
+                )
+            self._num_headers += 1
+            if header.wanted is None:
+                return header.result
+            self._answer(header.wanted)
+
+    def _answer(self, wanted: Wanted) -> None:
+        output = self._outputs.get(wanted.number)
+        if output is not None:
+            self.share(output)
+            return
+        tensor = self._states.get(wanted.number)
+        if tensor is None:
+            if wanted.holder == self._group.rank:
+                raise RuntimeError(
+                    "a block of another rank reads what a block of this rank had written into an "
+                    "argument, and which no longer exists here"
+                )
+            tensor = torch.empty(wanted.shape, dtype=wanted.dtype, device="meta")
+        self._group.copy_to_devices(tensor, wanted.holder)
+
+    def share_outputs(self) -> None:
+        """Send the outputs that still exist on all ranks, at the end of a run, to all."""
+        outputs = [held for held in self._outputs.values() if held.number not in self._weights]
+        alive = [held.number for held in outputs if not held.is_everywhere]
+        if self._group.agree_on_any(bool(alive)):
+            of_ranks = self._group.gather(alive)
+            for number in sorted(set(alive).intersection(*of_ranks)):
+                self.share(self._outputs[number])

@@ -1,0 +1,289 @@
+"""Steps that run whole on every rank, while each block runs on the rank that owns it.
+
+An evaluation step that cannot be cut, such as one that generates text, and a call of the module in
+a hook have the same values and branches on every rank. Their code outside of the blocks runs on
+all ranks. A block, and a module outside of the blocks that is as large, runs on its owner alone;
+its parameters stay there. Then the owner sends one header to the others, which do not run it: the
+structure of what it returned, with shapes, and what it changed in its arguments and attributes. The
+values of its result follow where code outside needs them: at once behind the last of several blocks
+of one owner, else when that code reads them. What is small outside of the blocks is sent to all
+ranks once for a run.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput
+from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
+from lightning_pipeoffload.runtime.users_code.sources import Generators
+from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
+from lightning_pipeoffload.runtime.whole.unit_calls import OwnersCall, RemoteCall, Unit
+from lightning_pipeoffload.runtime.whole.values import Values
+
+
+class WholeRuns:
+    """The runs of one entry of the trainer with a module that is cut in one way.
+
+    Args:
+        pipeline: The module and its ranks.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.module, self.chain, self.group = pipeline.module, pipeline.chain, pipeline.group
+        self.tensors = tensors = pipeline.tensors
+        module, chain, group = self.module, self.chain, self.group
+        self._owners, self._was_split = tensors.owners, tensors.is_split
+        self.values = Values(group)
+        self.names = {id(part): name for name, part in module.named_modules()}
+        inside: list[list[Slot]] = [[] for _ in chain.blocks]
+        self.outside: list[Slot] = []
+        for slot in find_slots(module):
+            index = chain.index_of(slot.name)
+            (self.outside if index is None else inside[index]).append(slot)
+        sizes = [_size(slots) for slots in inside]
+        ranks: Sequence[int | None] = _ranks_by_size(sizes, group.num_ranks)
+        if tensors.is_split:
+            ranks = [tensors.owner_of_all(slot.name for slot in slots) for slots in inside]
+        self.blocks = [
+            Unit(name, block, slots, rank if slots else None, rank == follower)
+            for name, block, slots, rank, follower in zip(
+                chain.names, chain.blocks, inside, ranks, [*ranks[1:], None], strict=True
+            )
+        ]
+        self.large = [*self._large_modules(sum(sizes) / len(sizes))] if sizes else []
+        self.generators = Generators(module)
+        self._scopes: dict[int, Scope] = {}
+        # Copies of the root's values while the module is whole, with what they were copied from.
+        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    def are_of(self, tensors: Any) -> bool:
+        """Whether the module is still cut as it was when these were made."""
+        is_same = self.tensors is tensors and self._owners is tensors.owners
+        return is_same and self._was_split == tensors.is_split
+
+    def run(self, seed: int | None, part: nn.Module | None = None) -> WholeRun:
+        """Prepare a run.
+
+        Args:
+            seed: The seed of the step's random numbers; None: the generators are not seeded.
+            part: The module that is called; None: the whole module.
+        """
+        return WholeRun(self, seed, part)
+
+    def _large_modules(self, least: float) -> Iterator[Unit]:
+        """Yield the largest modules without blocks that have one owner and ``least`` bytes."""
+        first, last = 0, self.group.num_ranks - 1
+        taken = ""
+        for name, part in self.module.named_modules():
+            path = f"{name}."
+            if not name or (taken and path.startswith(taken)):
+                continue
+            slots = [slot for slot in self.outside if slot.name.startswith(path)]
+            has_blocks = any(block.startswith(path) for block in self.chain.names)
+            if has_blocks or _size(slots) < max(1, least):
+                continue
+            rank: int | None = first if self._comes_first(name) else last
+            if self.tensors.is_split:
+                rank = self.tensors.owner_of_all(slot.name for slot in slots)
+            if rank is not None:
+                taken = path
+                yield Unit(name, part, slots, rank)
+
+    def _comes_first(self, name: str) -> bool:
+        """Whether a module is registered before the first block."""
+        names = [*self.names.values()]
+        return names.index(name) < names.index(self.chain.names[0])
+
+    def value_of(self, slot: Slot, owner: int | None) -> Tensor:
+        """Return the value of a tensor on this rank's device; all ranks call it.
+
+        While the module is whole on all ranks, the root's values count, which are sent once.
+
+        Args:
+            slot: The slot of the tensor.
+            owner: The rank that needs the value; None: all do.
+        """
+        tensors, tensor = self.tensors, slot.tensor
+        if tensors.is_split:
+            if owner is not None or tensors.is_everywhere(slot.name):
+                return tensor
+            quantize(tensor, tensor.device)
+            return self.group.copy_to_devices(tensor, tensors.owner_of(slot.name))
+        version = 0 if tensor.is_inference() else tensor._version
+        known, of_version, copied = self._copies.get(slot.name, (None, 0, tensor))
+        if known is not tensor or of_version != version:
+            quantize(tensor, tensor.device)
+            copied = self.group.copy_to_devices(tensor, None)
+            copied = copied if owner in (None, self.group.rank) else tensor
+            self._copies[slot.name] = tensor, version, copied
+        return copied
+
+    def scope(self, part: nn.Module | None) -> Scope:
+        """Return the units in a module, and the slots of its other tensors.
+
+        Args:
+            part: The module that is called; None: the whole module.
+        """
+        key = id(part)
+        if key not in self._scopes:
+            called = {id(child) for child in (part or self.module).modules()}
+            inside = [id(u.module) in called and u.module is not part for u in self.blocks]
+            blocks = {index: self.blocks[index] for index, is_in in enumerate(inside) if is_in}
+            large = [u for u in self.large if id(u.module) in called and u.module is not part]
+            apart = {slot.name for unit in (*blocks.values(), *large) for slot in unit.slots}
+            every = [*self.outside, *(slot for unit in self.blocks for slot in unit.slots)]
+            lent = [s for s in every if id(s.module) in called and s.name not in apart]
+            self._scopes[key] = Scope(blocks, large, lent)
+        return self._scopes[key]
+
+
+class Scope(NamedTuple):
+    """What a run calls.
+
+    Attributes:
+        blocks: The blocks, by their place in the chain.
+        large: The large modules outside of the blocks.
+        lent: The slots of all other tensors, which are sent to all ranks for the run.
+    """
+
+    blocks: dict[int, Unit]
+    large: list[Unit]
+    lent: list[Slot]
+
+    def values_needed(self, is_split: bool) -> Iterator[tuple[list[Slot], int | None]]:
+        """Yield slots, and the rank that needs their values; None: all ranks do.
+
+        Where the module is split, the owners of units have theirs.
+        """
+        yield self.lent, None
+        for unit in (*self.blocks.values(), *self.large) if not is_split else ():
+            yield unit.slots, unit.rank
+
+
+class WholeRun:
+    """One run of a step, or of a module that a hook calls, on every rank.
+
+    Args:
+        runs: The runs before it.
+        seed: The seed of the step's random numbers; None: the generators are not seeded.
+        part: The module that is called; None: the whole module.
+
+    Attributes:
+        calls: The block of each call.
+    """
+
+    def __init__(self, runs: WholeRuns, seed: int | None, part: nn.Module | None = None) -> None:
+        self._runs, self._group, self._seed = runs, runs.group, seed
+        self._scope = runs.scope(part)
+        self._generators = runs.generators
+        self.calls: list[int] = []
+        self._num_held = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the step within the context, without gradients, but not in inference mode."""
+        with ExitStack() as stack:
+            # Inference tensors count no writes, by which changes are found.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._runs.chain.running(self))
+            value_of = self._runs.value_of
+            for slots, rank in self._scope.values_needed(self._runs.tensors.is_split):
+                stack.enter_context(swapped((slot, value_of(slot, rank)) for slot in slots))
+            for unit in self._scope.large if self._group.num_ranks > 1 else ():
+                stack.enter_context(self._on_its_owner(unit))
+            stack.enter_context(self._generators.kept())
+            self._seed_segment()
+            yield
+            if self._num_held:
+                self._runs.values.share_outputs()
+
+    @contextmanager
+    def _on_its_owner(self, unit: Unit) -> Iterator[None]:
+        """Run a module on its owner; send its tensors to all ranks where code reads them."""
+        assert unit.rank is not None
+        real = [(slot, slot.tensor) for slot in unit.slots]
+        stand_ins = [
+            (slot, self._runs.values.weight(value, slot.name, unit.rank)) for slot, value in real
+        ]
+        space, forward = vars(unit.module), unit.module.forward
+        before = space.get("forward")
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            with swapped(real):
+                return forward(*args, **kwargs)
+
+        space["forward"] = lambda *args, **kwargs: self._call(unit, plain, args, kwargs)
+        try:
+            with swapped(stand_ins):
+                yield
+        finally:
+            if before is None:
+                del space["forward"]
+            else:
+                space["forward"] = before
+
+    def _seed_segment(self) -> None:
+        if self._seed is not None:
+            self._seed_with(mix_seed(self._seed, len(self.calls)))
+
+    def _seed_with(self, seed: int) -> None:
+        seed_all(seed)
+        self._generators.seed(seed)
+
+    def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block on its owner; return what it returns on all ranks."""
+        plain, unit = self._runs.chain.plain_call(index), self._scope.blocks.get(index)
+        output = plain(*args, **kwargs) if unit is None else self._call(unit, plain, args, kwargs)
+        self.calls.append(index)
+        self._seed_segment()
+        return output
+
+    def _call(
+        self, unit: Unit, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if unit.rank is None or self._group.num_ranks == 1:
+            return plain(*args, **kwargs)
+        runs, values = self._runs, self._runs.values
+        for leaf in leaves_of((args, kwargs)):
+            if isinstance(leaf, HeldOutput) and leaf.holder != unit.rank:
+                values.fetch(leaf)
+        roots = {"args": args, "kwargs": kwargs, "modules": [*unit.module.modules()]}
+        subject = unit.name, _checksum(args, kwargs)
+        self._num_held += unit.is_followed
+        if self._group.rank == unit.rank:
+            return OwnersCall(values, self._group, runs.names, unit, roots, subject).run(plain)[0]
+        remote = RemoteCall(values, self._group, runs.module, unit, roots, subject)
+        output, drawn = remote.receive()
+        if drawn is not None and self._seed is None:
+            drawn.restore()
+        return output
+
+
+def _checksum(*arguments: Any) -> int:
+    """Return a checksum of the shapes of all tensors among arguments."""
+    shapes = [tuple(leaf.shape) for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+    return zlib.crc32(repr(shapes).encode())
+
+
+def _size(slots: Sequence[Slot]) -> int:
+    return sum(slot.tensor.nbytes for slot in slots)
+
+
+def _ranks_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Return a rank for each block, so that all have about as many bytes."""
+    total, before, ranks = max(1, sum(sizes)), 0.0, []
+    for size in sizes:
+        ranks.append(min(num_ranks - 1, int((before + size / 2) * num_ranks / total)))
+        before += size
+    return ranks

@@ -1,0 +1,145 @@
+"""A model generates in steps and hooks: one device's tokens, and no rank gets another's blocks."""
+
+import lightning as L
+import pytest
+import torch
+import transformers as hf
+from torch.utils.data import DataLoader
+
+from tests.support import fits
+from tests.support.pairs import first
+
+_DECODER = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+def _llama():
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_DECODER, **_HEADS))
+
+
+def _qwen2():
+    return hf.Qwen2ForCausalLM(hf.Qwen2Config(**_DECODER, **_HEADS))
+
+
+def _mixtral():
+    config = hf.MixtralConfig(**_DECODER, **_HEADS, num_local_experts=4)
+    config._experts_implementation = "eager"  # the default knows no float64
+    return hf.MixtralForCausalLM(config)
+
+
+def _mamba():
+    return hf.MambaForCausalLM(hf.MambaConfig(**_DECODER, state_size=8))
+
+
+def _gpt2():
+    config = hf.GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=4, n_head=4)
+    return hf.GPT2LMHeadModel(config)
+
+
+def _t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "dropout_rate": 0.0}
+    config = hf.T5Config(vocab_size=97, num_layers=2, decoder_start_token_id=0, **sizes)
+    return hf.T5ForConditionalGeneration(config)
+
+
+def _bart():
+    sizes = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+    }
+    config = hf.BartConfig(
+        vocab_size=97, d_model=32, max_position_embeddings=64, dropout=0, **sizes
+    )
+    return hf.BartForConditionalGeneration(config)
+
+
+_MAKE = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "mixtral": _mixtral,
+    "mamba": _mamba,
+    "gpt2": _gpt2,
+    "t5": _t5,
+    "bart": _bart,
+}
+
+
+class Writer(L.LightningModule):
+    """Generates in a validation step, at an epoch's end and in predictions."""
+
+    def __init__(self, kind, how):
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = _MAKE[kind]().double()
+        self.model.generation_config.update(pad_token_id=0, eos_token_id=96)
+        self.how = how
+        self.texts = []
+        self.at_end = []
+
+    def write(self, ids, **options):
+        padded = torch.ones_like(ids)
+        padded[ids[:, 0] % 2 == 0, :2] = 0  # by sample: a batch may be cut
+        options = {"max_new_tokens": 4, "do_sample": False} | options
+        return self.model.generate(input_ids=ids, attention_mask=padded, **options).tolist()
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def validation_step(self, batch, batch_idx):
+        self.texts.append(self.write(batch, **self.how))
+
+    def predict_step(self, batch, batch_idx):
+        return self.write(batch, **self.how)
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            self.at_end.append(self.write(torch.arange(2, 8).view(1, 6)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _run(num_devices, kind, how, schedule, road):
+    L.seed_everything(1, verbose=False)
+    module, loader = Writer(kind, how), DataLoader(torch.randint(1, 96, (8, 6)), 4)
+    options = {"schedule": schedule, "num_microbatches": 2} if num_devices else {}
+    trainer = fits.trainer(num_devices, options, max_epochs=1, num_sanity_val_steps=0)
+    if road == "fit":
+        trainer.fit(module, loader, loader)
+    else:
+        trainer.validate(module, loader, verbose=False)
+    predicted = trainer.predict(module, loader)
+    # A batch whose step is cut for a trial leaves one text for each of its parts.
+    texts = [row for text in module.texts for row in text]
+    return texts, module.at_end, predicted
+
+
+BEAMS = {"num_beams": 2}
+STATIC = {"cache_implementation": "static"}
+ROWS = [
+    ("llama", BEAMS, 2, "zb_h1", "fit"),
+    ("llama", STATIC, 2, "zb_v", "fit"),
+    ("llama", {}, 3, "zb_h1", "validate"),
+    *((kind, BEAMS, 2, "zb_h1", "fit") for kind in ("gpt2", "t5", "bart", "mixtral")),
+    *((kind, {}, 3, "zb_h1", "fit") for kind in ("t5", "qwen2", "gpt2", "mamba")),
+    ("t5", BEAMS, 2, "zb_v", "validate"),
+    ("bart", {}, 2, "zb_v", "validate"),
+]
+SAMPLED = {"do_sample": True, "top_k": 20}
+
+
+@pytest.mark.parametrize(("kind", "how", "num_ranks", "schedule", "road"), first(1, ROWS))
+def test_the_tokens_are_those_of_one_device(ranks, kind, how, num_ranks, schedule, road):
+    (plain,) = ranks(1).run(_run, 0, kind, how, schedule, road)
+    of_root, *others = ranks(num_ranks).run(_run, num_ranks, kind, how, schedule, road)
+    assert of_root == plain
+    for texts, at_end, _ in others:
+        assert (texts, at_end) == plain[:2]
+
+
+@pytest.mark.slow
+def test_sampled_tokens_do_not_depend_on_the_number_of_ranks(ranks):
+    (one,) = ranks(1).run(_run, 1, "llama", SAMPLED, "zb_h1", "fit")
+    of_root, *_ = ranks(2).run(_run, 2, "llama", SAMPLED, "zb_h1", "fit")
+    assert of_root == one
