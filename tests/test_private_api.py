@@ -24,6 +24,7 @@ from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.nn.attention.bias import CausalBias
 from torchmetrics import MeanMetric
@@ -134,7 +135,8 @@ OWNERS = [
     (torch.nn.modules.module, "_global_backward_hooks"),
     (
         nn.Module(),
-        "_forward_hooks _forward_pre_hooks _backward_pre_hooks _parameters _buffers "
+        "_forward_hooks _forward_hooks_with_kwargs _forward_pre_hooks _backward_pre_hooks "
+        "_parameters _buffers "
         "_non_persistent_buffers_set _compiled_call_impl _call_impl _modules",
     ),
     (torch.utils.checkpoint.CheckpointFunction._backward_cls, "_forward_cls"),
@@ -172,6 +174,7 @@ OWNERS = [
     (ModelParallelStrategy, "_setup_distributed"),
     (DTensor, "_local_tensor"),
     (Shard, "_make_shard_tensor"),
+    (ColwiseParallel, "_apply"),
     (Replicate, "_make_replicate_tensor"),
     (torch.distributed._functional_collectives, "_maybe_wrap_tensor"),
     (
