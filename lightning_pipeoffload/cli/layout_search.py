@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from lightning_pipeoffload.cli.model_planner import HOST_STEP, MASTERS, ModelPlanner, Show
+from lightning_pipeoffload.cli.model_planner import (
+    ABOUT_EQUAL,
+    HOST_STEP,
+    MASTERS,
+    ModelPlanner,
+    Show,
+)
 from lightning_pipeoffload.cli.plan_output import progress
 from lightning_pipeoffload.planning.limits import bytes_writer
 from lightning_pipeoffload.planning.memory_needs import RankNeeds
@@ -33,7 +39,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
 from lightning_pipeoffload.runtime.tensor_parallel.layers import NothingDistributedError
 from lightning_pipeoffload.schedule import Kind, MemoryLimitError, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.text import seconds_text
@@ -52,7 +58,6 @@ __all__ = [
     "layouts_by_speed",
 ]
 
-_RECOMPUTES = ("none", "cheap", "full")
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
 SHOWN = 1.2
 """Layouts are shown that take up to so many times as long as the fastest."""
@@ -68,8 +73,6 @@ NEAR = 1.1
 Where the fastest layout with twice as many tensor ranks takes longer, even more are not tried: they
 would wait even longer for each other.
 """
-# Of layouts and arguments that take so little longer, the simplest is taken.
-_ABOUT_EQUAL = 1.01
 # Of layouts that are quickly planned, so many are planned in full.
 _NUM_IN_FULL = 2
 # Layouts with so many F's on all ranks of a pipeline, or fewer, are all planned in full.
@@ -221,7 +224,7 @@ class _Search:
         self._config, self._show = config, show
         self._sizes, self._beginning = sizes, ""
         asked = config.strategy.recompute
-        self._recomputes: tuple[str, ...] = _RECOMPUTES if asked == "auto" else (asked,)
+        self._recomputes: tuple[str, ...] = RECOMPUTATIONS if asked == "auto" else (asked,)
         self._has_sharding = "sharding" in config.strategy
         self._has_order = "rank_order" in config.strategy
         self._left_out: dict[str, str] = {}
@@ -412,7 +415,7 @@ class _Search:
             if place.least <= best and (is_near or is_tight):
                 self._say("with all schedules and copies, ", place.layout)
                 candidate = self._plan(place, _WORTH_A_PLAN * best, FAMILIES)
-                if candidate is not None and candidate.score * _ABOUT_EQUAL < scores[place.layout]:
+                if candidate is not None and candidate.score * ABOUT_EQUAL < scores[place.layout]:
                     self._planned[place.layout] = candidate
                     best = min(best, candidate.score)
             self._close(place.layout)
@@ -430,7 +433,7 @@ class _Search:
             if each.score > SHOWN * best:
                 self._left_out[str(layout)] = _SLOW
         shown = [each for each in self._planned.values() if each.score <= SHOWN * best]
-        near = [each for each in shown if each.score <= best * _ABOUT_EQUAL]
+        near = [each for each in shown if each.score <= best * ABOUT_EQUAL]
         first = min(near, key=lambda each: each.order, default=None)
         return sorted(shown, key=lambda each: (each is not first, each.score))
 
@@ -531,7 +534,7 @@ class _Search:
                 except ScheduleError as error:
                     reason = reason or _first_line(error)
                 else:
-                    if best is None or candidate.score * _ABOUT_EQUAL < best.score:
+                    if best is None or candidate.score * ABOUT_EQUAL < best.score:
                         best = candidate
         if best is None:
             self._left_out[str(layout)] = reason if omits_above == inf else _NOT_FASTER

@@ -37,7 +37,7 @@ from lightning_pipeoffload.planning.plan_request import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
-from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
+from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option, options
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes, check_slices
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
@@ -48,13 +48,13 @@ from lightning_pipeoffload.schedule.text import seconds_text
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["HOST_STEP", "MASTERS", "Estimate", "ModelPlanner", "Show"]
+__all__ = ["ABOUT_EQUAL", "HOST_STEP", "MASTERS", "Estimate", "ModelPlanner", "Show"]
 
 Show = Callable[[str], None]
 """Shows what is being done."""
 
-_RECOMPUTES = ("none", "cheap", "full")
-_ABOUT_EQUAL = 1.01  # of plans that take so little longer, that with the fewest changes is named
+ABOUT_EQUAL = 1.01
+"""Of plans that take so little longer than the fastest, the simplest is taken."""
 MASTERS = "++trainer.precision=bf16-true +strategy.master_weights=float32"
 """Words for weights in bfloat16 and their masters."""
 HOST_STEP = "+strategy.optimizer_offload=true"
@@ -397,7 +397,7 @@ class ModelPlanner:
         fits then the number of ranks is another. Of plans that take about as long it is that with
         the fewest changes.
         """
-        self.probe.recomputes = _RECOMPUTES
+        self.probe.recomputes = RECOMPUTATIONS
         for times in _MORE_RANKS:
             for planner, changed in self.places(asked):
                 best = planner._best(asked, num_ranks, times, changed)
@@ -428,7 +428,7 @@ class ModelPlanner:
         proposals = [*self._search(asked, num_ranks, times, changed)]
         while proposals:
             fastest = min(each.candidate.score for each in proposals)
-            near = [f for f in proposals if f.candidate.score <= fastest * _ABOUT_EQUAL]
+            near = [f for f in proposals if f.candidate.score <= fastest * ABOUT_EQUAL]
             best = min(near, key=lambda each: each.order)
             if self._fits(best):
                 return best
@@ -472,7 +472,7 @@ class ModelPlanner:
         wanted = [
             option
             for option in options(
-                counts, recompute=_RECOMPUTES, head_weight_grad=asked.heads_to_try
+                counts, recompute=RECOMPUTATIONS, head_weight_grad=asked.heads_to_try
             )
             if not FAMILIES[option.schedule].takes_seconds
         ]

@@ -41,7 +41,7 @@ from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import Costs, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
+from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option, options
 from lightning_pipeoffload.schedule.make_plan import Plan
 from lightning_pipeoffload.schedule.plan_cache import PlanCache, PlanQuestion
 
@@ -52,7 +52,6 @@ _AGAIN = (
     "Chosen {} as at an earlier start of the same run, by what it measured; to measure and choose "
     "anew delete {}"
 )
-_RECOMPUTATIONS = ("none", "cheap", "full")
 _ALL_FIT = "not measured: the memory limit leaves room for every plan without recomputation"
 
 _NOTHING: BesideBlocks = {}
@@ -312,7 +311,7 @@ class AutoChoice:
         configured = self._settings.recompute
         if configured != "none" or not self._is_limited:
             return (configured,)
-        return [each for each in _RECOMPUTATIONS if each != "full" or not self._left_out]
+        return [each for each in RECOMPUTATIONS if each != "full" or not self._left_out]
 
     def _find_recompute_risk(self) -> str:
         """Return why no block is computed again as a whole, alike on all ranks; "" if some may."""

@@ -12,7 +12,10 @@ from .passes.offload import OffloadReport
 from .schedule import Schedule
 from .text import share_text
 
-__all__ = ["Candidate", "Option", "best_of", "options", "period_to_compare"]
+__all__ = ["RECOMPUTATIONS", "Candidate", "Option", "best_of", "options", "period_to_compare"]
+
+RECOMPUTATIONS = ("none", "cheap", "full")
+"""The values of ``recompute``; each saves more memory than the one before."""
 
 # Between plans whose times differ by a smaller share, the one with less memory is preferred.
 _ABOUT_EQUAL = 0.001

@@ -23,7 +23,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from .actions import MemoryLimitError, ScheduleError
-from .candidates import Candidate, Option, best_of, period_to_compare
+from .candidates import RECOMPUTATIONS, Candidate, Option, best_of, period_to_compare
 from .costs import Costs
 from .families import FAMILIES, Recipe, build_by
 from .passes.last_weights import postpone_weights
@@ -194,13 +194,12 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 _ORDERS, _COPIED = ("none", "its own"), ("auto", "paged")
-_RECOMPUTES = "none", "cheap", "full"  # each saves more than the one before
 _MANY_TIMES = 1e6
 
 
 def _saving(option: Option) -> tuple[int, int, bool]:
     """Return numbers of which each saves memory where it is larger."""
-    recompute = _RECOMPUTES.index(option.recompute)
+    recompute = RECOMPUTATIONS.index(option.recompute)
     return option.num_microbatches, recompute, option.head_weight_grad == "B"
 
 
