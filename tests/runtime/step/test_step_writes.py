@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.users_code.attributes import PlaceholderError
 from lightning_pipeoffload.runtime.users_code.snapshot import fingerprint, is_unchanged
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import build
@@ -52,6 +53,23 @@ class Writing(Regression):
 
     def written(self):
         return [self.count, self.seen, self.table["calls"], self.plain]
+
+
+class Stateful(Regression):
+    """Keeps what each block has computed, from one call of the step to the next."""
+
+    def step(self, x):
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x + getattr(self, f"state{index}", 0.0))
+            setattr(self, f"state{index}", x.detach())
+        return x.pow(2).mean()
+
+
+def test_an_attribute_that_only_later_stages_make_is_not_absent():
+    module = Stateful(linear_blocks(4)).double()
+    with pytest.raises(PlaceholderError, match="self.state1 is written .*stage 0 does not run"):
+        train_beside(module, "zb_h1", 2, batches())
 
 
 def writes_buffers_in_place(module, x):
