@@ -92,6 +92,9 @@ FEATURES = {
         0.3, [None, "area", "mean_loss", "r2", "derived", "collection", "branch", "counts"],
     ),
     "guard": (0.2, [None, "isfinite", "isnan", "count"]),
+    "empty": (0.1, [False, True]),  # a parameter without elements
+    "lengths": (0.15, ["same", "uneven"]),
+    "slices": (0.1, [1, 2, 3]),
 }  # fmt: skip
 
 
@@ -183,6 +186,20 @@ _RULES = [
     ({"block": ["batchnorm"], "batch_size": [1]}, {"batch_size": 4}),
     ({"second_block": ["batchnorm"], "batch_size": [1]}, {"batch_size": 4}),
     ({"head": ["batchnorm"], "batch_size": [1]}, {"batch_size": 4}),
+    # Lengths of which some are derived, and code that treats these differently.
+    ({"input": ["list_of_samples"]}, {"lengths": "same"}),
+    ({"model": ["gpt2"]}, {"lengths": "same", "slices": 1}),
+    ({"lengths": ["uneven"], "position": ["parameter", "buffer"]}, {"position": None}),
+    ({"lengths": ["uneven"]}, {"num_batches": 9, "packed": False}),
+    # What runs on slices.
+    ({"slices": [2, 3]},
+     {"second_block": None, "in_block": None, "returns": "tensor", "container": "list",
+      "call": "plain", "views": "one", "packed": False, "schedule": "seq_zb", "hooks": None}),
+    ({"slices": [2, 3], "input": ["list_of_samples"]}, {"input": "dense"}),
+    ({"slices": [2, 3], "position": ["parameter", "buffer"]}, {"position": None}),
+    ({"slices": [2, 3],
+      "block": [kind for kind in FEATURES["block"][1] if kind not in ("mlp", "einsum", "adapter")]},
+     {"block": "own_attention"}),
     ({"schedule": ["interleaved_1f1b"]}, {"num_microbatches": "auto"}),
     # A last batch of one sample has no R2, and ranks of rounded values differ.
     ({"batch_metric": ["r2"], "batch_size": [1, 2]}, {"batch_metric": "mean_loss"}),

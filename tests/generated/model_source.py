@@ -1,7 +1,7 @@
 """The source text of a generated program's model: its blocks, and how a LightningModule calls them.
 
-Hidden states are ``[samples, 4, 6]``, in a batch of ``x``, ``mask`` (which of the four places are
-filled) and ``y`` (a class for each sample).
+Hidden states are ``[samples, 4, 6]``, or have up to 24 places, in a batch of ``x``, ``mask`` (which
+places are filled) and ``y`` (a class for each sample).
 """
 
 from textwrap import indent
@@ -225,6 +225,8 @@ def init_lines(chosen):
         lines += ["self.second_head = nn.Linear(6, 1)"]
     if chosen["unused"]:
         lines += ["self.unused = nn.Linear(6, 6)"]
+    if chosen["empty"]:
+        lines += ["self.empty = nn.Parameter(torch.zeros(0))"]
     return lines
 
 

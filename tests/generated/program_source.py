@@ -69,6 +69,8 @@ def program_source(chosen, plain, name=""):
 
 def _strategy(chosen):
     options = {"schedule": chosen["schedule"]}
+    if chosen["slices"] > 1:
+        options["num_sequence_slices"] = chosen["slices"]
     if chosen["num_microbatches"] != "auto":
         options["num_microbatches"] = chosen["num_microbatches"]
     if chosen["container"] == "two_lists":
@@ -206,6 +208,8 @@ def _losses(chosen):
         "per_sample_dicts": [f'y = (y + torch.stack([each["add"] for each in {field}])) % 12'],
     }.get(chosen["extra"], [])
     lines += ["logits, pooled, extra = self(x, mask)"]
+    if chosen["lengths"] == "uneven":
+        lines += ["if 12 <= x.shape[1] <= 14:", "    extra = extra + pooled.square().mean(-1)"]
     lines += {
         "two": [
             "_, other, more = self(x.flip(1), mask)",
@@ -223,7 +227,7 @@ def _losses(chosen):
     if chosen["loss"] == "tokens":
         lines += [
             "if self.training:",
-            "    targets = y[:, None].expand(-1, 4)",
+            "    targets = y[:, None].expand(mask.shape)",
             "    of_places = functional.cross_entropy(",
             '        logits.transpose(1, 2), targets, reduction="none"',
             "    )",
@@ -296,6 +300,8 @@ def _noise(chosen, generator):
 
 def _training(chosen):
     lines = ["loss, each, pooled, y = self.losses_of(batch)"]
+    if chosen["empty"]:
+        lines += ["loss = loss + self.empty.sum()"]
     lines += {
         "counter": ["self.count_behind += 1"],
         "average": ["self.average = 0.9 * self.average + 0.1 * loss.detach()"],
@@ -491,12 +497,15 @@ class Rows(torch.utils.data.Dataset):
 def collate(samples):
     lengths = torch.tensor([length for _, length, _ in samples])
     {collated}
-    mask = torch.arange(4) < lengths[:, None]
-    y = torch.stack([target for _, _, target in samples])
+    mask = torch.arange({places}) < lengths[:, None]
+    y = torch.stack([target for _, _, target in samples]){cut}
     return {batch}
 
 
 """
+_CUT = """
+    num_places = 6 + 2 * (int(y.sum()) % 9)  # as of padded texts
+    x, mask = x[:, :num_places], mask[:, :num_places]"""
 _EXTRAS = {
     "strings": '["a" * length for length in lengths.tolist()]',
     "number": "5",
@@ -507,8 +516,9 @@ _EXTRAS = {
 
 def _data(chosen):
     tokens = chosen["input"].startswith("tokens")
-    x = "torch.randint(12, (count, 4), generator=generator)"
-    dense = f"torch.randn(count, 4, 6, generator=generator, dtype={_dtype(chosen)})"
+    places = 24 if chosen["lengths"] == "uneven" else 4
+    x = f"torch.randint(12, (count, {places}), generator=generator)"
+    dense = f"torch.randn(count, {places}, 6, generator=generator, dtype={_dtype(chosen)})"
     collated = "x = torch.stack([row for row, _, _ in samples])"
     if chosen["input"] == "list_of_samples":
         collated = "x = [row[:length] for row, length, _ in samples]"
@@ -516,7 +526,10 @@ def _data(chosen):
     by_name = chosen["shape"] in ("dict", "nested")
     extra = extra and (f', "extra": {extra}' if by_name else f", {extra}")
     batch = _BATCHES[chosen["shape"]].format(extra=extra)
-    text = _DATA.format(x=x if tokens else dense, collated=collated, batch=batch)
+    cut = _CUT if chosen["lengths"] == "uneven" else ""
+    text = _DATA.format(
+        x=x if tokens else dense, places=places, collated=collated, cut=cut, batch=batch
+    )
     size, batches = chosen["batch_size"], chosen["num_batches"]
     count = size * batches - (size // 2 if chosen["short_last"] else 0)
     made = f"torch.utils.data.DataLoader(rows, {size}, collate_fn=collate"

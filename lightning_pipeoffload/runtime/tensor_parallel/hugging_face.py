@@ -21,6 +21,9 @@ _HEADS = "num_attention_heads", "num_key_value_heads"
 _OF_HEADS = re.compile(r"attn|attention")  # in the path of a layer that is divided by heads
 
 
+# Private: parallelize_module calls a style's _apply, which knows how many tensor ranks there are.
+
+
 class _WholeColwise(ColwiseParallel):
     """Divides a layer with a whole result, if its outputs divide evenly; else leaves it whole."""
 
