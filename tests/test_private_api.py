@@ -126,6 +126,7 @@ OWNERS = [
         "_get_current_graph_task_keep_graph _profiler_enabled _enable_record_function",
     ),
     (torch.nn.init, "_no_grad_trunc_normal_ _calculate_fan_in_and_fan_out"),
+    (torch, "_VF"),
     (torch._VF, "_pad_packed_sequence"),
     (sys, "_getframe"),
     (torch.Tensor, "_make_wrapper_subclass _make_subclass"),

@@ -55,8 +55,8 @@ from lightning_pipeoffload.runtime.users_code.step_call import TRACE
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
-from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, mark_at_once
+from lightning_pipeoffload.runtime.weight_grad.node import WeightInputKeeper
+from lightning_pipeoffload.runtime.weight_grad.queue import Fetch, WeightGradQueue, mark_at_once
 from lightning_pipeoffload.schedule.actions import Kind, Part
 
 

@@ -46,7 +46,8 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
     cast_parameter,
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.weight_grad.node import Fetch, WeightInputKeeper
+from lightning_pipeoffload.runtime.weight_grad.node import WeightInputKeeper
+from lightning_pipeoffload.runtime.weight_grad.queue import Fetch
 from lightning_pipeoffload.schedule.actions import Part
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage

@@ -19,7 +19,7 @@ _pad = torch._VF._pad_packed_sequence
 
 def install_padding() -> None:
     """Make ``pad_packed_sequence`` accept sequences without values."""
-    torch._VF._pad_packed_sequence = _pad_anywhere
+    torch._VF._pad_packed_sequence = _pad_anywhere  # type: ignore[assignment]
 
 
 def remove_padding() -> None:
