@@ -22,6 +22,7 @@ from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
 from lightning_pipeoffload.processes.replica import (
     data_parallel_rank,
     data_parallel_size,
+    reads_data,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.hugging_face import tensor_parallel_plan
 from lightning_pipeoffload.runtime.weight_grad.chunked_loss import chunked_loss
@@ -47,6 +48,7 @@ __all__ = [
     "data_parallel_size",
     "defer_weight_grad",
     "load_weights",
+    "reads_data",
     "save_pretrained",
     "tensor_parallel_plan",
 ]

@@ -410,7 +410,6 @@ class PipeOffloadStrategy(CheckpointHooks):
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
         self._split = self.fit.attach(self._split, self._masters)
-        self.continued = self.fit.continued
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
         self.fit.setup()
 
@@ -430,7 +429,7 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self._fit is not None and self._fit.is_running:
-            self._fit.intercept_loader(dataloader)
+            self._fit.note_loader(dataloader)
         return dataloader
 
     @override
@@ -456,6 +455,7 @@ class PipeOffloadStrategy(CheckpointHooks):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._fit is not None and self._fit.is_running:
             self._fit.end.compare()  # before anything is saved
+            self._fit.note_read()
         super().save_checkpoint(*args, **kwargs)
 
     @override

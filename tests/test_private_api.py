@@ -15,10 +15,14 @@ import torch.distributed as dist
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
 from torch import nn
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +95,11 @@ IMPORTED = {
     "lightning.pytorch.core.optimizer": "_init_optimizers_and_lr_schedulers",
     "lightning.pytorch.plugins.io.wrapper": "_WrappingCheckpointIO",
     "lightning.pytorch.loops.optimization.automatic": "_AutomaticOptimization",
+    "lightning.pytorch.loops.fetchers": "_DataFetcher",
+    "lightning.pytorch.overrides.distributed": "_IndexBatchSamplerWrapper",
+    "lightning.pytorch.utilities.combined_loader": "_ModeIterator",
+    "lightning.fabric.utilities.types": "_Stateful",
+    "lightning.fabric.utilities.data": "_set_sampler_epoch",
     "lightning.pytorch.strategies.launchers.subprocess_script": "_SubprocessScriptLauncher",
     "lightning.pytorch.trainer.call": "_call_and_handle_interrupt",
     "lightning.pytorch.utilities.exceptions": "_TunerExitException",
@@ -157,6 +166,8 @@ OWNERS = [
     (ModelParallelStrategy(), "_save_distributed_checkpoint _device_mesh"),
     (copyreg, "_reconstructor"),
     (Action, "_replace _fields _asdict"),
+    (CombinedLoader([]), "_iterator"),
+    (_DataFetcher(), "_start_profiler _stop_profiler"),
     (TRAINER._accelerator_connector, "_layer_sync"),
     (TRAINER._signal_connector, "_slurm_sigusr_handler_fn"),
     (
@@ -407,3 +418,29 @@ def test_what_a_hook_on_registration_returns_is_registered():
     finally:
         handle.remove()
     assert module.weight is replaced
+
+
+# Functions of Lightning that its loops call by names of their own modules, with the arguments.
+OF_LOOPS = {
+    "has_len_all_ranks": [
+        "dataloader",
+        "strategy",
+        "allow_zero_length_dataloader_with_multiple_devices",
+    ],
+    "_parse_num_batches": ["stage", "length", "limit_batches"],
+    "_select_data_fetcher": ["trainer", "stage"],
+}
+
+
+@pytest.mark.parametrize("loop", [evaluation_loop, fit_loop, prediction_loop])
+@pytest.mark.parametrize("name", OF_LOOPS)
+def test_loops_ask_for_lengths_and_fetchers_by_these_names(loop, name):
+    assert [*inspect.signature(getattr(loop, name)).parameters] == OF_LOOPS[name]
+    assert f"{name}(" in inspect.getsource(loop).partition("class ")[2]
+
+
+@pytest.mark.parametrize("mode", _SUPPORTED_MODES)
+def test_a_pass_through_several_loaders_has_their_iterators(mode):
+    combined = CombinedLoader([range(2), range(3)], mode)
+    iter(combined)
+    assert [next(iterator) for iterator in combined._iterator.iterators][0] == 0

@@ -532,8 +532,8 @@ class DropsBoth(Inner):
 
 
 class ReadsApart(Net):
-    def on_train_start(self):
-        self.trainer.train_dataloader.dataset.tensors[0].fill_(self.global_rank % 2)
+    def on_train_batch_start(self, batch, batch_idx):
+        batch[0].fill_(self.global_rank % 2)
 
 
 REFUSED = {
@@ -559,7 +559,7 @@ REFUSED = {
     ),
     "other batches": (
         {"kind": ReadsApart},
-        "ranks that share a stage's layers read another batch in training_step than each other",
+        "ranks that share a stage's layers have another batch in training_step than each other",
     ),
     "no sum": ({"module": {"plan": "no sum"}}, "mat1 and mat2 shapes cannot be multiplied"),
     "a shard of the logits": (

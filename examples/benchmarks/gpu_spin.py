@@ -27,9 +27,9 @@ from torch import Tensor
 
 from examples.benchmarks.gpu_process import compile_kernel, is_accelerated
 from examples.benchmarks.gpu_ranks import BUSIEST, in_two_processes, steps_of_schedules
-from lightning_pipeoffload.odc.shared_bytes import share_bytes
 from lightning_pipeoffload.runtime.comm import transport
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.shared_bytes import share_bytes
 from lightning_pipeoffload.runtime.comm.transport import as_bytes
 
 _PASS_ON = """

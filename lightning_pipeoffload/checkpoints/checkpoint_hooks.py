@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from lightning_pipeoffload.runtime.contexts import without_collection
 from lightning_pipeoffload.runtime.cut.remote_values import load_quantization
 
 _SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
+_NUM_ENTRIES, _READ = "pipeoffload_num_entries", "pipeoffload_read"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
 
 
@@ -50,12 +51,16 @@ class Continued(NamedTuple):
     """What a fit that resumes another one continues.
 
     Attributes:
-        seed: The seed of data and dropout; None before there is one.
+        seed: The seed of the steps; None before there is one.
         first_batch: What the first batch has decided for later ones; empty before it.
+        num_entries: The number of fits and evaluations of the trainer, this one included.
+        read: What the reader of each replica has read, and its generators; empty before a pass.
     """
 
     seed: int | None = None
     first_batch: Mapping[str, Any] = MappingProxyType({})
+    num_entries: int = 0
+    read: Sequence[dict[str, Any]] = ()
 
 
 class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
@@ -63,9 +68,11 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
 
     Attributes:
         continued: What is saved of the fit, or was loaded, for a fit that resumes it.
+        num_entries: The number of fits and evaluations so far, which their seeds depend on.
     """
 
     continued = Continued()
+    num_entries = 0
     _masters: MasterWeights | None = None
 
     @property
@@ -154,6 +161,9 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[_SEED] = self.continued.seed
+        checkpoint[_NUM_ENTRIES] = self.continued.num_entries
+        if self.continued.read:
+            checkpoint[_READ] = self.continued.read
         if self.continued.first_batch.keys() - {"lists"}:
             checkpoint[_FIRST_BATCH] = copy.deepcopy(self.continued.first_batch)
         if self._split_state is None:  # what is not read yet may be in the file that is replaced
@@ -189,7 +199,12 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
             fits = self._trainer.state.fn == TrainerFn.FITTING
             checkpoint = read_checkpoint_folder(folder, rest, weights_only, fits)
-        self.continued = Continued(checkpoint.get(_SEED), checkpoint.get(_FIRST_BATCH, {}))
+        self.continued = Continued(
+            checkpoint.get(_SEED),
+            checkpoint.get(_FIRST_BATCH, {}),
+            checkpoint.get(_NUM_ENTRIES, 0),
+            checkpoint.get(_READ, ()),
+        )
         return checkpoint
 
     @override

@@ -15,8 +15,8 @@
                         wrote on other ranks are placeholders. Callbacks save by Clocks
     the connector    7  the root sends what these hooks have logged
     BatchEnd.end     8  this rank's vector is sent, and that of all ranks for the batch before read:
-                        the same batches, the same options, a stop, clocks that are due, reasons for
-                        another plan
+                        the same options, a stop, clocks that are due, reasons for another plan; and
+                        the same batches, where hooks may change them
                      9  saved and requeued, where Slurm has asked for it
     Fit.train       10  another plan, where there is a reason and gradients start anew
 
@@ -48,7 +48,7 @@ class BatchEnd:
         exchange: Sends and reads the vectors.
         options: Returns what decides the optimizers' steps; None: nothing is trained.
         stop: Stops all ranks; None on one rank, and in an evaluation.
-        arrivals: Compares the numbers of batches; None as above.
+        arrivals: Compares the replicas' numbers of batches; None with one replica, and as above.
         clocks: Decides what goes by the clock; None as above.
         requeue: Saves and requeues the fit under Slurm; None elsewhere.
     """

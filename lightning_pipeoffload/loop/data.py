@@ -1,10 +1,4 @@
-"""The same batches on every rank of a pipeline, and after a resume.
-
-Shuffling samplers, datasets and the seeds of workers draw from the global generators; ranks whose
-generators differ (a hook has drawn one number more on one of them) would read different batches,
-silently. So each batch of a pass through a loader has random numbers of its own, which depend on
-the run's seed, the epoch, the loader's position among the others and the batch's number. As an
-epoch's batches are known then, a fit that resumes within one can skip those that it has seen.
+"""Checks of loaders and of the batches that replicas read.
 
 Replicas read different batches. Lightning's sampler shares out what has an index. A stream, or data
 with a sampler of the user's own, is read by each replica as it is, and all might read the same,
@@ -14,17 +8,13 @@ which no error would show. So the first batches of these are compared.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import combinations, count, islice
+from itertools import combinations, islice
 from typing import Any
 
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
-from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.utils.data import (
     DataLoader,
@@ -38,8 +28,7 @@ from lightning_pipeoffload.runtime.batch.parts import start_checksum
 from lightning_pipeoffload.runtime.batch.structure import refuse_unclear_list
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.replicas import Replicas
-from lightning_pipeoffload.runtime.randomness import mix_seed, seeded
-from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code.replaced_methods import subclass_like
 from lightning_pipeoffload.texts.index_groups import GroupSampler
 from lightning_pipeoffload.texts.minibatch import MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRows, PackedRowsSampler
@@ -50,78 +39,35 @@ _ARRIVED = "arrived/"
 _NUM_ARRIVALS = 8  # more milestones than ranks can be apart: they meet at every third
 
 
-class PipelineLoaders:
-    """The loaders of a fit or an evaluation; the seed is the same on every rank.
+class LoaderWatch:
+    """Checks the first batches of training loaders, where they are read.
 
-    ``checks_lists`` is whether batches are cut by what they hold: a list that a ``collate_fn`` of
-    the user's returns may be of samples or of columns.
+    Args:
+        first_batches: Compares those of the replicas.
+        checks_lists: Whether batches are cut by what they hold: a list that a ``collate_fn`` of
+            the user's returns may be of samples or of columns.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        current_epoch: Callable[[], int],
-        replica: int = 0,
-        first_batches: FirstBatches | None = None,
-        checks_lists: bool = False,
-    ) -> None:
-        self._seed, self._replica = seed, replica
+    def __init__(self, first_batches: FirstBatches, checks_lists: bool) -> None:
         self._first_batches, self._checks_lists = first_batches, checks_lists
-        self._current_epoch = current_epoch
-        self._num_intercepted: Counter[tuple[bool, int]] = Counter()
-        self._intercepted: list[Any] = []
 
-    def intercept(self, loader: Any, is_training: bool) -> int:
-        """Seed each pass through ``loader`` separately; return its position among the others.
+    def watch(self, loader: Any, batches: Iterator[Any], is_training: bool) -> Iterator[Any]:
+        """Return an iterator over the batches of a loader's pass, which checks them.
 
-        Generators that the user has given to a loader or its sampler are not touched; lists,
-        generators and the like are read as they are.
+        Raises:
+            ValueError: The iterator's first batch is a list that may be cut in two ways.
         """
-        # Counted by the epoch: loaders made anew in a later one have the numbers of the first ones.
-        siblings = is_training, self._current_epoch()
-        position = self._num_intercepted[siblings]
-        seed = mix_seed(self._seed, is_training, position)
-        self._num_intercepted[siblings] += 1
-        _restore_class(loader)
-        if isinstance(loader, DataLoader):
-            _let_workers_agree(loader, self._replica)
-        note: Callable[[Iterator[Any]], Iterator[Any]] = iter
-        if is_training and self._first_batches is not None:
-            note = self._first_batches.noting(loader)
-        by_torch = is_collated_by_torch(loader) or not isinstance(loader, DataLoader)
-        is_unchecked = self._checks_lists and not by_torch
-        finished: Counter[int] = Counter()
+        if is_training:
+            batches = self._first_batches.noting(loader)(batches)
+        is_by_user = isinstance(loader, DataLoader) and not is_collated_by_torch(loader)
+        return self._checking(loader, batches) if self._checks_lists and is_by_user else batches
 
-        def start(iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-            epoch = self._current_epoch()
-            own_seed = mix_seed(seed, epoch, finished[epoch])
-            with seeded(own_seed):
-                batches = note(iterate())
-            return read(epoch, own_seed, batches)
-
-        def read(epoch: int, seed: int, batches: Iterator[Any]) -> Iterator[Any]:
-            nonlocal is_unchecked
-            for number in count(1):
-                with seeded(mix_seed(seed, number)):
-                    try:
-                        batch = next(batches)
-                    except StopIteration:
-                        # In training a loader may start over and over within an epoch.
-                        finished[epoch] += is_training
-                        return
-                if is_unchecked:
-                    is_unchecked = False
-                    refuse_unclear_list(batch, loader_size(loader))
-                yield batch
-
-        if _intercept_passes(loader, start):
-            self._intercepted.append(loader)
-        return position
-
-    def release(self) -> None:
-        """Restore the loaders' classes."""
-        while self._intercepted:
-            _restore_class(self._intercepted.pop())
+    def _checking(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            refuse_unclear_list(batch, loader_size(loader))
+            yield batch
+            break
+        yield from batches
 
 
 def loader_size(loader: Any) -> int | None:
@@ -217,50 +163,6 @@ def _check_packing(
 def is_collated_by_torch(loader: Any) -> bool:
     """Whether torch's own function makes a loader's batches."""
     return isinstance(loader, DataLoader) and loader.collate_fn in _TORCHS
-
-
-def _let_workers_agree(loader: DataLoader[Any], replica: int) -> None:
-    """Make the batches' order and the workers' random numbers the same on a replica's ranks."""
-    # Else batches come in the order in which workers happen to finish.
-    loader.in_order = True
-    init = loader.worker_init_fn
-    if loader.num_workers and (init is None or init is pl_worker_init_function):
-        # Lightning's own, which it sets where there is none, mixes in the global rank.
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-
-
-def _intercept_passes(
-    loader: Iterable[Any], start: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]
-) -> bool:
-    """Make ``start`` begin each iteration over the loader; returns whether that can be."""
-    plain: Any = type(loader)
-    if isinstance(loader, Tensor) or not hasattr(plain, "__iter__"):
-        return False  # a tensor of a list of batches, which Lightning takes for one of loaders
-
-    def begin(self: Any) -> Iterator[Any]:
-        batches = plain.__iter__(self)
-        # A loader may be its own iterator, whose __iter__ is the one below by now.
-        return iter(partial(next, self), object()) if batches is self else batches
-
-    def iterate(self: Any) -> Iterator[Any]:
-        return start(lambda: begin(self))
-
-    try:
-        loader.__class__ = subclass_like(plain, {"__iter__": iterate}, _Intercepted)
-    except TypeError:  # a builtin's instance, which has one class for life
-        return False
-    return True
-
-
-class _Intercepted:
-    """Marks the class of a loader that was intercepted."""
-
-    __slots__ = ()
-
-
-def _restore_class(loader: Any) -> None:
-    while isinstance(loader, _Intercepted):
-        loader.__class__ = own_class(loader)
 
 
 def epoch_to_read(trainer: Trainer) -> int:
@@ -397,11 +299,11 @@ def _is_shared_out(loader: Any) -> bool:
 
 
 class Arrivals:
-    """Compares how many batches the ranks have read from one milestone to the next.
+    """Compares how many batches the replicas have from one milestone to the next.
 
-    A milestone is reached by all of them, such as a validation or an epoch's end: where a rank has
-    fewer batches, another waits for it in vain. The thread that watches for failures compares with
-    the fewest.
+    A milestone is reached by all of them, such as a validation or an epoch's end: where a replica
+    has fewer batches, another waits for it in vain. The thread that watches for failures compares
+    with the fewest.
     """
 
     def __init__(self, store: Store, mesh: RankMesh) -> None:
@@ -445,14 +347,8 @@ class Arrivals:
 
     def _explain(self, rank: int, num_batches: int) -> str:
         other, replica = self._mesh.replica_of(rank), self._mesh.replica
-        if other != replica:
-            return (
-                f"replica {other}, whose data has ended after {num_batches} batches where replica "
-                f"{replica} has more; give every replica as many: by Lightning's sampler, or with "
-                f"limit_train_batches where an IterableDataset shares its data out"
-            )
         return (
-            f"global rank {rank}, whose data has ended after {num_batches} batches where global "
-            f"rank {self._global_rank} has more; the ranks of a pipeline must read the same "
-            f"batches: give each the same data, and do not share it out"
+            f"replica {other}, whose data has ended after {num_batches} batches where replica "
+            f"{replica} has more; give every replica as many: by Lightning's sampler, or with "
+            f"limit_train_batches where an IterableDataset shares its data out"
         )

@@ -82,18 +82,21 @@ class Exchange:
         pipeline: This rank's part of the module.
         is_late: Whether batches are on an accelerator: the checksum of each is sent a batch later,
             so that the host does not wait for it.
+        compares_batches: Whether the user's code may make the batches of some ranks other ones.
     """
 
-    def __init__(self, pipeline: Pipeline, is_late: bool) -> None:
+    def __init__(self, pipeline: Pipeline, is_late: bool, compares_batches: bool) -> None:
         self._pipeline, self._group, self._is_late = pipeline, pipeline.group, is_late
+        self._compares_batches = compares_batches
         self._batch = self._before = _Batch()
         self._sent: _Sent | None = None
         self._flags_of_all, self._all_stop = Flags(), False
         self._of_root: Callable[[], int] | None = None
 
     def note(self, batch: Any, kind: str) -> None:
-        """Start to compute the checksum of a batch, which errors call ``kind``."""
-        self._batch = _Batch(kind, start_checksum(batch))
+        """Start to compute the checksum of a batch, which errors call ``kind``, where needed."""
+        if self._compares_batches:
+            self._batch = _Batch(kind, start_checksum(batch))
 
     def end_batch(self, flags: Flags = _NO_FLAGS, options: StepOptions | None = None) -> None:
         """Read the vectors of the batch before, and send this batch's.
@@ -103,7 +106,7 @@ class Exchange:
             options: What decides the optimizers' steps; None: not compared.
 
         Raises:
-            RuntimeError: The ranks of a pipeline have read different batches.
+            RuntimeError: Hooks have made different batches on the ranks of a pipeline.
             ValueError: The optimizers' options are different.
         """
         self.read()
@@ -149,10 +152,11 @@ class Exchange:
 
     def _send(self, flags: Flags, batch: _Batch, options: StepOptions | None) -> None:
         digest = 0 if options is None else options.digest()
-        checksums = [_LEAST] * (2 * self._group.num_replicas)
-        checksum = batch.checksum()
-        first = 2 * self._group.replica
-        checksums[first : first + 2] = checksum, ~checksum
+        checksum, checksums = batch.checksum(), list[int]()
+        if self._compares_batches:
+            checksums = [_LEAST] * (2 * self._group.num_replicas)
+            first = 2 * self._group.replica
+            checksums[first : first + 2] = checksum, ~checksum
         numbers = [*map(int, flags), int(not flags.stops), digest, ~digest, *checksums]
         self._sent = _Sent(self._reduce(numbers), checksum, batch, options)
 
@@ -182,9 +186,10 @@ class Exchange:
         self._flags_of_all, self._all_stop = self._flags_of_all.merged(flags), not lacks
         if most != ~least:
             self._refuse_options(sent.options)
-        first = 2 * self._group.replica
-        if checksums[first] != ~checksums[first + 1]:
-            self._refuse_batch(sent)
+        if checksums:
+            most, least = checksums[2 * self._group.replica :][:2]
+            if most != ~least:
+                self._refuse_batch(sent)
         return self._flags_of_all
 
     def _refuse_batch(self, sent: _Sent) -> None:
@@ -192,14 +197,13 @@ class Exchange:
         checksums = dict(zip(group.global_ranks, group.gather(sent.checksum), strict=True))
         apart = [rank for rank in sorted(checksums) if checksums[rank] != checksums[group.root]]
         kind = sent.batch.kind
-        difference = f"global ranks {apart} read another {kind} than global rank {group.root}"
+        difference = f"global ranks {apart} have another {kind} than global rank {group.root}"
         if not apart:  # each rank agrees with its pipeline
-            difference = f"ranks that share a stage's layers read another {kind} than each other"
+            difference = f"ranks that share a stage's layers have another {kind} than each other"
         raise RuntimeError(
-            f"{difference}; the ranks of a pipeline must read the same data in the same order: "
-            f"call L.seed_everything(...) before the data is made, seed generators of your own "
-            f"alike in every process, and share samples out by nothing but "
-            f"lightning_pipeoffload.data_parallel_rank()"
+            f"{difference}; all get the same from the process that reads, so hooks have changed "
+            f"it: let on_before_batch_transfer, on_after_batch_transfer, the start of a batch and "
+            f"make_microbatches do the same on all ranks, and draw from the global generators"
         )
 
     def _refuse_options(self, options: StepOptions | None) -> None:

@@ -11,11 +11,12 @@ A training batch, in the order of the calls; ``batch_end.py`` goes on where this
     strategy.optimizer_step  Fit.stepping       GradientTotals: clipping, the loss scale
                                                 StepBoundary: pending weights are watched
     the connector            BatchEnd.end       one vector to all ranks, and that of the batch
-                                                before: batches alike, stop, another plan
+                                                before: options alike, stop, another plan
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
@@ -30,10 +31,8 @@ from lightning_pipeoffload.loop.batch_end import BatchEnd
 from lightning_pipeoffload.loop.data import (
     Arrivals,
     FirstBatches,
-    PipelineLoaders,
+    LoaderWatch,
     count_seen,
-    epoch_to_read,
-    leave_out_seen,
     silenced,
 )
 from lightning_pipeoffload.loop.evaluation import Evaluation
@@ -42,10 +41,12 @@ from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
 from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
 from lightning_pipeoffload.loop.hooks.sent_values import numbers_in
 from lightning_pipeoffload.loop.hooks.users_hooks import (
+    BEFORE_STEPS,
     EndHooks,
     hooks_between_batches,
     refuse_other_callbacks,
     share_gradient_sizes,
+    users_hooks,
 )
 from lightning_pipeoffload.loop.lightning_patches import (
     filtering_by_identity,
@@ -55,6 +56,7 @@ from lightning_pipeoffload.loop.lightning_patches import (
 )
 from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.loop.packed_row_checks import PackedRowCheck
+from lightning_pipeoffload.loop.reading import Reading
 from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
@@ -92,14 +94,12 @@ class Fit:
         backward: Runs a batch's backwards.
         boundary: The weights between two steps.
         end: What ranks exchange at a batch's end.
-        continued: What a fit that resumes this one continues.
     """
 
     split: Split
     backward: BatchBackward
     boundary: StepBoundary
     end: BatchEnd
-    continued: Continued
     _steps: StepCalls
     _evaluation: Evaluation
     _packed_rows: PackedRowCheck
@@ -107,7 +107,7 @@ class Fit:
     _collected: CollectedValues | None = None
     _hook_forwards: HookForwards | None = None
     _metric_groups: MetricGroups | None = None
-    _loaders: PipelineLoaders
+    _reading: Reading
     _early_step: EarlyStep | None = None
     _num_steps = 0
     _has_sent = True  # what training steps have written
@@ -122,6 +122,7 @@ class Fit:
         self.trains = self._trainer.state.fn == TrainerFn.FITTING
         self.making = ModelInParts(strategy, self.trains)
         self._at_end = ExitStack()
+        self._num_loaders: Counter[int] = Counter()
         self.is_running = self._is_restored = self._has_left = False
 
     # Setup, in the order in which it happens
@@ -136,14 +137,17 @@ class Fit:
         group = self._group
         self._seed = self._choose_seed()
         self._first_batches = FirstBatches(group.replicas)
-        self._loaders = PipelineLoaders(
-            self._seed,
-            lambda: epoch_to_read(self._trainer),
-            group.replica,
-            self._first_batches,
-            self._settings.make_microbatches is None,
+        watch = LoaderWatch(self._first_batches, self._settings.make_microbatches is None).watch
+        resumed = self._strategy.continued.read
+        replica = group.replica if len(resumed) == group.num_replicas else 0
+        self._reading = Reading(
+            self._trainer,
+            group.batches,
+            watch,
+            resumed[replica] if resumed else None,
+            self._resumes,
         )
-        self._at_end.callback(self._loaders.release)
+        self._reading.join(self._at_end)
         if before is not None:
             self.split = before
             self.split.pipeline.attach()
@@ -153,8 +157,10 @@ class Fit:
         if self._resumes:
             self.split.cutter.resume(self._strategy.continued.first_batch)
         pipeline = self.split.pipeline
-        self.continued = Continued(self._seed, self.split.cutter.first_batch)
-        self._exchange = Exchange(pipeline, self._strategy.root_device.type != "cpu")
+        first_batch, num_entries = self.split.cutter.first_batch, self._strategy.num_entries
+        self._strategy.continued = Continued(self._seed, first_batch, num_entries)
+        is_late = self._strategy.root_device.type != "cpu"
+        self._exchange = Exchange(pipeline, is_late, self._compares_batches())
         self.boundary = StepBoundary(self._trainer, pipeline, self.split.masters)
         self.split.plans.enter(self.boundary)
         self._at_end.callback(self.boundary.leave)
@@ -209,12 +215,22 @@ class Fit:
         self.backward = BatchBackward(self._module, self._precision, pipeline, self._collected)
 
     def _choose_seed(self) -> int:
-        """Return the seed of data and dropout: drawn, or that of the fit that is resumed."""
-        self._strategy.agree_on_randomness()
-        with forked_randomness():  # the generators go on when the run starts: a tuner's runs do not
+        """Return the seed of the steps: drawn, or that of the fit that is resumed."""
+        strategy, loaded = self._strategy, self._strategy.continued
+        strategy.agree_on_randomness()
+        with forked_randomness():  # the user's generators give what they give on one device
             drawn = draw_seed()
-        loaded = self._strategy.continued.seed
-        return loaded if self._resumes and loaded is not None else drawn
+        if self._resumes and loaded.seed is not None:
+            strategy.num_entries = loaded.num_entries
+            return loaded.seed
+        strategy.num_entries += 1  # a second fit from the same state has other numbers
+        return mix_seed(drawn, strategy.num_entries)
+
+    def _compares_batches(self) -> bool:
+        """Whether code of the user's may make a batch another one on some ranks."""
+        return self._settings.make_microbatches is not None or bool(
+            users_hooks(self._trainer, BEFORE_STEPS)
+        )
 
     @property
     def _resumes(self) -> bool:
@@ -270,8 +286,11 @@ class Fit:
             stop = JointStop(self._trainer, self._exchange, group.is_root)
             clocks = Clocks(self._trainer, self._exchange)
             self._at_end.callback(clocks.remove)
-            arrivals = Arrivals(self._processes.metrics_store, group)
-            board.add_poll(arrivals.poll)
+            if group.num_replicas > 1:
+                arrivals = Arrivals(self._processes.metrics_store, group)
+                board.add_poll(arrivals.poll)
+        if board is not None:
+            board.add_poll(self._reading.poll)
         if requeues(environment):
             requeue = Requeue(self._trainer, environment)
             if board is not None:
@@ -285,14 +304,27 @@ class Fit:
             return None
         return StepOptions(self._strategy.optimizers, self.split.pipeline.trained, self._num_steps)
 
-    def intercept_loader(self, loader: object) -> None:
-        """Make a loader's batches the same on every rank, and resume them where the fit does."""
-        position = self._loaders.intercept(loader, self._trainer.training)
+    def note_loader(self, loader: object) -> None:
+        """Check a loader, and note how its batches are cut."""
         self.split.cutter.note_loader(loader, self._trainer.training, self._trainer.predicting)
         if self._trainer.training:
-            num_seen = count_seen(self._trainer)
-            self.split.cutter.note_packed_rows(loader, position, num_seen)
-            leave_out_seen(loader, num_seen, self._at_end)
+            self.split.cutter.note_packed_rows(
+                loader, self._count_loader(), count_seen(self._trainer)
+            )
+
+    def _count_loader(self) -> int:
+        """Return how many training loaders of this epoch have been noted before."""
+        epoch = self._trainer.current_epoch  # made anew in a later one they count from 0
+        self._num_loaders[epoch] += 1
+        return self._num_loaders[epoch] - 1
+
+    def note_read(self) -> None:
+        """Note for a checkpoint what the readers have read; all ranks call it together."""
+        if self.trains:
+            states = self._group.world.gather(self._reading.state())
+            read = [states[rank] for rank in self._group.roots]
+            if None not in read:
+                self._strategy.continued = self._strategy.continued._replace(read=read)
 
     # Training
 
@@ -403,6 +435,7 @@ class Fit:
     def end_training(self) -> None:
         """Compare the last batches, and print what was measured."""
         self.end.finish()
+        self.note_read()
         self.split.report.print_end()
         if self.end.requeue is not None:
             self.end.requeue.end_training(self._group)

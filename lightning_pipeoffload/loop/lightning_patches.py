@@ -33,7 +33,6 @@ from lightning_pipeoffload.loop.data import group_sampler_of
 from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.randomness import draw_seed
 from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
 
 _filter_by_value = BaseFinetuning.filter_on_optimizer
@@ -232,7 +231,6 @@ class PipelineThroughput(Throughput):
 def _fit(trainer: Any, plain: Callable[[], None]) -> None:
     """Fit, unless a rank has set ``should_stop``, in on_fit_start for instance."""
     trainer.strategy.fit.end.settle()
-    draw_seed()  # a second fit is to draw others
     plain()
 
 
@@ -277,7 +275,6 @@ def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
 
 
 def _evaluate_alone(trainer: Any, loop: Any, plain: Callable[[], Any]) -> Any:
-    draw_seed()
     results = _evaluate(loop, plain)
     trainer.strategy.fit.end.finish()
     return results

@@ -26,8 +26,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from typing_extensions import override
 
 from lightning_pipeoffload.odc.sharding import ShardedGroup
-from lightning_pipeoffload.odc.shared_bytes import OwnerLocks, share_bytes
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm.shared_bytes import OwnerLocks, share_bytes
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 
 _ALIGNMENT = 64

@@ -173,7 +173,7 @@ class PipelineProcesses(JointStrategy):
                 self.settings.tensor_parallel_size,
             )
         self.processes.join(group.world, group)
-        set_replica(group.replica, group.num_replicas)
+        set_replica(group.replica, group.num_replicas, group.is_reader)
         self.processes.connect()
         self.agree_on_randomness()  # a module may be made between here and ``setup``
 

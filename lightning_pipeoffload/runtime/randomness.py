@@ -103,14 +103,29 @@ def _set_generator(device: torch.device, state: torch.Tensor) -> None:
 
 
 class RandomnessReplay:
-    """The states of all global generators when this was made."""
+    """The states of all global generators when this was made.
 
-    def __init__(self) -> None:
+    Args:
+        state: Those of another one, by its :meth:`state`; None: the present ones.
+    """
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        if state is not None:
+            self.__dict__.update(state)
+            return
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)  # half the time of the other form
         self._cpu = torch.get_rng_state()
         accelerator = accelerator_in_use()
         self._device_state = accelerator.get_rng_state() if accelerator else None
+
+    def state(self) -> dict[str, Any]:
+        """Return the states, for another one."""
+        return dict(self.__dict__)
+
+    def is_like(self, other: RandomnessReplay) -> bool:
+        """Whether the states are those of another one: nothing has drawn in between."""
+        return _are_alike(self.state(), other.state())
 
     def restore(self) -> None:
         random.setstate(self._python)
@@ -120,8 +135,16 @@ class RandomnessReplay:
             inner["key"] = inner["key"].tolist()
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
-        if self._device_state is not None:
+        if self._device_state is not None and accelerator_in_use():
             accelerator_module().set_rng_state(self._device_state)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(_are_alike(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return bool((one == other).all())
+    return bool(one == other)
 
 
 def draw_seed() -> int:

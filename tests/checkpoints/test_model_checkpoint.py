@@ -44,7 +44,8 @@ def test_what_is_saved_is_what_one_device_saves(expected, found, name):
     path = path if "file" in found[0] else saving_fits.consolidate(path)
     saved = torch.load(path, weights_only=True)
     plain = torch.load(f"{expected[0]}/{name}.ckpt", weights_only=True)
-    assert saved.keys() == {*plain.keys(), "pipeoffload_seed", "pipeoffload_first_batch"}
+    ours = {"seed", "first_batch", "num_entries", "read"}
+    assert saved.keys() == {*plain.keys(), *(f"pipeoffload_{name}" for name in ours)}
     torch.testing.assert_close(dict(saved["state_dict"]), dict(plain["state_dict"]))
     if "file" in found[0]:  # a folder has names in place of numbers
         torch.testing.assert_close(saved.get("optimizer_states"), plain.get("optimizer_states"))

@@ -1,21 +1,22 @@
-"""Loaders give the same batches on every rank, whatever else draws random numbers there."""
+"""One process reads; every rank has one device's batches, whatever else draws numbers there."""
 
 import os
 import random
-import warnings
-from contextlib import ExitStack
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import BasePredictionWriter, LambdaCallback
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from lightning_pipeoffload.loop.data import PipelineLoaders, leave_out_seen
+from lightning_pipeoffload import reads_data
+from lightning_pipeoffload.loop.reading import Reading
 from tests.support import fits
-from tests.support.pairs import some
+from tests.support.pairs import pairs, slow, some
 
 COUNT = 8
 DATASET = TensorDataset(torch.arange(COUNT).double())
@@ -67,6 +68,25 @@ class Handmade:
         return iter([[torch.rand(2).double()] for _ in range(3)])
 
 
+class Numbers(IterableDataset):
+    """Workers take turns."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return iter(range(COUNT)[worker.id :: worker.num_workers] if worker else range(COUNT))
+
+
+class Prefetcher:
+    """Is its own iterator, as loaders of other libraries are."""
+
+    def __iter__(self):
+        self.batches = iter(DataLoader(DATASET, 2))
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
 def shuffled(**options):
     return DataLoader(DATASET, 2, shuffle=True, **options)
 
@@ -90,7 +110,6 @@ RANDOM = {
     "augmentation, persistent_workers": lambda: DataLoader(
         Augmented(), 2, num_workers=1, persistent_workers=True
     ),
-    "in_order=False": lambda: shuffled(num_workers=2, in_order=False, prefetch_factor=1),
     "worker_init_fn": lambda: with_init(draw_once),
     "Lightning's worker_init_fn": lambda: with_init(pl_worker_init_function),
     "a generator of its own": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
@@ -135,7 +154,7 @@ def read(num_devices, name, seed=7, **options):
     """Return (epoch, batch) for each batch of a fit of two epochs."""
     if seed is not None:
         L.seed_everything(seed, workers=True, verbose=False)
-    module = Draws(RANDOM[name] if isinstance(name, str) else name)
+    module = Draws(LOADERS[name] if isinstance(name, str) else name)
     trainer = fits.trainer(num_devices, {"num_microbatches": 1}, max_epochs=2, **options)
     if num_devices:
         fits.outlive_failures(trainer)
@@ -143,46 +162,7 @@ def read(num_devices, name, seed=7, **options):
     return module.batches
 
 
-@pytest.mark.parametrize("name", some(RANDOM, 3))
-def test_ranks_read_the_same_random_batches(ranks, name):
-    first, second = ranks(2).run(read, 2, name)
-    assert first == second
-    assert batches_of(0, first) != batches_of(1, first)
-
-
-def batches_of(epoch, found):
-    return [batch for at, batch in found if at == epoch]
-
-
-def test_ranks_read_the_same_where_loaders_are_made_anew(ranks):
-    first, second = ranks(2).run(read_anew, "shuffle")
-    assert first == second == ranks(2).run(read, 2, "shuffle")[0]
-
-
-def read_anew(name):
-    return read(2, name, reload_dataloaders_every_n_epochs=1)
-
-
-def test_without_a_seed_global_rank_0s_counts(ranks):
-    first, second = ranks(2).run(read_unseeded, "augmentation, two workers")
-    assert first == second
-
-
-def read_unseeded(name):
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test
-    torch.seed(), np.random.seed(), random.seed()
-    return read(2, name, seed=None)
-
-
-class Numbers(IterableDataset):
-    """Workers take turns."""
-
-    def __iter__(self):
-        worker = torch.utils.data.get_worker_info()
-        return iter(range(COUNT)[worker.id :: worker.num_workers] if worker else range(COUNT))
-
-
-# One device's batches in one device's order.
+# Further ones, whose batches are the same in each epoch.
 PLAIN = {
     "in order": lambda: DataLoader(DATASET, 2),
     "in order, two workers, prefetch_factor": lambda: DataLoader(
@@ -190,65 +170,150 @@ PLAIN = {
     ),
     "IterableDataset in order, two workers": lambda: DataLoader(Numbers(), 2, num_workers=2),
     "drop_last": lambda: DataLoader(DATASET, 3, drop_last=True),
-    "a generator of its own": RANDOM["a generator of its own"],
     "CombinedLoader in order": lambda: CombinedLoader(
         [DataLoader(DATASET, 2), DataLoader(Numbers(), 1)], "max_size_cycle"
     ),
     "a list of tensors": lambda: [torch.ones(2, 3).double(), torch.zeros(2, 3).double()],
+    "a loader that is its own iterator": Prefetcher,
 }
 
 
-@pytest.mark.parametrize("name", some(PLAIN, 3))
-def test_ranks_read_one_devices_batches(ranks, name):
-    first, second = ranks(2).run(read_plain, 2, name)
-    assert first == second == read_plain(0, name)
+LOADERS = {**RANDOM, **PLAIN}
 
 
-def read_plain(num_devices, name):
-    return read(num_devices, PLAIN[name])
+@pytest.mark.parametrize("name", some(LOADERS, 5))
+def test_ranks_have_one_devices_batches(ranks, name):
+    first, second = ranks(2).run(read, 2, name)
+    assert first == second == read(0, name)
+    assert (batches_of(0, first) != batches_of(1, first)) is (name in RANDOM)
 
 
-def owned(make, epochs, is_training=True):
-    loaders, loader = PipelineLoaders(1, epochs), make()
-    loaders.intercept(loader, is_training)
-    return loaders, loader
+def batches_of(epoch, found):
+    return [batch for at, batch in found if at == epoch]
 
 
-@pytest.mark.parametrize("is_training", [False, True])
-def test_a_loader_that_starts_over_in_training_gives_others(is_training):
-    _, loader = owned(shuffled, lambda: 0, is_training)
-    first, second = (torch.cat([batch for (batch,) in loader]).tolist() for _ in range(2))
-    assert (first != second) is is_training
+def read_anew(num_devices):
+    return read(num_devices, "shuffle", reload_dataloaders_every_n_epochs=1)
 
 
-class Prefetcher:
-    """Is its own iterator, as loaders of other libraries are."""
-
-    def __iter__(self):
-        self.batches = iter(DataLoader(DATASET, 2))
-        return self
-
-    def __next__(self):
-        return next(self.batches)
+def test_loaders_that_are_made_anew_are_read_as_on_one_device(ranks):
+    first, second = ranks(2).run(read_anew, 2)
+    assert first == second == read_anew(0)
 
 
-def test_a_loader_may_be_its_own_iterator():
-    _, loader = owned(Prefetcher, lambda: 0)
-    for _ in range(2):
-        assert torch.cat([batch for (batch,) in loader]).tolist() == [*range(COUNT)]
+class ByProcess(TensorDataset):
+    """Data that each process makes for itself, without a seed; a sample has its reader's number."""
+
+    def __init__(self):
+        super().__init__(torch.zeros(COUNT), torch.rand(COUNT))
+
+    def __getitem__(self, index):
+        return float(os.getpid()), self.tensors[1][index].item()
 
 
-def test_two_loaders_of_one_dataset_have_orders_of_their_own_and_get_their_class_back():
-    loaders, one = owned(shuffled, lambda: 0)
-    loaders.intercept(another := shuffled(), is_training=True)
-    assert not all(torch.equal(a, b) for (a,), (b,) in zip(one, another, strict=True))
-    filters = [*warnings.filters]
-    with ExitStack() as at_end:
-        leave_out_seen(one, 1, at_end)
-        assert warnings.filters != filters
-    assert warnings.filters == filters
-    loaders.release()
-    assert type(one) is type(another) is DataLoader
+def read_unseeded():
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test
+    torch.seed(), np.random.seed(), random.seed()
+    batches = read(2, lambda: DataLoader(ByProcess(), 2, shuffle=True), seed=None)
+    return os.getpid(), batches
+
+
+def test_data_that_are_random_by_nature_are_read_by_one_process(ranks):
+    (reader, first), (_, second) = ranks(2).run(read_unseeded)
+    assert first == second
+    assert {pid for _, batch in first for pid in batch[:2]} == {reader}
+
+
+class Everything(L.LightningModule):
+    """Notes the batches of each hook, on each rank."""
+
+    def __init__(self, **loaders):
+        super().__init__()
+        self.batches = []
+        self.blocks = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(2))).double()
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(leaves(batch)[:, None]).mean()
+
+    def evaluate(self, batch, batch_idx, dataloader_idx=0):
+        return self.blocks(leaves(batch)[:, None]).mean()
+
+    validation_step = test_step = predict_step = evaluate
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.note("train", batch, batch_idx)
+
+    def note(self, kind, batch, batch_idx, loader=0):
+        self.batches.append((kind, leaves(batch).tolist(), batch_idx, loader))
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.note("validate", batch, batch_idx, dataloader_idx)
+
+    def on_test_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.note("test", batch, batch_idx, dataloader_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Indices(BasePredictionWriter):
+    """Notes the samples of each batch that is predicted."""
+
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.found = []
+
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, *place):
+        self.found.append((indices, leaves(batch).tolist(), *place))
+
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
+        self.found.append(indices)
+
+
+def stream():
+    return DataLoader(Numbers(), 2)
+
+
+MODES = ("min_size", "max_size_cycle", "max_size")
+EVALUATED = {
+    "sequence": lambda: [shuffled(), stream(), DataLoader(DATASET, 3)],
+    "workers": lambda: [DataLoader(DATASET, 2, num_workers=1), shuffled(num_workers=1)],
+    **{
+        mode: lambda mode=mode: CombinedLoader([shuffled(), DataLoader(DATASET, 1)], mode)
+        for mode in MODES
+    },
+}
+FITS = {
+    "plain": {},
+    "limits": {"limit_train_batches": 3, "limit_val_batches": 1, "val_check_interval": 2},
+    "shares": {"limit_train_batches": 0.5, "limit_val_batches": 0.5, "num_sanity_val_steps": -1},
+    "overfit": {"overfit_batches": 2},
+    "fast_dev_run": {"fast_dev_run": True},
+    "no validation": {"limit_val_batches": 0},
+    "max_steps": {"max_steps": 7},
+}
+
+
+def run_everything(num_devices, options, evaluated):
+    L.seed_everything(7, workers=True, verbose=False)
+    module, writer = Everything(), Indices()
+    options = {"max_epochs": 2, **FITS[options]}
+    trainer = fits.trainer(num_devices, {"num_microbatches": 1}, callbacks=[writer], **options)
+    trainer.fit(module, shuffled(num_workers=1), EVALUATED[evaluated]())
+    trainer.validate(module, EVALUATED[evaluated](), verbose=False)
+    trainer.test(module, EVALUATED[evaluated](), verbose=False)
+    if evaluated not in MODES:
+        trainer.predict(module, EVALUATED[evaluated]())
+    return module.batches, writer.found
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluated"),
+    some([("plain", "sequence"), *pairs([*FITS], [*EVALUATED])], 2),
+)
+def test_each_kind_of_step_has_one_devices_batches(ranks, options, evaluated):
+    first, second = ranks(2).run(run_everything, 2, options, evaluated)
+    assert first == second == run_everything(0, options, evaluated)
 
 
 def independent_trials(num_devices):
@@ -309,3 +374,27 @@ def test_a_fit_that_goes_on_after_max_steps_begins_the_next_epoch_with_its_first
 ):
     found, _ = ranks(2).run(stop_and_go_on, 2, str(tmp_path))
     assert found == stop_and_go_on(0, str(tmp_path))
+
+
+def test_a_rank_says_once_that_it_waits_for_the_reader(capfd):
+    waited = 0.0
+    channel = SimpleNamespace(seconds_waited=lambda: waited, reader=0)
+    reading = Reading(SimpleNamespace(global_rank=2), channel, None, None, False)
+    for waited in (0.0, 59.0, 61.0, 70.0):  # noqa: B007 - what the channel answers
+        assert reading.poll(None) is None
+    assert capfd.readouterr().err.count("global rank 2 has waited for 60 s for global rank 0") == 1
+
+
+def readers(num_replicas):
+    found = []
+    note = LambdaCallback(setup=lambda *_, **__: found.append(reads_data()))
+    options = {"num_microbatches": 1, "data_parallel_size": num_replicas}
+    trainer = fits.trainer(2, options, max_epochs=1, callbacks=[note])
+    trainer.fit(Draws(shuffled))
+    return [*found, reads_data()]
+
+
+@pytest.mark.parametrize("num_replicas", [1, slow(2)])
+def test_one_rank_of_each_replica_says_that_it_reads(ranks, num_replicas):
+    expected = [[True, True], [num_replicas == 2, True]]
+    assert ranks(2).run(readers, num_replicas) == expected

@@ -19,7 +19,7 @@ from tests.support.pairs import some
 
 def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_agree():
     group = SimpleNamespace(num_replicas=1, replica=0, world=SimpleNamespace(num_processes=1))
-    exchange = Exchange(SimpleNamespace(group=group), False)
+    exchange = Exchange(SimpleNamespace(group=group), False, False)
     exchange.end_batch(Flags(stops=True))
     assert exchange.pop_flags() == Flags()
     assert exchange.all_stop()

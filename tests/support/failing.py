@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from argparse import ArgumentParser
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot
@@ -119,16 +120,18 @@ for name in HOOKS:
 
 
 class FailingSamples(TensorDataset):
-    """Fails in a worker of one rank's DataLoader, or of every rank's."""
+    """Fails where some ranks read it, or does something else there."""
 
-    def __init__(self, data, ranks):
+    def __init__(self, data, ranks, act):
         super().__init__(*data.tensors)
-        self.ranks = ranks
+        self.ranks, self.act = ranks, act
 
     def __getitem__(self, index):
-        is_here = rank_of() in self.ranks
-        if index == 20 and get_worker_info() is not None and is_here:
+        if index == 20 and rank_of() in self.ranks:
             raise ValueError("a bad sample")
+        if index == 20 and self.act:
+            ACTS[self.act]()
+            time.sleep(0.1)  # the signal comes while the sample is read
         return super().__getitem__(index)
 
 
@@ -142,7 +145,7 @@ class UnevenStream(IterableDataset):
 
 
 class Callback(L.Callback):
-    """Lets one rank read other batches."""
+    """Changes one rank's batches."""
 
     def __init__(self, act, rank):
         self.act, self.rank = act, rank
@@ -190,7 +193,8 @@ def read_options():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--bad-samples-on", type=int, nargs="*", default=[])
     parser.add_argument("--before", choices=["fit", "connecting"])
-    parser.add_argument("--fewer", choices=["train", "val", "replica"])
+    parser.add_argument("--in-dataset", default="")
+    parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--then", choices=["call", "wait"])
     parser.add_argument("--rank-too", type=int)
     parser.add_argument("--without-reader", action="store_true")
@@ -214,7 +218,7 @@ def main():
     if options.before == "fit" and is_at_fault:
         ACTS[options.act]()
     data = DataLoader(
-        FailingSamples(fits.samples(), options.bad_samples_on),
+        FailingSamples(fits.samples(), options.bad_samples_on, options.in_dataset),
         batch_size=8,
         collate_fn=fits.collate,
         num_workers=options.workers,
@@ -243,14 +247,9 @@ def main():
     if "predict" in str(options.hook):
         trainer.predict(module, data)
     else:
-        validation = fits.loader()
-        if options.fewer == "replica":
+        if options.uneven:
             data = DataLoader(UnevenStream(), batch_size=4, collate_fn=fits.collate)
-        elif options.fewer and is_at_fault:
-            few = Subset(fits.samples(), range(24))
-            short = DataLoader(few, batch_size=8, collate_fn=fits.collate)
-            data, validation = (short, validation) if options.fewer == "train" else (data, short)
-        trainer.fit(module, data, validation)
+        trainer.fit(module, data, fits.loader())
     if options.then:
         if is_at_fault:
             ACTS[options.act]()

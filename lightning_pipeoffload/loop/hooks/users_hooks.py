@@ -36,6 +36,12 @@ _BETWEEN_BATCHES = (
     "on_after_backward",
     "on_train_batch_end",
 )
+BEFORE_STEPS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    *(f"on_{kind}_batch_start" for kind in ("train", "validation", "test", "predict")),
+)
 OF_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 _KINDS = ("train", "validation", "test", "predict")
 _EPOCH_END = (

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup, World
 from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups, RankMesh
 from lightning_pipeoffload.runtime.comm.replicas import Replicas, copy_values
@@ -41,6 +42,7 @@ class PipelineGroup(RankMesh, HostGroup):
         device_mesh: All of them with the dimensions that ``configure_model`` shares layers over;
             None where layers are not shared.
         replicas: The counterparts of this process in the other replicas.
+        batches: To or from the process of this replica that reads the data.
     """
 
     device_mesh: DeviceMesh | None = None
@@ -71,6 +73,7 @@ class PipelineGroup(RankMesh, HostGroup):
         if self.num_pipelines > 1:
             self.host_group = self.make_group("host", backend="gloo")
             self.side_group = self.make_group("side", backend="gloo")
+        self.batches = BatchChannel(self)
         self._ranks_group = self.device_group()
         if self.num_tensor_ranks > 1:
             self.device_mesh = self.make_device_mesh()

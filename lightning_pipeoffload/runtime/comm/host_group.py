@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 from lightning_pipeoffload.runtime.device.marks import unrecorded
 
-_NO_LIMIT = timedelta(days=7)
+NO_LIMIT = timedelta(days=7)
 _FEW_BYTES = 4096  # that are sent with their number
 
 
@@ -112,7 +112,7 @@ class World(HostGroup):
         if self.num_processes == 1:
             yield
             return
-        group = self._mesh.make_world_group("no limit", backend="gloo", timeout=_NO_LIMIT)
+        group = self._mesh.make_world_group("no limit", backend="gloo", timeout=NO_LIMIT)
         yield
         with blaming_peers("lost a rank while it compiled"):
             dist.barrier(group=group)

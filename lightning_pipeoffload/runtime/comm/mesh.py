@@ -317,6 +317,20 @@ class RankMesh:
         return self.global_rank == self.root
 
     @property
+    def reader(self) -> int:
+        """The global rank that reads the data of this process's replica."""
+        return self.roots[self.replica]
+
+    @property
+    def is_reader(self) -> bool:
+        return self.global_rank == self.reader
+
+    @property
+    def members_of_replica(self) -> tuple[int, ...]:
+        """The global ranks of this process's replica, of all its tensor ranks."""
+        return self._replicas[self.replica]
+
+    @property
     def reports(self) -> bool:
         """Whether this process reports on the whole run: replica 0's root."""
         return self.global_rank == 0
@@ -335,6 +349,10 @@ class RankMesh:
             The group of this process; None if it is in none.
         """
         return self._make_groups(use, self._rows(ranks), options)
+
+    def make_replica_group(self, use: str, **options: Any) -> Any:
+        """Return a process group of all processes of this replica, tensor ranks included."""
+        return self._make_groups(use, self._replicas, options)
 
     def make_data_group(self, use: str, **options: Any) -> Any:
         """Return a process group of this rank's counterparts in all replicas."""
@@ -399,6 +417,11 @@ class RankMesh:
         """The tensor ranks of each rank of each replica."""
         size = self.num_tensor_ranks
         return [tuple(range(cell * size, (cell + 1) * size)) for row in self._cells for cell in row]
+
+    @property
+    def _replicas(self) -> list[tuple[int, ...]]:
+        rows = zip(*self._tables, strict=True)
+        return [tuple(rank for pipeline in row for rank in pipeline) for row in rows]
 
     def _rows(self, ranks: Iterable[int] | None) -> list[tuple[int, ...]]:
         chosen = range(self.num_ranks) if ranks is None else [*ranks]

@@ -83,11 +83,11 @@ class Generators:
 
     def _snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present state of each generator."""
-        before = [(generator, _state(generator)) for _, generator in self._now()]
+        before = [(generator, generator_state(generator)) for _, generator in self._now()]
 
         def restore() -> None:
             for generator, state in before:
-                _set_state(generator, state)
+                set_generator_state(generator, state)
 
         return restore
 
@@ -107,14 +107,14 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed & 0xFFFFFFFF)
 
 
-def _state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     is_pythons = isinstance(generator, random.Random)
     return generator.getstate() if is_pythons else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_pipeoffload.odc import shared_bytes
-from lightning_pipeoffload.odc.shared_bytes import _share_device_bytes
+from lightning_pipeoffload.runtime.comm import shared_bytes
+from lightning_pipeoffload.runtime.comm.shared_bytes import _share_device_bytes
 
 DEVICE = torch.device("cpu", 2)
 

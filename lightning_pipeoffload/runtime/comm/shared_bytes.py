@@ -11,11 +11,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
+from typing_extensions import Self
 
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
@@ -82,40 +84,68 @@ def _opened(reduction: Any, device: torch.device, peer: int) -> Tensor:
 
 
 def _share_host_bytes(size: int, group: HostGroup) -> list[Tensor]:
-    with _file_in_memory() as (descriptor, path):
-        files = group.gather((path, _reserve(descriptor, size)))
+    with MemoryFile() as file:
+        files = group.gather((file.path, file.reserve(size)))
         for rank, (_, failure) in enumerate(files):
             if failure:
                 raise RuntimeError(f"rank {rank} of this machine has no shared memory: {failure}")
-        mapped = [
-            torch.from_file(theirs, shared=True, size=size, dtype=torch.uint8)
-            for theirs, _ in files
-        ]
+        mapped = [map_file(theirs, size) for theirs, _ in files]
         group.barrier()
     return mapped
 
 
-@contextmanager
-def _file_in_memory() -> Iterator[tuple[int, str]]:
-    """Create an anonymous file; others can open it by its path until this process closes it."""
-    descriptor = os.memfd_create("pipeoffload-odc")
-    try:
-        yield descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
+_NAME = "pipeoffload"
 
 
-def _reserve(descriptor: int, size: int) -> str:
-    """Allocate the memory now, since a later write without memory would kill the process.
+class MemoryFile:
+    """An anonymous file in memory, which others can open by its path until it is closed.
 
-    Returns:
-        The reason of a failure, or "".
+    Attributes:
+        path: The path, for processes of this machine.
     """
-    machine = machine_memory()
-    if machine.total and size > machine.available:
-        return f"{size >> 20} MiB are needed, and {machine.available >> 20} MiB are free"
-    os.posix_fallocate(descriptor, 0, size)
-    return ""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create(_NAME), "r+b")
+        self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def reserve(self, size: int) -> str:
+        """Allocate the memory now, since a later write without memory would kill the process.
+
+        Returns:
+            The reason of a failure, or "".
+        """
+        machine = machine_memory()
+        if machine.total and size > machine.available:
+            return f"{size >> 20} MiB are needed, and {machine.available >> 20} MiB are free"
+        os.posix_fallocate(self._file.fileno(), 0, size)
+        return ""
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def read_memory_file(path: str) -> bytes:
+    """Return the bytes of a memory file; none where this process cannot open it.
+
+    On another machine, or in another container, the path may be that of something else.
+    """
+    try:
+        is_memory = os.readlink(path).startswith(f"/memfd:{_NAME} ")
+        return Path(path).read_bytes() if is_memory else b""
+    except OSError:
+        return b""
+
+
+def map_file(path: str, size: int) -> Tensor:
+    """Return the bytes of a memory file, which all who map it share."""
+    with torch.inference_mode(False):  # a validation may come first
+        return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
 class OwnerLocks:
@@ -129,8 +159,8 @@ class OwnerLocks:
 
     def __init__(self, num_groups: int, rank: int, group: HostGroup) -> None:
         self._num_groups = num_groups
-        with _file_in_memory() as (_, path):
-            self._file = os.open(group.gather(path)[0], os.O_RDWR)
+        with MemoryFile() as file:
+            self._file = os.open(group.gather(file.path)[0], os.O_RDWR)
             group.barrier()
 
     def close(self) -> None:
