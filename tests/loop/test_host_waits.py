@@ -115,7 +115,7 @@ def steady(monkeypatch):
         forbid(name)
     monkeypatch.setattr(late_values, "start_reading", start_reading)
     monkeypatch.setattr(late_values, "is_on_accelerator", lambda value: isinstance(value, Tensor))
-    comparing = lambda pipeline, late: Exchange(pipeline, True)  # noqa: E731
+    comparing = lambda pipeline, late, compares: Exchange(pipeline, True, compares)  # noqa: E731
     monkeypatch.setattr(fit_module, "Exchange", comparing)
     return steady
 
