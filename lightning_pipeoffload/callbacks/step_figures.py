@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from torch import Tensor
-
-from lightning_pipeoffload.runtime.batch.structure import batch_size
+from lightning_pipeoffload.runtime.batch.structure import batch_size, tokens_in
 from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
 
 __all__ = ["OptimizerStep", "count_batch", "figures_to_log"]
@@ -81,19 +79,8 @@ def count_batch(batch: Any, tokens: Callable[[Any], Any] | None) -> dict[str, An
         tokens: Returns the tokens of a batch: a number, or a tensor of one element; None: those
             that ``attention_mask`` lets through, or else the size of ``input_ids``.
     """
-    num_tokens = _tokens_in(batch) if tokens is None else tokens(batch)
+    num_tokens = tokens_in(batch) if tokens is None else tokens(batch)
     return {"samples": batch_size(batch)} | ({} if num_tokens is None else {"tokens": num_tokens})
-
-
-def _tokens_in(batch: Any) -> Any:
-    if not isinstance(batch, Mapping):
-        return None
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if not isinstance(ids, Tensor):
-        return None
-    if isinstance(mask, Tensor) and mask.shape == ids.shape:
-        return mask.count_nonzero()
-    return ids.numel()
 
 
 def figures_to_log(

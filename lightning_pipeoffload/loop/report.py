@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+from torch import Tensor
 
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.optimizers.optimizer_snapshot import bytes_usable
@@ -21,7 +24,9 @@ from lightning_pipeoffload.planning.report import (
     print_prediction,
     print_reads,
 )
+from lightning_pipeoffload.runtime.batch.structure import tokens_in
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import Schedule
 
 
@@ -32,6 +37,15 @@ class Report:
         self._pipeline, self._group = pipeline, pipeline.group
         self._plans, self._training = plans, plans.training
         self._measurements = measurements
+        self._num_samples = 0  # of batches that have tokens
+        self._num_tokens: int | Tensor = 0
+
+    def count(self, batch: Any, slices: Sequence[Microbatch]) -> None:
+        """Count the tokens of a training batch, for the mean of a sample."""
+        num_tokens = tokens_in(batch)
+        if num_tokens is not None:
+            self._num_tokens += num_tokens
+            self._num_samples += sum(each.num_samples for each in slices)
 
     def make(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline; see ``PipeOffloadStrategy.report``."""
@@ -61,6 +75,9 @@ class Report:
             num_samples = num_microbatches * self._plans.microbatch_size
             seconds = max(filter(None, measured["step_seconds"]))
             report["samples_per_second"] = num_samples / seconds
+            if self._num_samples:
+                of_sample = float(self._num_tokens) / self._num_samples
+                report["tokens_per_second"] = report["samples_per_second"] * of_sample
         return report
 
     @property

@@ -147,6 +147,7 @@ class Split:
         """
         is_first = not self.plans.microbatch_size
         slices = self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
+        self.report.count(inputs.batch, slices)
         if is_first and self.group.reports:
             self.weights.note_class_weights(slices)
         if is_first and len(slices) > 1 and not self.cutter.by_user:

@@ -348,8 +348,11 @@ def print_measurement(report: dict[str, Any], peaks: Sequence[float], planned: f
     measured = report["measured"]
     peak_bytes = measured["peak_activation_bytes"]
     rank = max(range(len(peak_bytes)), key=lambda rank: peak_bytes[rank])
+    rates = f"{report['samples_per_second']:.1f} samples/s"
+    if "tokens_per_second" in report:
+        rates += f", {report['tokens_per_second']:,.0f} tokens/s"
     _print(
-        f"Measured: {_headline(report)}: {report['samples_per_second']:.1f} samples/s, a step "
+        f"Measured: {_headline(report)}: {rates}, a step "
         f"every {seconds_text(max(measured['step_seconds']))}. {_why(report, planned)} Activations "
         f"took at most {bytes_text(peak_bytes[rank])}, on rank {rank}; "
         f"planned were {bytes_text(peaks[rank])}."

@@ -137,10 +137,15 @@ def test_tables_fit_80_columns(capsys, monkeypatch, caplog):
     assert "50.0 %" in row
 
 
+def test_tokens_are_told_where_batches_have_some(capsys):
+    print_measurement({**REPORT, "tokens_per_second": 8192.4, "measured": MEASURED}, *PLANNED)
+    assert "16.0 samples/s, 8,192 tokens/s, a step" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_bubble_is_explained(capsys):
     print_measurement({**REPORT, "measured": MEASURED}, *PLANNED)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "16.0 samples/s" in printed
+    assert "16.0 samples/s, a step" in printed
     # 1F1B idles for 0.3 of 1.5 seconds: a quarter of the time it works, which is half here.
     assert (
         "The bubble was predicted as 20.0 %, and is 50.0 %: 12.5 % by the plan with the measured "

@@ -87,6 +87,21 @@ def batch_size(batch: Any) -> int:
     return BatchStructure().count(batch)
 
 
+def tokens_in(batch: Any) -> int | Tensor | None:
+    """Return how many tokens a batch has, without waiting for an accelerator.
+
+    Those that ``attention_mask`` lets through, else the size of ``input_ids``; None: it has none.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids, Tensor):
+        return None
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return mask.count_nonzero()
+    return ids.numel()
+
+
 def split_batch(batch: Any, size: int) -> list[Any]:
     """Split a batch into parts of ``size`` samples, the last one possibly smaller."""
     return BatchStructure().split(batch, size).parts

@@ -60,6 +60,12 @@ _MOST_RECORDS = 64
 _FLAGS = (EVERYTHING, NO_ALARM), (NO_ALARM, NO_ALARM), (EVERYTHING, EVERYTHING)
 _CLOSE = 1e-4  # sums on an accelerator may differ by their order
 
+_NUM_DRAWS = 4
+_DRAWN = (
+    "; which blocks it calls is drawn at random (LayerDrop), and a stage needs each in every step: "
+    "set layerdrop=0, or call each block and choose, x = torch.where(keeps, block(x), x)"
+)
+
 _Log = list[LoggedValue]
 _Flags = tuple[Imagined, Imagined]
 
@@ -220,9 +226,21 @@ class StepRecords:
         """Return the end of an error that names other blocks at which a step could be cut."""
         if not torch.is_grad_enabled():  # an evaluation runs as a whole then
             return ""
+        if self._draws_calls(part, step, seed):
+            return _DRAWN
         trial = self._trial(part, step, seed)
         proposal = self._trial_cuts(trial).propose(self._chain, self._num_stages)
         return f"; it could be cut with {proposal}" if proposal else ""
+
+    def _draws_calls(self, part: Any, step: UsersStep, seed: int) -> bool:
+        """Return whether which blocks a step calls depends on random numbers."""
+        self._chain.release()
+        try:
+            trials = (self._trial(part, step, mix_seed(seed, n)) for n in range(_NUM_DRAWS))
+            orders = {self._trial_cuts(each).order_of(self._chain).blocks for each in trials}
+        finally:
+            self._chain.intercept()
+        return len(orders) > 1
 
     def find_chains(self, part: Any, step: UsersStep, seed: int) -> list[list[str]]:
         """Return chains of blocks at which a step could be cut, by its calls; the best first."""

@@ -24,6 +24,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import StageExit
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.step.recomputed_block import RecomputedCall
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites
 
@@ -65,6 +66,8 @@ class _Rerun:
         self._called_before, is_in_block = watch.step.place()
         self._is_in_block = is_in_block or watch.writes.is_block(function)
         self._name = ""
+        is_ours = isinstance(function, RecomputedCall)
+        self._how = 'is recomputed (recompute="full")' if is_ours else "is checkpointed"
         self._forward = watch.writes.num_forwards
         # As they are in F: this package's own checkpoints run again on copies.
         self._statistics = watch.writes.statistics() if watch.is_first else []
@@ -113,7 +116,7 @@ class _Rerun:
 
     def _refusal(self) -> ValueError:
         return ValueError(
-            f"{self._name} is checkpointed and does not compute again in the backward what it "
+            f"{self._name} {self._how} and does not compute again in the backward what it "
             f"computed in the forward: it reads something that has changed since, an attribute "
             f"that the step writes, a cache of keys or a generator of random numbers, say. Give "
             f"it what it reads as an argument (a Hugging Face model use_cache=False), and draw "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, swapped
 from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
+
+
+class RecomputedCall(partial[Any]):
+    """A block's call that this package checkpoints, not the user."""
 
 
 def run_checkpointed(
@@ -48,7 +53,7 @@ def run_checkpointed(
     before = _Before(block, written, generators)
     args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))  # the step may fill a list later
     output = checkpoint(
-        call,
+        RecomputedCall(call),
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # replayed here, with Python's and numpy's

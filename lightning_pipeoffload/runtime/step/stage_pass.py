@@ -387,8 +387,8 @@ class StagePass:
         raise ValueError(
             f"the step calls {name(index)}{in_brackets(calling_line())}, and {instead} when it ran "
             f"without values; in a pipeline the blocks that a step calls cannot depend on values, "
-            f"attributes or the batch's number: call them in every step, and multiply by 0 what is "
-            f"not wanted{self._step_record.derivation}"
+            f"attributes or the batch's number: call them in every step, and choose, as in x = "
+            f"torch.where(wanted, block(x), x){self._step_record.derivation}"
         )
 
     def _refuse_early_end(self, result: Any) -> None:

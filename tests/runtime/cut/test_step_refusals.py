@@ -3,6 +3,7 @@
 import inspect
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -329,6 +330,29 @@ def test_a_parameter_that_a_stage_would_keep_for_itself_is_refused():
 
 def one_missing(m, x):
     return loss_of(m, through(m.blocks[:3], x))
+
+
+def drawn_calls(m, x):
+    x = m.embed(x)
+    for block in m.blocks:
+        if torch.rand(()) < 0.5:  # LayerDrop
+            x = block(x)
+    return loss_of(m, x)
+
+
+def numpy_calls(m, x):
+    x = m.embed(x)
+    for block in m.blocks:
+        if np.random.uniform() < 0.5:
+            x = block(x)
+    return loss_of(m, x)
+
+
+@pytest.mark.parametrize("step", [drawn_calls, numpy_calls])
+def test_blocks_that_are_drawn_are_said_to_be_drawn(step):
+    message = refusal(Step(step))
+    assert "; which blocks it calls is drawn at random (LayerDrop), and a stage needs" in message
+    assert "it could be cut with" not in message
 
 
 def bare_except(m, x):

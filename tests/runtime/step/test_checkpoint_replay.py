@@ -82,6 +82,7 @@ WAYS = {
 }
 
 
+WORDS = {"full": r'is recomputed \(recompute="full"\)', "by step": "is checkpointed"}
 HOWS = ["full", "by step", "partly", "reentrant"]
 
 
@@ -162,7 +163,7 @@ class Numbers:
 def test_what_changes_unseen_is_refused_in_the_first_step(how):
     draw = Numbers().draw
     module = Setting(nowhere, lambda block: draw(), how).double()
-    assert re.match(r"blocks.\d is checkpointed and does not", refusal(module, how))
+    assert re.match(rf"blocks.\d {WORDS[how]} and does not", refusal(module, how))
 
 
 def test_a_checkpointed_block_that_fails_only_in_the_backward_is_named():
@@ -171,7 +172,7 @@ def test_a_checkpointed_block_that_fails_only_in_the_backward_is_named():
         return torch.ones(3 if is_in_backward else 4).double()
 
     module = Setting(nowhere, read, "full").double()
-    assert re.match(r"blocks.\d is checkpointed and does not", refusal(module, "full"))
+    assert re.match(rf"blocks.\d {WORDS['full']} and does not", refusal(module, "full"))
 
 
 def test_a_checkpoint_is_torchs_own_again_without_a_pipeline():
