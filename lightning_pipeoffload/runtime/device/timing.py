@@ -89,14 +89,14 @@ class TimedStep:
     """Timestamps of one step.
 
     Attributes:
-        num_slices: The slices of a microbatch that its actions count by.
         actions: Each action, the spans in which it computed, and how many actions share these.
+        num_slices: The slices of a microbatch that its actions count by.
     """
 
     start: Any
-    num_slices: int = 1
     end: Any = None
     actions: list[tuple[Action, list[tuple[Any, Any]], int]] = field(default_factory=list)
+    num_slices: int = 1
 
 
 class ActionTimer:
@@ -129,7 +129,7 @@ class ActionTimer:
 
     def start_step(self, num_slices: int = 1) -> None:
         """Mark the start of a step, with so many slices of each microbatch."""
-        self._step = TimedStep(self._now(), num_slices)
+        self._step = TimedStep(self._now(), num_slices=num_slices)
 
     def end_step(self) -> None:
         """Mark the end of a step."""
