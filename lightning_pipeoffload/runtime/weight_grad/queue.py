@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,13 +30,22 @@ from torch.nn import Parameter
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
 
-if TYPE_CHECKING:
-    from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
-
 _AT_ONCE = "_pipeoffload_at_once"
 
 AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 Fetch = Callable[[], Tensor]
+
+
+class Accumulating(Protocol):
+    """An operation whose weight gradient waits for W, as ``DeferredCall`` in ``calls.py``."""
+
+    trained_weights: tuple[Tensor, ...]
+
+    def accumulate(self, x: Tensor, grad: Tensor, add_product: AddProduct) -> None:
+        """Compute the gradients of the weights, and add them to ``.grad``."""
+
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        """Return the floating-point operations of :meth:`accumulate`'s product."""
 
 
 class WeightGrad(NamedTuple):
@@ -108,7 +117,7 @@ class WeightGradQueue:
         else:
             self._entries.append(WeightGrad(compute, weights))
 
-    def defer(self, call: DeferredCall, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
+    def defer(self, call: Accumulating, x: Tensor, fetch: Fetch | None, grad: Tensor) -> None:
         """Queue the weight gradient of a product for W, or compute it now if it must not wait.
 
         Args:
@@ -175,7 +184,7 @@ class WeightGradQueue:
 
 
 def _accumulate_kept(
-    call: DeferredCall, fetch_x: Fetch, fetch_grad: Fetch, add_product: AddProduct
+    call: Accumulating, fetch_x: Fetch, fetch_grad: Fetch, add_product: AddProduct
 ) -> None:
     call.accumulate(fetch_x(), fetch_grad(), add_product)
 
