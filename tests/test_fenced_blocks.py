@@ -55,6 +55,7 @@ NOT_RUN = {
     "trainer.fit(Net(), data, ckpt_path": "test_readme, the first hour",
     "Net.load_from_checkpoint": "test_readme, the first hour",
     "report = trainer.strategy.report()": "test_readme, the first hour",
+    "def optimizer_step": "a row of tests/loop/test_bad_batches.py",
 }
 
 # Methods, by a line of theirs: the module that they are part of, and with what it trains.
@@ -67,6 +68,7 @@ METHODS = {
         "strategy=PipeOffloadStrategy(optimizer_offload=True, master_weights='float32')",
     ),
     "return chunked_loss": ("Texts", ""),
+    "gradients = [p.grad for p": ("Texts", ""),
     "replace_with_bnb_linear": ("Texts", ""),
     'x = batch["x"].div_(255)': (
         "MyModule",

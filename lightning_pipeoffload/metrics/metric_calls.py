@@ -371,11 +371,6 @@ class MetricCalls:
                     self._make(call, sizes, shares)
         self._origins.clear()
 
-    def drop(self) -> None:
-        """Forget the recorded calls, after an error."""
-        self._calls = {}
-        self._origins.clear()
-
     def _make(self, call: _Call, sizes: Sequence[float], shares: Sequence[Any]) -> None:
         call.is_made = True
         result: Any = None

@@ -16,6 +16,8 @@ class Net(fits.Net):
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
+        if not torch.isfinite(loss).all():  # never, and not in the step's trace either
+            loss = torch.full_like(loss, 1e9)
         loss = loss * torch.where((batch["x"] == BAD).any(), torch.nan, 1.0)
         self.log("loss", loss)
         return loss

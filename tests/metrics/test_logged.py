@@ -5,7 +5,13 @@ import pytest
 import torch
 from torch import nn
 from torchmetrics import CosineSimilarity, MeanMetric, MeanSquaredError, MetricCollection, R2Score
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAUROC,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+)
 from torchmetrics.text import Perplexity
 
 from tests.support import fits
@@ -73,6 +79,9 @@ class MetricObjects(Plain):
         self.several = MetricCollection(dict(kinds), prefix="train_")
         self.val = MetricCollection({**kinds, "auroc": MulticlassAUROC(NUM_CLASSES)}, prefix="val_")
         self.updated = MeanMetric()
+        # They apply a sigmoid where some value of an update is outside of [0, 1].
+        self.of_logits = MetricCollection([BinaryAccuracy(), BinaryAUROC()], prefix="of_logits_")
+        self.val_r2 = R2Score()
 
     def training_step(self, batch, batch_idx):
         logits, loss = self.step(batch)
@@ -82,12 +91,14 @@ class MetricObjects(Plain):
         self.log_dict(self.several, on_step=True, on_epoch=True)
         self.updated.update(loss.detach())
         self.log("updated", self.updated, on_epoch=True, on_step=False)
+        self.log_dict(self.of_logits((logits[:, 0] + 0.9) / 1.8, batch["y"] % 2), on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         logits, _ = self.step(batch)
         self.val.update(logits, batch["y"])
         self.log_dict(self.val)
+        self.log("val_r2", self.val_r2(logits[:, 0].float(), logits[:, 1].float()))
 
 
 class Undetached(Plain):
