@@ -35,6 +35,8 @@ COMMANDS = {
     r"srun ": "test_readme::test_several_nodes_under_slurm",
     r"OMP_NUM_THREADS=1 python train.py": "test_readme::test_the_program_of_the_first_hour",
     r"python examples/": "test_examples",
+    r"python \.\./shared/tools/nccl": "downloads NCCL, and is no part of the repository",
+    r"CUDA_DEVICE_MAX_CONNECTIONS=32 .*gpu_check": "needs a GPU; its parts: test_gpu_check",
 }
 # Blocks of text that nobody types, by their first words.
 TEXTS = {

@@ -12,6 +12,7 @@ from examples.benchmarks import (
     gpu_check,
     gpu_fits,
     gpu_llama,
+    gpu_nccl,
     gpu_parts,
     gpu_process,
     gpu_ranks,
@@ -37,6 +38,8 @@ ALONE = [
 IN_PAIRS = [
     gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,
     gpu_fits.ways_of_two_processes, gpu_fits.blame, gpu_roads.tensor_ranks,
+    gpu_nccl.nccl_open_receives, gpu_nccl.nccl_killed, gpu_nccl.nccl_default, gpu_nccl.nccl_ranks,
+    gpu_nccl.nccl_ways, gpu_nccl.nccl_beside_torch, gpu_nccl.shared_link,
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ import torch
 from examples.benchmarks import (
     gpu_fits,
     gpu_llama,
+    gpu_nccl,
     gpu_parts,
     gpu_process,
     gpu_ranks,
@@ -62,11 +63,24 @@ class Part:
 _QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
-# Each has the seconds that it may take, of which those up to host_step take what make gpu has.
+# torch then maps and registers the host's memory by several threads, before a step is timed.
+_PINNING = {
+    "PYTORCH_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+}
+
+# Each has the seconds that it may take, of which the first ones take what make gpu has.
 PARTS = [
+    Part(gpu_nccl.nccl_ranks, 90),
+    Part(gpu_nccl.nccl_default, 30),
+    Part(gpu_parts.offload, 110, _QUEUES | _PINNING),
+    Part(gpu_llama.compiled, 70),
+    Part(gpu_nccl.nccl_ways, 60),
+    Part(gpu_nccl.nccl_killed, 20),
+    Part(gpu_nccl.nccl_beside_torch, 30),
+    Part(gpu_nccl.nccl_open_receives, 20),
+    Part(gpu_nccl.shared_link, 15),
     Part(gpu_fits.fits, 30),
     Part(gpu_llama.llama, 75),
-    Part(gpu_llama.compiled, 50),
     Part(gpu_roads.sliced_llama, 60),
     Part(gpu_roads.called_twice, 15),
     Part(gpu_roads.tensor_ranks, 40),
@@ -89,7 +103,6 @@ PARTS = [
     Part(gpu_parts.casts, 12),
     Part(gpu_parts.late_copies_under_sanitizer, 15, _QUEUES),
     Part(gpu_fits.ways_of_two_processes, 60),
-    Part(gpu_parts.offload, 120, _QUEUES),
 ]
 ON_DEMAND = [Part(gpu_fits.quantized, 30), Part(gpu_fits.on_demand, 40)]  # by --parts alone
 _LEAST_SECONDS = 8  # that a part is begun with: the device's context takes half of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from examples.benchmarks.gpu_process import (
+    ROW,
     Function,
     error_of,
     is_accelerated,
@@ -67,7 +69,9 @@ def train(
         **{**arguments, **options},
     )
     # Each replica's own: what Lightning shares out it shuffles too.
-    first = int(os.environ["NODE_RANK"]) if num_replicas > 1 else 0
+    first = 0
+    if num_replicas > 1:
+        first = int(os.environ["NODE_RANK"]) * num_replicas // int(os.environ["NUM_RANKS"])
     training, validation = _rows()[first::num_replicas], _rows()
     loaders = DataLoader(training, 8 // num_replicas), DataLoader(validation, 8)
     trainer.fit(_module(), *loaders, ckpt_path=resume)
@@ -105,12 +109,16 @@ def _resumed(run: Callable[..., Trainer], file: str) -> tuple[Trainer, Trainer]:
 def _train_as_one_of_two(device: torch.device, *callbacks: Callback, **options: Any) -> Trainer:
     names = "precision", "num_replicas", "resume", "max_steps"
     more = {name: options.pop(name) for name in names if name in options}
-    gloo = PipeOffloadStrategy(
-        **{"schedule": "zb_h1", "process_group_backend": "gloo", **_host(device), **options}
-    )
+    given = {"schedule": "zb_h1", "process_group_backend": backend(), **_host(device), **options}
+    num_nodes = int(os.environ["NUM_RANKS"])
     return train(
-        device, *callbacks, strategy=gloo, num_nodes=2, **more,
-    )  # fmt: skip
+        device, *callbacks, strategy=PipeOffloadStrategy(**given), num_nodes=num_nodes, **more
+    )
+
+
+def backend() -> str | None:
+    """Return the backend of ranks that share a device: gloo, unless the part says otherwise."""
+    return os.environ.get("BACKEND", "gloo") or None
 
 
 def _host(device: torch.device) -> dict[str, Any]:
@@ -131,6 +139,12 @@ def be_one_of_two(device: torch.device) -> Iterator[str]:
 def be_one_of_two_in_float16(device: torch.device) -> Iterator[str]:
     """Train with scaled losses, and with steps that may be taken back."""
     ways = {"optimizer_sync": "post_validation", "precision": "16-mixed"}
+    yield _loss(_train_as_one_of_two(device, **ways))
+
+
+def be_one_of_two_with_masters(device: torch.device) -> Iterator[str]:
+    """Train weights of bfloat16 by masters on the host."""
+    ways = {"optimizer_offload": True, "master_weights": "float32", "precision": "bf16-true"}
     yield _loss(_train_as_one_of_two(device, **ways))
 
 
@@ -285,7 +299,7 @@ def be_one_on_demand(device: torch.device) -> Iterator[str]:
     """Train as one of two ranks that read each other's weights where they lie."""
     rank = os.environ["LOCAL_RANK"] = os.environ.pop("NODE_RANK")
     os.environ["WORLD_SIZE"] = "2"
-    strategy = OnDemandStrategy(process_group_backend="gloo")
+    strategy = OnDemandStrategy(process_group_backend=backend())
     if is_accelerated(device):
         strategy.parallel_devices = [torch.device(device.type, 0)] * 2
     trainer = Trainer(
@@ -336,6 +350,30 @@ def _assert_on_device(device: torch.device) -> None:
 
 def _use_up_memory(device: torch.device) -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device=device)
+
+
+def _be_killed(device: torch.device) -> None:
+    print(f"{ROW}killed at {time.monotonic()}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FailInStep(Fail):
+    """Fails in the middle of the third step, before its first backward."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Do nothing yet."""
+        self._batch = batch_idx
+
+    def on_before_zero_grad(self, trainer: Any, *args: Any) -> None:
+        """Fail."""
+        if trainer.global_rank == 1 and self._batch == 2:
+            self._fail(trainer.strategy.root_device)
+
+
+def be_one_that_is_killed(device: torch.device) -> Iterator[str]:
+    """Train as one of two processes, of which one is killed in the middle of a step."""
+    _train_as_one_of_two(device, FailInStep(_be_killed))
+    yield "nothing has happened"
 
 
 def be_one_with_an_assert(device: torch.device) -> Iterator[str]:

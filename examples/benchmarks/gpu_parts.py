@@ -6,6 +6,7 @@ run on the CPU too, for the tests, where they are small and measure nothing of i
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -224,6 +225,8 @@ _TESTS = ["tests/runtime/test_gpu.py", "tests/odc/test_on_demand_gpu.py"]
 
 def offload(device: torch.device) -> Iterator[str]:
     """Offloading against none, at the first size whose copies fit beside its compute."""
+    if (settings := os.environ.get("PYTORCH_ALLOC_CONF")) and is_accelerated(device):
+        torch._C._accelerator_setAllocatorSettings(settings)  # torch may have read others before
     speed = measure_copy_speed(device)
     to_host, to_device = speed.to_host / 1e9, speed.to_device / 1e9
     yield f"{to_host:.1f} GB/s to the host, {to_device:.1f} back; both at once {speed.overlap:.2f}"
@@ -233,8 +236,12 @@ def offload(device: torch.device) -> Iterator[str]:
     hidden = [size for size, k in estimates.items() if k <= 1]
     size = _size(*(hidden[0] if hidden else min(estimates, key=estimates.__getitem__)), device)
     lines: list[Line] = []
-    # The last variant first, which planned peaks of all are compared with.
-    for variant in (Variant("uniform"), offload_gpu.VARIANTS[-1], *offload_gpu.VARIANTS[1:-1]):
+    # The last of all variants second: planned peaks are compared with its.
+    variants = [
+        Variant("uniform"), offload_gpu.VARIANTS[-1], Variant("po_f"), Variant("zb_v"),
+        Variant("zb_v", offloads=True), *offload_gpu.VARIANTS[1:-1],
+    ]  # fmt: skip
+    for variant in dict.fromkeys(variants):
         line = offload_gpu.measure(size, variant, speed, _STEPS)
         if line is not None:
             lines.append(line)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -68,6 +69,7 @@ def start(
     environment: Mapping[str, str],
     seconds: float,
     leads: bool = False,
+    anew: bool = False,
 ) -> Running:
     """Start a process that runs a part and prints its rows as they come.
 
@@ -79,9 +81,10 @@ def start(
         environment: Variables beside this process's own.
         seconds: The seconds after which it will be killed.
         leads: Whether the process leads a process group, in which those that it starts are.
+        anew: Whether it is a new Python, whose loader reads the environment, as for LD_PRELOAD.
     """
     reading, writing = PROCESSES.Pipe(duplex=False)
-    arguments = writing, function, device.type, dict(environment), seconds, leads
+    arguments = writing, function, device.type, dict(environment), seconds, leads, anew
     process = PROCESSES.Process(target=_run, args=arguments)
     process.start()
     writing.close()
@@ -95,14 +98,24 @@ def _run(
     environment: dict[str, str],
     seconds: float,
     leads: bool,
+    anew: bool,
 ) -> None:
     if leads:
         os.setpgrp()
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
-    faulthandler.dump_traceback_later(max(1.0, seconds - 2), file=2)
     os.environ.update(_LOOPBACK | environment)
+    if anew:
+        name = f"{function.__module__}:{function.__qualname__}"
+        module = ["-u", "-m", "examples.benchmarks.gpu_process"]
+        os.execv(sys.executable, [sys.executable, *module, name, kind, str(seconds)])
+    print_rows(function, kind, seconds)
+
+
+def print_rows(function: Function, kind: str, seconds: float) -> None:
+    """Run a part in this process, and print its rows or its error."""
+    faulthandler.dump_traceback_later(max(1.0, seconds - 2), file=2)
     try:
         # With an index, by which processes that share memory name the device.
         for row in function(torch.device(kind) if kind == "cpu" else torch.device(kind, 0)):
@@ -163,28 +176,35 @@ def run_two(
     device: torch.device,
     seconds: float = 40,
     environment: Mapping[str, str] | None = None,
+    num_ranks: int = 2,
+    anew: bool = False,
 ) -> list[list[str]]:
-    """Run a part in two processes on a device; return the lines of each.
+    """Run a part in two or more processes on a device; return the lines of each.
 
     The process that calls this may not have used the device yet. Its standard error gets them too.
 
     Args:
-        function: The part; each process finds in ``NODE_RANK`` which of the two it is.
-        device: The device of both.
+        function: The part; each process finds in ``NODE_RANK`` which one it is.
+        device: The device of all.
         seconds: The seconds after which they are killed on an accelerator.
         environment: Variables beside this process's own.
+        num_ranks: How many there are; each finds it in ``NUM_RANKS``.
+        anew: See :func:`start`.
     """
     places = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(environment or {}),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NUM_RANKS": str(num_ranks),
+        **(environment or {}),
     }  # fmt: skip
     seconds = seconds if is_accelerated(device) else 600
     faulthandler.cancel_dump_traceback_later()  # by a thread that they would wait for in vain
-    both = [
-        start(function, device, {**places, "NODE_RANK": str(rank)}, seconds) for rank in range(2)
+    ranks = range(num_ranks)
+    running = [
+        start(function, device, {**places, "NODE_RANK": str(rank)}, seconds, anew=anew)
+        for rank in ranks
     ]
     deadline = time.monotonic() + seconds
-    with ThreadPoolExecutor(2) as threads:
-        return [*threads.map(partial(_follow, deadline=deadline), range(2), both)]
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return [*threads.map(partial(_follow, deadline=deadline), ranks, running)]
 
 
 def _follow(rank: int, running: Running, deadline: float) -> list[str]:
@@ -217,3 +237,9 @@ def compile_kernel(source: str, name: str) -> Any:
             if ".alt." not in library.name:
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return torch.cuda._compile_kernel(source, name)  # private: torch has no other
+
+
+if __name__ == "__main__":
+    _name, _kind, _seconds = sys.argv[1:]
+    _module, _, _function = _name.partition(":")
+    print_rows(getattr(import_module(_module), _function), _kind, float(_seconds))

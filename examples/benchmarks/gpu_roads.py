@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from examples.benchmarks import gpu_llama
-from examples.benchmarks.gpu_fits import compared, losses_of_two
+from examples.benchmarks.gpu_fits import backend, compared, losses_of_two
 from examples.benchmarks.gpu_llama import Size
 from examples.benchmarks.gpu_process import is_accelerated, needing
 from examples.tensor_parallel import Llama
@@ -68,9 +68,24 @@ def _train_llama(device: torch.device, **options: Any) -> str:
 def be_one_of_two_tensor_ranks(device: torch.device) -> Iterator[str]:
     """Train with half of each layer."""
     strategy = PipeOffloadStrategy(
-        tensor_parallel_size=2, schedule="zb_h1", process_group_backend="gloo"
+        tensor_parallel_size=2, schedule="zb_h1", process_group_backend=backend()
     )
     yield _train_llama(device, strategy=strategy, num_nodes=2)
+
+
+def be_one_of_two_compiled_tensor_ranks(device: torch.device) -> Iterator[str]:
+    """The same, compiled."""
+    compile_with = True if is_accelerated(device) else {"backend": "aot_eager"}
+    strategy = PipeOffloadStrategy(
+        tensor_parallel_size=2, schedule="zb_h1", process_group_backend=backend(),
+        compile=compile_with,
+    )  # fmt: skip
+    yield _train_llama(device, strategy=strategy, num_nodes=2)
+
+
+def llama_alone(device: torch.device) -> Iterator[str]:
+    """The loss of one rank."""
+    yield _train_llama(device, strategy="auto")
 
 
 @needing("transformers")

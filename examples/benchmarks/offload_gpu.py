@@ -56,6 +56,7 @@ from lightning_pipeoffload.schedule import (
     build,
     estimated_copy_ratio,
     lower,
+    offload_activations,
     simulate,
 )
 from lightning_pipeoffload.schedule.costs import layer_flops
@@ -91,10 +92,13 @@ class Variant:
     schedule: str
     recompute: str = "none"
     save_on_cpu: bool = False
+    offloads: bool = False  # all activations, where the schedule itself has no copies
 
     @property
     def name(self) -> str:
         """For the table."""
+        if self.offloads:
+            return f"{self.schedule}, all offloaded"
         return "uniform, save_on_cpu" if self.save_on_cpu else self.schedule
 
 
@@ -141,7 +145,7 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
     pin = size.device.type != "cpu"
     around = partial(save_on_cpu, pin_memory=pin) if variant.save_on_cpu else nullcontext
     model = Model(size, around)
-    stage_ranks = tuple(stage % size.num_ranks for stage in range(size.num_stages))
+    stage_ranks = few_microbatches(size, variant).placement
     cut = CutSettings(stage_ranks, "gpt.blocks", "even", variant.recompute)
     own = [stage for stage, rank in enumerate(stage_ranks) if rank == size.rank]
     model.allocate(own, size.device)
@@ -159,9 +163,10 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
     return Rehearsal(pipeline, ActivationMemory(settings), cut_batch)
 
 
-def few_microbatches(size: Size) -> Schedule:
+def few_microbatches(size: Size, variant: Variant) -> Schedule:
     """Return what stages are measured by."""
-    return build("uniform", size.num_ranks, CALIBRATION_MICROBATCHES, size.num_chunks)
+    name = variant.schedule if variant.schedule == "zb_v" else "uniform"
+    return build(name, size.num_ranks, CALIBRATION_MICROBATCHES, size.num_chunks)
 
 
 VARIANTS = [
@@ -201,7 +206,7 @@ def measure(size: Size, variant: Variant, speed: CopySpeed, num_steps: int) -> L
     _reset_peak()
     rehearsal = rehearse(size, variant)
     try:
-        measured = rehearsal.measure_stages(few_microbatches(size), speed)
+        measured = rehearsal.measure_stages(few_microbatches(size, variant), speed)
         stage, costs = _mean(measured), _costs_of_all(size, measured, speed)
         plan = lower(_schedule(size, variant, costs))
         timeline = simulate(plan, costs)
@@ -242,7 +247,8 @@ def _computing(stage: StageCosts) -> float:
 def _schedule(size: Size, variant: Variant, costs: Costs) -> Schedule:
     numbers = size.num_ranks, size.num_microbatches, size.num_chunks
     planned = costs if variant.schedule.startswith("po_") else None
-    return build(variant.schedule, *numbers, costs=planned)
+    schedule = build(variant.schedule, *numbers, costs=planned)
+    return offload_activations(schedule, costs, 1.0)[0] if variant.offloads else schedule
 
 
 def _formula(size: Size, stage: StageCosts, speed: CopySpeed) -> float:
