@@ -94,6 +94,9 @@ LISTED = {
     "runtime/tensor_parallel/collectives.py": {
         "functional._maybe_wrap_tensor": "attached: collectives are waited for where called",
     },
+    "runtime/tensor_parallel/layers.py": {
+        "register_module_parameter_registration_hook": "configure_model: finds parted weights",
+    },
     "runtime/tensor_parallel/own_parts.py": {
         "Shard._make_shard_tensor": "a module's construction: tensor ranks divide their own values",
         "Replicate._make_replicate_tensor": "as the former",
