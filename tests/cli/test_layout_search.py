@@ -190,7 +190,7 @@ def test_what_is_left_out_would_not_be_faster(monkeypatch, seed):
         *(f"devices={devices}", f"num_nodes={nodes}", f"model.depth={draw.choice([8, 10, 16])}"),
         *(f"num_microbatches={count}", f"data.batch_size={2 * count}"),
         *(f"network={draw.choice([1, 10, 100])}GB", f"link={draw.choice([10, 100])}GB"),
-        f"device_memory={draw.choice([1.2, 1.5, 2.5, 8])}MiB",
+        f"device_memory={draw.choice([1.7, 2.2, 3, 8])}MiB",
     )
     everything = {"NEAR": 1e9, "SHOWN": 1e9, "_NUM_IN_FULL": 99, "_WORTH_A_PLAN": 1.0}
     best = period_of(monkeypatch, words, **everything, _SHORTLY=layout_search._ALONE)
