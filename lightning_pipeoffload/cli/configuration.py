@@ -107,14 +107,14 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
     def own_task(config: DictConfig) -> None:
         if is_short:
             os.environ.pop(FULL_ERROR, None)
-        with _refusals_of_one_line(config_name, is_short):
+        with _errors_in_one_line(config_name, is_short):
             _leave_demo_arguments(config)
             task(config)
 
     # Without this variable Hydra prints a long trace for an invalid configuration.
     os.environ[FULL_ERROR] = "1"
     try:
-        with _refusals_of_one_line(config_name, is_short):
+        with _errors_in_one_line(config_name, is_short):
             app(own_task)()
     finally:
         if is_short:
@@ -155,7 +155,7 @@ def _leave_demo_arguments(config: DictConfig) -> None:
 
 
 @contextmanager
-def _refusals_of_one_line(config_name: str, is_short: bool = True) -> Iterator[None]:
+def _errors_in_one_line(config_name: str, is_short: bool = True) -> Iterator[None]:
     from hydra.errors import HydraException  # noqa: PLC0415 - see the module's docstring
     from omegaconf.errors import OmegaConfBaseException  # noqa: PLC0415
 

@@ -131,7 +131,7 @@ def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
     classes: dict[Any, int] = {}
     class_of_block = [0] * len(chain)
     for key, members in sorted(alike.items(), key=lambda item: item[1]):
-        for index, numbers in zip(members, _telling(members, makes), strict=True):
+        for index, numbers in zip(members, _numbers_apart(members, makes), strict=True):
             class_of_block[index] = classes.setdefault((key, numbers), len(classes))
     return class_of_block
 
@@ -207,7 +207,7 @@ def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
     return *(record.work[segment] for segment in sorted(segments)), index in record.opened
 
 
-def _telling(members: Sequence[int], makes: Sequence[_Make]) -> Iterator[tuple[int, ...]]:
+def _numbers_apart(members: Sequence[int], makes: Sequence[_Make]) -> Iterator[tuple[int, ...]]:
     """Yield the numbers in each member's attributes without those that count the blocks."""
     columns = zip(*(makes[index].numbers for index in members), strict=True)
     telling = [column for column in columns if not _counts(column, members)]

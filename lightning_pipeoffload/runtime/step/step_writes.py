@@ -442,7 +442,7 @@ def refuse_late_writes(error: RuntimeError, tensors: SplitModule) -> None:
             ) from error
 
 
-class _Lacking(Elsewhere):
+class _WrittenElsewhere(Elsewhere):
     """Placeholder for an attribute that another stage writes.
 
     Adding elements to a container (``append``, ``update``, ``d[k] = v``, ``+=``) acts on the real
@@ -497,7 +497,7 @@ def _standing_for(
     for key, (variable, message) in missing.items():
         is_there = variable.value is not GONE or hasattr(type(variable.part), variable.name)
         if is_there or key in made:
-            placed.append((variable, _Lacking(message, variable, copies(variable.part))))
+            placed.append((variable, _WrittenElsewhere(message, variable, copies(variable.part))))
             variable.put(placed[-1][1])
     try:
         yield
