@@ -158,7 +158,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         ):  # before the first run, or after forks: the module is whole
             if "optimizer_states" in checkpoint:
                 self._refuse_without_optimizers()
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         checkpoint[_SEED] = self.continued.seed
         checkpoint[_NUM_ENTRIES] = self.continued.num_entries
@@ -178,7 +178,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         # Another plugin may copy the checkpoint before it writes it.
         one_by_one = type(self.checkpoint_io) is MovingCheckpointIO
         with without_collection(), SavedValues(checkpoint, self.group).coming(one_by_one) as coming:
-            super().save_checkpoint(coming, filepath, storage_options)
+            super().save_checkpoint(coming, filepath, storage_options=storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}

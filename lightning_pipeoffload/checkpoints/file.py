@@ -66,7 +66,7 @@ class MovingCheckpointIO(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         if is_remote(path) or storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         with replacing(path) as part, part.open("wb") as file, showing_first_error():
             torch.save(checkpoint, file)  # given a path it hides why it could not write

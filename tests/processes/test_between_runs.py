@@ -10,6 +10,7 @@ import pickle
 from functools import partial
 from itertools import chain
 from threading import Lock
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -65,6 +66,16 @@ def read_folder_in_steps(num_devices, folder):
     module.training_step = training_step
     make_trainer(num_devices, default_root_dir=folder).fit(module, fits.loader())
     return set(read)
+
+
+def _count_saves():
+    with patch.object(torch, "save", wraps=torch.save) as save:
+        fits.trainer(1, {}, max_steps=2).fit(fits.Net(), fits.loader())
+    return save.call_count
+
+
+def test_one_rank_pickles_nothing_for_others(ranks):
+    assert ranks(1).run(_count_saves) == [0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

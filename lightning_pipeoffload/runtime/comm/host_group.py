@@ -40,6 +40,8 @@ class HostGroup:
 
     def broadcast(self, obj: Any, src: int) -> Any:
         """Return the object of global rank ``src``."""
+        if self.num_processes == 1:  # torch would pickle it all the same
+            return obj
         objects = [obj]
         with blaming_peers("lost a rank in a broadcast"):
             dist.broadcast_object_list(objects, src, group=self.host_group)
@@ -66,6 +68,8 @@ class HostGroup:
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all processes, in the order of their global ranks."""
+        if self.num_processes == 1:
+            return [obj]
         objects: list[Any] = [None] * self.num_processes
         with blaming_peers("lost a rank while gathering"):
             dist.all_gather_object(objects, obj, group=self.host_group)
