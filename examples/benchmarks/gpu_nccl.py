@@ -99,12 +99,15 @@ def sharing(device: torch.device, mps: bool = True) -> Iterator[dict[str, str]]:
             return
         for path in pipes.values():
             Path(path).mkdir()
-        subprocess.run([control, "-d"], env={**os.environ, **pipes}, check=True)
+        own = {**os.environ, **pipes}
+        # In the foreground: it is of the part's process group, which ends with the part.
+        daemon = subprocess.Popen([control, "-f"], env=own)
         try:
             yield environment | pipes
         finally:
-            quits = {"input": "quit\n", "text": True, "timeout": 10}
-            subprocess.run([control], env={**os.environ, **pipes}, check=False, **quits)  # type: ignore[call-overload]
+            subprocess.run([control], env=own, check=False, input="quit\n", text=True, timeout=10)
+            daemon.kill()
+            daemon.wait()
 
 
 def _version() -> str:
