@@ -99,6 +99,10 @@ SLOW_COPIES = ("schedule=uniform", "costs.offload=3", "costs.reload=3")
             ["k 0.7: full offload is free\nrank 0: of 8 activations 8 leave from F to B\n"],
         ),
         (
+            ("offload=full", "costs.offload=0.6", "costs.reload=0.6"),
+            ["k 0.4: copies take no longer than computing, yet not all fit", "3 stay"],
+        ),
+        (
             ("schedule=uniform", "offload=half"),
             [
                 "k 0: copies that take no time; costs.offload and",
