@@ -225,7 +225,7 @@ def _run(device: torch.device, name: str, way: str, num_ranks: int) -> Trainer:
 
 # Over NCCL a rank reserves what its plan may use, by default nine tenths of what is free: too much
 # for several ranks of one device.
-_LIMITS = {"memory_limit": "2GiB"}
+_LIMITS: dict[str, Any] = {"memory_limit": "2GiB"}
 
 
 def _train(
@@ -269,7 +269,8 @@ def _ending(what: str, seconds: float) -> Iterator[None]:
     """End this process if the context is not over in time, after saying where it is."""
 
     def end() -> None:
-        split = _running[-1].strategy._split if _running else None
+        strategy: Any = _running[-1].strategy if _running else None
+        split = strategy and strategy.split
         executor = split and split.executor
         action = executor and executor.current
         posted = [
@@ -278,7 +279,8 @@ def _ending(what: str, seconds: float) -> Iterator[None]:
         print(f"{ROW}{what}: HANGS in {action}, open receives {posted}", flush=True)
         faulthandler.dump_traceback()
         if dist.is_nccl_available():
-            record = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())
+            torchs: Any = torch._C._distributed_c10d
+            record = pickle.loads(torchs._dump_nccl_trace())
             for entry in record.get("entries", [])[-20:]:
                 names = "pg_name", "profiling_name", "state", "collective_seq_id", "p2p_seq_id"
                 print({name: entry.get(name) for name in names}, file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.benchmarks.gpu_parts import (
     Model,
@@ -121,7 +121,7 @@ def gradients_of_rank(
     schedule: Schedule,
     plan: Schedule,
     transport: ProcessGroupTransport,
-    model: Model,
+    model: nn.Module,
     batch: Tensor,
 ) -> dict[str, Tensor]:
     """Return a rank's gradients of a plan's step; one of one microbatch at a time comes first."""
