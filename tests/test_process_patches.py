@@ -29,6 +29,9 @@ LISTED = {
     "loop/step_calls.py": {
         "builtins.print": "a stage's pass: the last stage of the rank prints",
     },
+    "metrics/metric_calls.py": {
+        "warnings.simplefilter": "a block: a metric of values that stand for a microbatch's own",
+    },
     "metrics/metric_values.py": {
         "Metric.sync": "until a run of any strategy: scripts compute metrics behind a fit",
         "Strategy.setup_environment": "until a run of any strategy, by which it is noticed",

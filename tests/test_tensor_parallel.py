@@ -234,7 +234,7 @@ class Gathers(Net):
         gather = getattr(self.trainer.strategy, "gather", torch.clone)
         of_blocks = [self.blocks[index].inner.up.weight for index in (0, 3)]
         for weight in (*of_blocks, self.blocks[0].inner.down.weight, self.norm.weight):
-            self.losses += [float(gather(x.detach()).square().sum()) for x in (weight, weight.grad)]
+            self.losses += [float(gather(x).detach().square().sum()) for x in (weight, weight.grad)]
 
 
 slow = pytest.mark.slow

@@ -76,8 +76,8 @@ def fit(num_devices, folder, path, options):
     L.seed_everything(7, workers=True, verbose=False)
     losses, derived, plain = Losses(), [], StepRecords._derive
 
-    def derive(records, shapes, part):
-        record = plain(records, shapes, part)
+    def derive(records, shapes, *step):
+        record = plain(records, shapes, *step)
         if record is not None:
             derived.append((shapes[0], shapes[-1]))
         return record
