@@ -95,7 +95,7 @@ def test_the_words_for_a_head_in_b_are_understood(monkeypatch):
     def is_in_b(planner, found):
         return found.settings.head_weight_grad == "B"
 
-    monkeypatch.setattr(model_planner, "_RECOMPUTES", ("none",))
+    monkeypatch.setattr(model_planner, "RECOMPUTATIONS", ("none",))
     monkeypatch.setattr(ModelPlanner, "_fits", is_in_b)
     planner = ModelPlanner(composed("plan", *WIDE, "num_ranks=2"))
     advice = planner.advice(planner.settings_named("zb_h1"), 2)

@@ -6,11 +6,12 @@ import re
 import pytest
 import torch
 from lightning import LightningModule
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeoffload.cli.configuration import build as make
-from lightning_pipeoffload.cli.devices import DEVICES, device_named, kind_of_precision
+from lightning_pipeoffload.cli.devices import DEVICES, FP16_SUMS, device_named, kind_of_precision
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
@@ -229,10 +230,29 @@ def test_an_error_of_configure_model_ends_the_command_at_once():
     assert WithoutWeights.calls == 1
 
 
+class StepFails(LightningModule):
+    """Multiplies shapes that do not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        return nn.Sequential(*self.blocks)(torch.ones(len(batch[0]), 9)).mean()
+
+
+def test_a_step_that_does_not_run_is_refused_with_its_error():
+    message = "the step of StepFails does not run without values: RuntimeError: .*; train a few"
+    words = f"+model._target_={__name__}.StepFails", *SMALL[5:]
+    with pytest.raises(ScheduleError, match=message) as refused:
+        plan(composed("plan", *words))
+    assert "\n" not in str(refused.value)
+
+
 def test_a_precision_has_its_rate():
     kinds = {"32-true": "fp32", "bf16-true": "bf16", "16-mixed": "fp16", "64-true": "fp64"}
     assert {name: kind_of_precision(name) for name in kinds} == kinds
-    assert all({*kinds.values()} == {*device.flops} for device in DEVICES.values())
+    assert all({*kinds.values(), FP16_SUMS} == {*device.flops} for device in DEVICES.values())
 
 
 LONG = (

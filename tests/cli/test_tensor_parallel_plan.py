@@ -61,7 +61,7 @@ def test_blocks_with_alike_shared_layers_are_of_one_class(monkeypatch):
     seen = []
 
     def find(chain, record, stages):
-        seen.append(find_classes(chain, record, with_end=False))
+        seen.append(find_classes(chain, record))
         return find_alike_saving(chain, record, stages)
 
     monkeypatch.setattr(shape_memory, "find_alike_saving", find)
@@ -70,7 +70,8 @@ def test_blocks_with_alike_shared_layers_are_of_one_class(monkeypatch):
         planner = ModelPlanner(config)
         planner.needs_of(Option("zb_h1", 1, 4), 2)
     assert seen
-    assert all(len(classes) == 4 and len({*classes[1:]}) == 1 for classes in seen)
+    # The last has the loss as well.
+    assert all(len(classes) == 4 and classes[1] == classes[2] for classes in seen)
 
 
 @pytest.mark.slow
@@ -119,7 +120,7 @@ def test_collectives_in_f_and_b_take_the_time_of_their_bytes():
             2,
             "num_sequence_slices=2 is not supported with .*2: blocks of shards do not run on",
         ),
-        (("Llama",), 4, "the step of Llama does not run without values: RuntimeError: shape"),
+        (("Llama",), 4, r"size=4 does not divide the 2 heads of config\.num_key_value_heads"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(capsys, asked, size, message):

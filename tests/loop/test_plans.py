@@ -188,7 +188,7 @@ def test_no_block_is_computed_again_that_uses_what_the_step_writes(ranks, tmp_pa
 
 def test_a_limit_that_is_too_small_is_refused_with_the_least(ranks, tmp_path):
     options = {"memory_limit": "10KiB", "recompute": "cheap"}
-    with pytest.raises(Exception, match="than any of .* plans needs; use at least .* MiB"):
+    with pytest.raises(Exception, match="than any of .* plans needs; use at least .* KiB"):
         ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "wide", options)
 
 

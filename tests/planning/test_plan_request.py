@@ -116,7 +116,7 @@ def test_a_limit_is_kept_where_b_leaves_more_than_f_has(name):
                 COSTS,
                 x,
                 1024,
-                r"memory_limit \(1024 bytes = 0\.01 MiB\) is less than the \d+ bytes = ",
+                r"memory_limit \(1024 bytes = 1\.00 KiB\) is less than the \d+ bytes = ",
             )
             for x in ("auto", "none", "full")
         ),
