@@ -25,11 +25,29 @@ _NUMBERS = {type(None), bool, int, float, str}
 _DEPTH = 3  # of objects in attributes: a cache has layers, which have lists
 
 
+class _Attributes(NamedTuple):
+    """Attributes of an object, which later blocks may ask for, such as the length of a list.
+
+    Tensors are found where they are used. So a layer of a cache that is filled counts only once its
+    tensors are read: what else it notes, such as that it is filled, goes with these.
+    """
+
+    is_nested: bool
+    forms: list[Any]  # of lists and dicts
+    others: list[Any]  # names and numbers
+    tensors: list[Tensor]
+
+    def are_same(self, was: _Attributes) -> bool:
+        is_filled = [*map(id, self.tensors)] != [*map(id, was.tensors)]
+        is_same = self.others == was.others or (self.is_nested and is_filled)
+        return is_same and self.forms == was.forms
+
+
 class _State(NamedTuple):
     spec: Any
     leaves: list[Any]
     versions: list[tuple[Tensor, int]]
-    attributes: list[Any]  # of objects: their forms and numbers
+    attributes: list[_Attributes]  # of objects
 
 
 class ArgumentWatch:
@@ -37,7 +55,7 @@ class ArgumentWatch:
 
     Attributes:
         filling: The indices of blocks that have modified a list, a dict, or an object's attributes
-            other than tensors.
+            other than tensors and what a filled part of a cache notes of them.
     """
 
     def __init__(self, record: StepRecord) -> None:
@@ -83,28 +101,28 @@ def _state_of(value: Any) -> _State:
     real = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly)]
     # Private: counts writes. Inference tensors count none.
     versions = [(leaf, leaf._version) for leaf in real if not leaf.is_inference()]
-    return _State(spec, leaves, versions, [*_attributes_of(leaves, _DEPTH)])
+    return _State(spec, leaves, versions, [*_attributes_of(leaves)])
 
 
-def _attributes_of(leaves: list[Any], depth: int) -> Iterator[Any]:
-    """Yield the form of each object's attributes, and the numbers in them.
-
-    Later blocks may ask for these, such as for the length of a list in a cache. Tensors are found
-    where they are used.
-    """
+def _attributes_of(leaves: list[Any], depth: int = 1) -> Iterator[_Attributes]:
     for leaf in leaves:
         if isinstance(leaf, (Tensor, nn.Module, type)) or not hasattr(leaf, "__dict__"):
             continue
-        parts, spec = tree_flatten(vars(leaf))
-        yield spec
-        yield from (part for part in parts if type(part) in _NUMBERS)
-        if depth > 1:
-            yield from _attributes_of(parts, depth - 1)
+        parts, _ = tree_flatten(vars(leaf))
+        specs = (tree_flatten(value)[1] for value in vars(leaf).values())
+        forms = [spec for spec in specs if not spec.is_leaf()]
+        others = [*vars(leaf), *(part for part in parts if type(part) in _NUMBERS)]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        yield _Attributes(depth > 1, forms, others, tensors)
+        if depth < _DEPTH:
+            yield from _attributes_of(parts, depth + 1)
 
 
 def _is_same(now: _State, was: _State) -> bool:
-    is_same = now.spec == was.spec and now.attributes == was.attributes
-    return is_same and [*map(id, now.leaves)] == [*map(id, was.leaves)]
+    if now.spec != was.spec or [*map(id, now.leaves)] != [*map(id, was.leaves)]:
+        return False
+    objects, before = now.attributes, was.attributes
+    return len(objects) == len(before) and all(map(_Attributes.are_same, objects, before))
 
 
 def _names(forward: Callable[..., Any], count: int) -> Iterator[str]:

@@ -200,8 +200,13 @@ def fills_layers(kept, x, y):
     return y / sum(len(layer.seen) for layer in kept.layers)
 
 
+def counts_in_parts(kept, x, y):
+    kept.layers[0].count += 1
+    return y / kept.layers[0].count
+
+
 def make_layers():
-    return SimpleNamespace(layers=[SimpleNamespace(seen=[]) for _ in range(DEPTH)])
+    return SimpleNamespace(layers=[SimpleNamespace(seen=[], count=0) for _ in range(DEPTH)])
 
 
 FILLS = {
@@ -212,6 +217,7 @@ FILLS = {
     keeps_objects: (list, lambda kept: sum(each.state.mean() for each in kept)),
     nothing_but_numbers: (list, sum),
     fills_layers: (make_layers, lambda kept: kept.layers[-1].seen[0].mean()),
+    counts_in_parts: (make_layers, lambda kept: kept.layers[0].count),
 }
 
 

@@ -640,9 +640,3 @@ def test_a_block_that_is_right_at_short_lengths_only_is_refused_at_the_first_lon
     module.double()
     with pytest.raises(ValueError, match=r"blocks.0 computes something else on slices"):
         assert_lengths_are_exact(module, (8, 10, 16))
-
-
-def test_slices_of_one_token_are_refused():
-    module, batch, _ = plain()
-    with pytest.raises(ValueError, match="at most 6"):
-        run_pipeline(module, sliced("seq_1f1b", 2, 4, 7), batch, 2)
