@@ -161,7 +161,7 @@ class OwnersCall:
 
     def _describe_value(self, tensor: Tensor) -> Described:
         if tensor.numel() <= _SMALL:
-            return self._description(tensor, 0, tensor.tolist())
+            return self._description(tensor, 0, tensor.flatten().tolist())
         self._sent.append(tensor)
         return self._description(tensor, 0, None)
 
@@ -248,18 +248,16 @@ class RemoteCall:
 
     def _make_value(self, described: Described) -> Tensor:
         assert self._unit.rank is not None
+        shape, dtype, device = described.shape, described.dtype, self._group.device
         if described.numbers is None:
             value = self._group.copy_to_devices(described.on_meta(), self._unit.rank)
         else:
-            value = torch.tensor(
-                described.numbers, dtype=described.dtype, device=self._group.device
-            )
+            value = torch.tensor(described.numbers, dtype=dtype, device=device).reshape(shape)
         value = value.cpu() if described.is_on_host else value
         if value.stride() == described.stride:
-            return value.reshape(described.shape)
-        return torch.empty_strided(
-            described.shape, described.stride, dtype=value.dtype, device=value.device
-        ).copy_(value)
+            return value
+        strided = torch.empty_strided(shape, described.stride, dtype=dtype, device=value.device)
+        return strided.copy_(value)
 
 
 def value_of(leaf: Any) -> Any:
