@@ -7,9 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see runtime/leaves
-
 from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
@@ -137,7 +134,7 @@ class Evaluation:
         for part, seed, calls in cuts or [(inputs.batch, inputs.seed, ())]:
             run = self._whole_runs().run(seed)
             with run.running():
-                result = inputs.step(_writable(part), call)
+                result = inputs.step(part, call)
             values.append(give_values(result))
             could_be_cut &= run.calls == [*calls]
         self._exchange.end_batch()
@@ -147,15 +144,6 @@ class Evaluation:
             return StepOutput(None, sizes, shares), could_be_cut
         whole = values[0] if len(values) == 1 else merge_outputs(values, shares, sizes)
         return StepOutput(whole, sizes, shares), could_be_cut
-
-
-def _writable(part: Any) -> Any:
-    """Return a batch that was made in inference mode as one whose writes torch counts."""
-    return tree_map(lambda leaf: leaf.clone() if _is_inference(leaf) else leaf, part)
-
-
-def _is_inference(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_inference()
 
 
 def _size_of(batch: Any) -> int:

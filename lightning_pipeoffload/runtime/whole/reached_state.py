@@ -16,6 +16,7 @@ from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -49,6 +50,8 @@ class Change(NamedTuple):
 class ReachedState:
     """The containers, objects and tensors within reach when it was made.
 
+    Inference tensors in it are replaced by others with the same memory, since they count no writes.
+
     Args:
         roots: The arguments, and in ``"modules"`` a list of the modules whose attributes count.
     """
@@ -70,9 +73,11 @@ class ReachedState:
                 continue
             self._before.append((holder, contents))
             entries = contents.items() if isinstance(contents, dict) else enumerate(contents)
-            for key, value in entries if not isinstance(contents, set) else ():
+            for key, value in [*entries] if not isinstance(contents, set) else ():
                 if type(value) in _PLAIN or id(value) in self._parents:
                     continue
+                if isinstance(value, Tensor) and value.is_inference():
+                    value = _counting_writes(value, holder, key, contents)
                 self._parents[id(value)] = id(holder), key
                 if isinstance(value, Tensor):
                     self._watch(value)
@@ -84,7 +89,7 @@ class ReachedState:
         if isinstance(tensor, Awaited) and tensor.value is not None:
             value = tensor.value
             self._parents.setdefault(id(value), self._parents[id(tensor)])
-        if not value.is_inference():  # those count no writes
+        if not value.is_inference():
             self._versions.append((tensor, value, value._version))
 
     def place_of(self, value: Any) -> Place | None:
@@ -111,6 +116,18 @@ class ReachedState:
         """List the tensors that were written in place since, each with its value."""
         versions = self._versions
         return [(tensor, value) for tensor, value, version in versions if value._version != version]
+
+
+def _counting_writes(tensor: Tensor, holder: Any, key: Any, contents: Any) -> Tensor:
+    """Put a tensor with the same memory in place of an inference tensor, which counts no writes."""
+    if isinstance(holder, tuple):
+        return tensor
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    contents[key] = alias
+    (holder if isinstance(holder, (dict, *_SEQUENCES)) else vars(holder))[key] = alias
+    return alias
 
 
 def _contents_of(holder: Any) -> Any:

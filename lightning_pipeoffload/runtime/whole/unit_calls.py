@@ -102,7 +102,8 @@ class OwnersCall:
         before = generator_state(self._group.device)
         self._values.begin_unit(self._subject)
         try:
-            output = plain(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
+            with torch.inference_mode(False), torch.no_grad():
+                output = plain(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
         finally:
             self._values.end_unit()
         has_drawn = not torch.equal(before, generator_state(self._group.device))

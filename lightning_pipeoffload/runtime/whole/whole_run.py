@@ -191,10 +191,8 @@ class WholeRun:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run the step within the context, without gradients, but not in inference mode."""
+        """Run the step within the context, without gradients."""
         with ExitStack() as stack:
-            # Inference tensors count no writes, by which changes are found.
-            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._runs.chain.running(self))
             value_of = self._runs.value_of
@@ -258,7 +256,7 @@ class WholeRun:
         for leaf in leaves_of((args, kwargs)):
             if isinstance(leaf, HeldOutput) and leaf.holder != unit.rank:
                 values.fetch(leaf)
-        roots = {"args": args, "kwargs": kwargs, "modules": [*unit.module.modules()]}
+        roots = {"args": [*args], "kwargs": kwargs, "modules": [*unit.module.modules()]}
         subject = unit.name, _checksum(args, kwargs)
         self._num_held += unit.is_followed
         if self._group.rank == unit.rank:
