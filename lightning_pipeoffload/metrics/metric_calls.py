@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -469,8 +470,12 @@ def _replace(target: nn.Module, record: Callable[..., Any]) -> Callable[[], None
 
 def _update_both(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     metrics: tuple[Any, Any] = call.target, call.copy
-    for metric in metrics:
-        metric.update(*args, **kwargs)
+    states = tree_leaves([metric.metric_state for metric in _metrics_of(call.target)])
+    is_inference = any(isinstance(state, Tensor) and state.is_inference() for state in states)
+    # Those of a metric that was reset in inference mode, while the step runs outside of it.
+    with torch.inference_mode() if is_inference else nullcontext():
+        for metric in metrics:
+            metric.update(*args, **kwargs)
 
 
 def _value_of_copy(call: _Call) -> Any:
