@@ -217,7 +217,7 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")
     for folder in re.findall(r"model\.folder=(\S+)", line):
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 16}
         LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256).save_pretrained(folder)
         program = re.search(r"```python\n(.*?class Mine.*?)```", page("schedules.md"), re.DOTALL)[1]
         shares_layers = re.search(r"tensor_parallel_size=\d", line)
