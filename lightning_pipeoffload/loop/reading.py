@@ -118,9 +118,9 @@ class Reading:
         names: dict[str, Callable[..., Any]] = {
             "has_len_all_ranks": self._has_length,
             "_parse_num_batches": self._num_batches,
-            "_select_data_fetcher": self._select_fetcher,
         }
         for module in _LOOPS:
+            names["_select_data_fetcher"] = partial(self._select_fetcher, module)
             for name, replacement in names.items():
                 plain: Callable[..., Any] = getattr(module, name)
                 setattr(module, name, partial(replacement, plain))
@@ -149,13 +149,17 @@ class Reading:
             length = received.batches
         return plain(stage, length, limit)
 
-    def _select_fetcher(self, plain: Callable[..., Any], trainer: Trainer, stage: Any) -> Any:
+    def _select_fetcher(
+        self, loop: Any, plain: Callable[..., Any], trainer: Trainer, stage: Any
+    ) -> Any:
         if trainer is not self._trainer:
             return plain(trainer, stage)
         if not self.channel.is_reader:
             return _ReceivingFetcher(self.channel, stage == RunningStage.PREDICTING)
-        fetcher = _ReadingFetcher(self, stage)
-        if stage == RunningStage.TRAINING:
+        # Not by the stage: a resumed fit lets a validation that it skips begin in that of training.
+        is_training = loop is fit_loop
+        fetcher = _ReadingFetcher(self, is_training, stage == RunningStage.PREDICTING)
+        if is_training:
             self._training = fetcher
         return fetcher
 
@@ -230,11 +234,10 @@ class _ReadingFetcher(_DataFetcher):
     Lightning's, and where workers make all of it.
     """
 
-    def __init__(self, reading: Reading, stage: Any) -> None:
+    def __init__(self, reading: Reading, is_training: bool, predicts: bool) -> None:
         super().__init__()
         self._reading, self._channel = reading, reading.channel
-        self._is_training = stage == RunningStage.TRAINING
-        self._predicts = stage == RunningStage.PREDICTING
+        self._is_training, self._predicts = is_training, predicts
         self._ready: deque[Any] = deque()  # read, and not handed out
         self._unsent: list[Any] = []
         self._num_read = 0

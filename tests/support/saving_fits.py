@@ -84,7 +84,11 @@ def fit_from(size, folder, path, options, shuffled=True):
     )
     loader = fits.loader("shuffled" if shuffled else "map")
     module = fits.Net(dropout=0.1 if shuffled else 0.0)
-    trainer.fit(module, loader, fits.loader(), ckpt_path=path)
+    validation = fits.loader()
+    # Lightning leaves out the validation after an epoch's last batch if a fit resumes between them.
+    # It has a generator of its own, then, or the next epoch's order would be without its draw.
+    validation.generator = torch.Generator()
+    trainer.fit(module, loader, validation, ckpt_path=path)
     return {"losses": record.losses, "batches": record.batches, "rates": record.rates}
 
 
