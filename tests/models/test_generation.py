@@ -1,5 +1,7 @@
 """A model generates in steps and hooks: one device's tokens, and no rank gets another's blocks."""
 
+import types
+
 import lightning as L
 import pytest
 import torch
@@ -54,7 +56,77 @@ def _bart():
     return hf.BartForConditionalGeneration(config)
 
 
+def _whisper():
+    sizes = {
+        "d_model": 32,
+        "num_mel_bins": 8,
+        "max_source_positions": 6,
+        "max_target_positions": 32,
+    }
+    sizes |= {
+        f"{side}_{name}": n
+        for side in ("encoder", "decoder")
+        for name, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))
+    }
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 96, "decoder_start_token_id": 1}
+    config = hf.WhisperConfig(vocab_size=97, dropout=0, **sizes, **tokens)
+    config.update({"suppress_tokens": None, "begin_suppress_tokens": None})
+    return hf.WhisperForConditionalGeneration(config)
+
+
+class OwnCache:
+    """Keys of each block, in lists that grow, and how many calls have filled them."""
+
+    def __init__(self, depth):
+        self.keys = [[] for _ in range(depth)]
+        self.num_calls = 0
+
+
+class OwnBlock(torch.nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
+        self.inner, self.outer = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x, cache):
+        cache.keys[self.index].append(self.inner(x))
+        cache.num_calls += 1
+        seen = torch.cat(cache.keys[self.index], 1)
+        return x + self.outer(torch.softmax(x @ seen.transpose(1, 2), -1) @ seen)
+
+
+class OwnModel(torch.nn.Module):
+    """Writes by itself; its next token depends on what the cache counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(97, 32)
+        self.blocks = torch.nn.ModuleList(map(OwnBlock, range(4)))
+        self.head = torch.nn.Linear(32, 97)
+        self.generation_config = hf.GenerationConfig()
+
+    def logits(self, ids, cache):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.head(x)
+
+    def forward(self, input_ids, labels):
+        logits = self.logits(input_ids, OwnCache(4))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return types.SimpleNamespace(loss=loss)
+
+    def generate(self, input_ids, attention_mask, max_new_tokens, do_sample):
+        cache, new = OwnCache(4), input_ids
+        for _ in range(max_new_tokens):
+            new = (self.logits(new, cache)[:, -1:].argmax(-1) + cache.num_calls) % 97
+            input_ids = torch.cat([input_ids, new], 1)
+        return input_ids
+
+
 _MAKE = {
+    "own": OwnModel,
+    "whisper": _whisper,
     "llama": _llama,
     "qwen2": _qwen2,
     "mixtral": _mixtral,
@@ -73,17 +145,28 @@ class Writer(L.LightningModule):
         torch.manual_seed(3)
         self.model = _MAKE[kind]().double()
         self.model.generation_config.update(pad_token_id=0, eos_token_id=96)
-        self.how = how
+        self.kind, self.how = kind, how
         self.texts = []
         self.at_end = []
+
+    def sounds(self, ids):
+        return torch.sin(ids.double()[:, None] * torch.arange(1, 9)[:, None]).repeat(1, 1, 2)
 
     def write(self, ids, **options):
         padded = torch.ones_like(ids)
         padded[ids[:, 0] % 2 == 0, :2] = 0  # by sample: a batch may be cut
         options = {"max_new_tokens": 4, "do_sample": False} | options
+        if self.kind == "whisper":
+            return self.model.generate(input_features=self.sounds(ids), **options).tolist()
         return self.model.generate(input_ids=ids, attention_mask=padded, **options).tolist()
 
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx:
+            self.at_end.append(self.write(torch.arange(1, 7).view(1, 6)))
+
     def training_step(self, batch, batch_idx):
+        if self.kind == "whisper":
+            return self.model(input_features=self.sounds(batch), labels=batch).loss
         return self.model(input_ids=batch, labels=batch).loss
 
     def validation_step(self, batch, batch_idx):
@@ -123,6 +206,8 @@ ROWS = [
     ("llama", {}, 3, "zb_h1", "validate"),
     *((kind, BEAMS, 2, "zb_h1", "fit") for kind in ("gpt2", "t5", "bart", "mixtral")),
     *((kind, {}, 3, "zb_h1", "fit") for kind in ("t5", "qwen2", "gpt2", "mamba")),
+    ("own", {}, 2, "zb_v", "fit"),
+    ("whisper", {}, 2, "zb_h1", "fit"),
     ("t5", BEAMS, 2, "zb_v", "validate"),
     ("bart", {}, 2, "zb_v", "validate"),
 ]
