@@ -351,12 +351,13 @@ class Fit:
             accumulation = self._accumulation(steps_later)
             if not split.pipeline.committed:
                 self._begin_training(slices[0], accumulation)
-            self._packed_rows.check(inputs)
+            if split.cutter.packs_rows(inputs.kind):
+                self._packed_rows.check(inputs)
             self._note_slices(slices)
             done = self._run(inputs, slices, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
-        if accumulation.is_last:
-            split.finish_reduction()
+        if accumulation.is_last and split.reduction is not None:
+            split.finish_reduction(split.reduction)
         return self.backward.end(done.value, accumulation)
 
     def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
@@ -382,7 +383,8 @@ class Fit:
         self.end.start_batch(len(slices))
         muted, settle = self.boundary.start_ahead(slices)
         with muted, sharing_casts(self._strategy.root_device), self.end.counted():
-            self._first_batches.start_step()
+            if split.reduction is not None:
+                self._first_batches.start_step()
             if split.plans.before_plan(accumulation.is_first):
                 split.report.print_plan()
             # Of the plan that runs: edges may have to hold more messages than the last one's.
@@ -446,7 +448,8 @@ class Fit:
         """Run a batch of an evaluation; return what its step has returned."""
         with self._between_hooks(kind), self.end.counted():
             inputs = self._steps.inputs(kind, args, kwargs)
-            self._packed_rows.check(inputs)
+            if self.split.cutter.packs_rows(inputs.kind):
+                self._packed_rows.check(inputs)
             done = self._evaluation.run(inputs)
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)

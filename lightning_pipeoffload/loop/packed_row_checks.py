@@ -71,14 +71,14 @@ class PackedRowCheck:
         self._num_tries: Counter[str] = Counter()
 
     def check(self, inputs: StepInputs) -> None:
-        """Compare a batch's steps on two texts of a row, where it is one of packed rows.
+        """Compare a batch's steps on two texts of a row; all ranks call it with packed rows.
 
         Raises:
             ValueError: A text's loss depends on the text before it.
         """
         kind = inputs.kind
         # Predictions are of all texts of a row, and by no labels.
-        if kind in (*self._done, "predict_step") or not self._split.cutter.packs_rows(kind):
+        if kind in (*self._done, "predict_step"):
             return
         rows = rows_that_differ(inputs.batch)
         self._num_tries[kind] += 1

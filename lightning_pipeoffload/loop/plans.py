@@ -245,7 +245,8 @@ class Plans:
         """Return this rank's flags after a batch; see :class:`Flags`."""
         has_plan = self._has_measured_steps and self.training.current.costs is not None
         is_limited = has_plan and self.settings.is_limited(self._on_accelerator)
-        return Flags(stops, is_limited and self._breaks_limit(), self._search.has_news, due)
+        has_news = self._is_solved and self._search.has_news
+        return Flags(stops, is_limited and self._breaks_limit(), has_news, due)
 
     def receive(self, flags: Flags) -> None:
         """Keep what any rank has sent until the next batch."""

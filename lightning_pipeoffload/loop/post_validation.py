@@ -39,7 +39,6 @@ from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
 from lightning_pipeoffload.runtime.late_values import is_on_accelerator, start_reading
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
-from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ class PostValidation:
         numbers, total = self._sum.wait()
         is_right = self._is_right(total)
         if not (is_right or self._is_validated):
-            with outside_autocast(self._group.device):
+            with torch.autocast(self._group.device.type, enabled=False):
                 self._correct(numbers, total)
         assert self._snapshot is not None
         self._any_watched |= bool(total[1])

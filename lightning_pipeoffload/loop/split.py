@@ -92,7 +92,7 @@ class Split:
             group.transport,
             ActionTimer(device),
             ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
-            group.replicas.pending,
+            group.replicas.pending if group.num_replicas > 1 else None,
         )
         self.parameters = OptimizedParameters(
             self.pipeline,
@@ -267,12 +267,11 @@ class Split:
         self.report.print_start(num_accumulated)
         compile_ahead(self.pipeline, first.record)
 
-    def finish_reduction(self) -> None:
-        """Wait for the gradients' means over the replicas, where there are several."""
-        if self.reduction is not None:
-            self.reduction.wait()
-            self.pipeline.gradients.end_reduction()
-            self._buffers.copy_first()
+    def finish_reduction(self, reduction: GradientReduction) -> None:
+        """Wait for the gradients' means over the replicas."""
+        reduction.wait()
+        self.pipeline.gradients.end_reduction()
+        self._buffers.copy_first()
 
     def leave(self) -> None:
         """Leave the module until the next entry, after an error in the middle of a step too."""

@@ -95,10 +95,11 @@ class StepBoundary:
             may_take_back: Whether ``optimizer_sync="post_validation"`` was asked for.
         """
         self._of_replicas.allow_waiting(_may_send_late(self._trainer))
-        self._may_watch = True
         self.may_step_early = _may_step_early(self._trainer, self._gradient_hooks)
         if may_take_back and self._group.num_ranks > 1:
             self._start_validation()
+        # Else no weight is ever pending.
+        self._may_watch = self._group.num_replicas > 1 or self.validation.is_on
 
     def _start_validation(self) -> None:
         may_start = _may_step_ahead(self._trainer, self._group.reports)

@@ -147,6 +147,8 @@ def ignore_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _detach(value: Any) -> Any:
+    if type(value) is Tensor:  # as most are
+        return value.detach()
     if isinstance(value, MetricValue):
         return value.own().detach() if value.recipe is None else value.recipe
     return whole_value(value).detach() if isinstance(value, Tensor) else value

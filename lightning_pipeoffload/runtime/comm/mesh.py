@@ -189,6 +189,7 @@ class RankMesh:
 
     Attributes:
         mesh: Torch's DeviceMesh of this tensor rank, with the dimensions ``data`` and ``pipeline``.
+        num_replicas: The number of replicas.
         replica: The replica of this process.
         rank: The rank of this process in its pipeline.
         tensor_rank: The rank of this process among those that share its stages' layers.
@@ -218,6 +219,7 @@ class RankMesh:
         self._rank_order = rank_order
         self._cells = cells_of(schedule.placement, num_replicas, rank_order)
         self._table = self._table_of_tensor_rank(self.tensor_rank)
+        self.num_replicas = len(self._table)
         # Private: torch would make groups of all ranks of a dimension, with its own timeout; those
         # of a pipeline are made by edge, and with the user's.
         self.mesh = DeviceMesh(
@@ -258,10 +260,6 @@ class RankMesh:
     @property
     def num_ranks(self) -> int:
         return len(self.global_ranks)
-
-    @property
-    def num_replicas(self) -> int:
-        return len(self._table)
 
     @property
     def num_pipelines(self) -> int:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations, combinations_with_replacement
 from typing import Any
 
@@ -38,7 +39,8 @@ Lengths = tuple[int, ...]
 """The sizes of all dimensions but the first of a microbatch's tensors, such as sequence lengths."""
 
 
-def split_lengths(signature: Iterable[Any]) -> tuple[Hashable, Lengths]:
+@lru_cache
+def split_lengths(signature: tuple[Any, ...]) -> tuple[Hashable, Lengths]:
     """Split the shapes of a microbatch, from ``shape_signature``, into (form, lengths).
 
     The lengths are the sizes of all dimensions but the first, which counts samples. Microbatches

@@ -80,10 +80,6 @@ class DeviceReads:
         self.common = frozenset(place for place in places if place.segment <= last_segment)
         self._values = {}
 
-    def are_repeated(self, num_stages: int) -> bool:
-        """Return whether a rank with ``num_stages`` stages would read the same value repeatedly."""
-        return num_stages > 1 and bool(self.common)
-
     def note(self, tensor: Any, part: str) -> None:
         """Record the line that reads ``tensor`` if it is on the device; ``part`` says where."""
         if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import InitVar, dataclass, field, fields
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -234,7 +235,7 @@ class StepRecord:
         """Expect other stages, which have run nothing."""
         self.is_assigned = self.has_run = False
 
-    @property
+    @cached_property
     def holds_for_shapes(self) -> bool:
         """Whether the record holds for every microbatch of these shapes, whatever its values."""
         return self.sized_in is None and not self.flags.answers

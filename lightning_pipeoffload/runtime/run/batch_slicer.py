@@ -76,8 +76,9 @@ def trace_parts(
                 num_slices=num_slices,
             )  # fmt: skip
         )
-    if torch.is_grad_enabled():
-        check_shared_weights(pipeline.tensors.shared_weights)
+    shared = pipeline.tensors.shared_weights
+    if shared and torch.is_grad_enabled():
+        check_shared_weights(shared)
     for each in slices:
         if each.is_new:
             each.record.mark_run()

@@ -50,7 +50,7 @@ class Executor:
         transport: Sends and receives messages.
         timer: Measures the actions.
         memory: Stores activations.
-        pending: Parameters that the first F of a step waits for.
+        pending: Parameters that the first F of a step waits for; None: there never are any.
 
     Attributes:
         mailbox: The rank's messages.
@@ -272,8 +272,9 @@ class Executor:
 
     def _begin(self, *actions: Action) -> None:
         # Before the clock starts: the time of an action does not include waits.
-        for action in actions:
-            self.memory.arrive(action)
+        if self.memory.offloads:
+            for action in actions:
+                self.memory.arrive(action)
         self.timer.start()
 
     def _finish(self, *actions: Action) -> None:
@@ -291,7 +292,7 @@ class Executor:
         store = self.memory.open(action, microbatch) if self._keep else None
         # The stage takes the message as late as possible, after the beginning of the step.
         receive: Callable[[], list[Tensor]] = partial(self.mailbox.take, action, self.timer)
-        if self._pending:
+        if self._pending is not None and self._pending:
             receive = self._with_weights(receive)
         output = stage.forward(microbatch, receive, self._keep, store)
         if not self.mailbox.give(action, output) and microbatch.has_result:

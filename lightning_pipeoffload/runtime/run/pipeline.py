@@ -384,7 +384,7 @@ class Pipeline:
         self._leave_to_b(record)
         if self.settings.head_weight_grad == "B":
             self._leave_head_to_b(record)
-        if record.reads.are_repeated(len(self.tensors.local_stages)):
+        if record.reads.common and len(self.tensors.local_stages) > 1:
             install_answers()
         if record.hook_line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hook_line))

@@ -142,9 +142,15 @@ class Ledger:
 
 
 class ActivationMemory:
-    """The saved tensors of one rank: makes and moves the stores of microbatches in flight."""
+    """The saved tensors of one rank: makes and moves the stores of microbatches in flight.
+
+    Attributes:
+        settings: The device, its copy lanes and the host's memory.
+        offloads: Whether the step at hand moves any tensors to the host.
+    """
 
     def __init__(self, settings: OffloadSettings) -> None:
+        self.offloads = False
         self._measures_all = False
         self.settings = settings
         self._there: dict[_Key, Part] = {}
@@ -202,6 +208,7 @@ class ActivationMemory:
         self._stages, self._num_slices = stages, num_slices
         self._owned.clear()  # parameters may have moved
         self._offloaded = {(a.stage, a.microbatch) for a in actions if a.kind in _OFFLOADS}
+        self.offloads = bool(self._offloaded)
         self._reserve(actions)
 
     def _reserve(self, actions: Sequence[Action]) -> None:

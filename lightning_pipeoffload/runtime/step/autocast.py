@@ -7,14 +7,12 @@ of keeping one each until their backward. Backwards run with autocast off, as on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 
 from lightning_pipeoffload.runtime.compiled.products import sharing_compiled_casts
-from lightning_pipeoffload.runtime.contexts import NOTHING
 
 
 @contextmanager
@@ -47,12 +45,6 @@ def without_fused_layers(device: torch.device) -> Iterator[None]:
 def forget_casts() -> None:
     """Clear the cached casts of weights, after the weights have been written."""
     torch.clear_autocast_cache()
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context without autocast, for a backward; cached casts remain."""
-    is_on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else NOTHING
 
 
 @cache

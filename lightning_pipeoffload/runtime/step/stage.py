@@ -22,7 +22,6 @@ from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
 from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass
-from lightning_pipeoffload.runtime.step.autocast import outside_autocast
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -115,7 +114,8 @@ class StageRunner:
         queue = WeightGradQueue(False, store, context.add_product, at_once)
         received = Received(record.specs_in) if keep else None
         flight = InFlight(microbatch, record, queue, received, store)
-        is_answered = microbatch.record.reads.are_repeated(len(context.tensors.local_stages))
+        # Then the later stages of this rank would read the same values again.
+        is_answered = microbatch.record.reads.common and len(context.tensors.local_stages) > 1
         if microbatch.record.sequence_slice is None:
             step = (AnsweredPass if is_answered else StagePass)(context, flight, receive)
         else:
@@ -370,8 +370,9 @@ class _BackwardOn:
         self._device = device
 
     def __enter__(self) -> None:
-        self._outside = outside_autocast(self._device)
-        if self._outside is not NOTHING:
+        kind, self._outside = self._device.type, NOTHING
+        if torch.is_autocast_enabled(kind):  # the casts that its cache has stay there
+            self._outside = torch.autocast(kind, enabled=False)
             self._outside.__enter__()
         self._here = torch.autograd.set_multithreading_enabled(False)
 
