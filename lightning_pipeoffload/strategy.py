@@ -495,7 +495,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         super().teardown()
 
     @override
-    def give_back(self) -> None:
-        super().give_back()
+    def restore_user_objects(self) -> None:
+        super().restore_user_objects()
         if self._fit is not None and self._fit.restore():
             self._fit = None

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.run_checks import refuse_synchronized_norms
+from lightning_pipeoffload.loop.run_checks import refuse_sync_batch_norm
 from tests.support import fits, replica_fits
 from tests.support.pairs import slow
 
@@ -58,6 +58,6 @@ def test_batches_that_accumulate_are_reduced_once(ranks, tmp_path, options):
 
 def test_batchnorm_over_replicas_is_refused():
     trainer = L.Trainer(**fits.SILENT, sync_batchnorm=True)
-    refuse_synchronized_norms(trainer, 1)
+    refuse_sync_batch_norm(trainer, 1)
     with pytest.raises(ValueError, match="sync_batchnorm=True is not built over .*=2 replicas"):
-        refuse_synchronized_norms(trainer, 2)
+        refuse_sync_batch_norm(trainer, 2)

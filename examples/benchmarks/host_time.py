@@ -94,7 +94,7 @@ class ActionCosts(Callback):
         executor = trainer.strategy.split.executor  # type: ignore[attr-defined]
         for kind, handler in executor._handlers.items():
             executor._handlers[kind] = self.measured(kind.name, handler)
-        executor.mailbox.take = self._receiving(executor.mailbox.take)
+        executor.mailbox.receive = self._receiving(executor.mailbox.receive)
 
     def measured(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return an action that is measured."""

@@ -228,7 +228,7 @@ class Case:
         queue = WeightGradQueue()
         with queue:
             torch.autograd.backward(self._blocks(self._x), self._gradient)
-        return len(queue.take()) // NUM_BLOCKS
+        return len(queue.pop_all()) // NUM_BLOCKS
 
 
 def whole_gradient(parameter: nn.Parameter) -> Tensor:

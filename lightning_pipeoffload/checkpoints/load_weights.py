@@ -90,7 +90,7 @@ def load_weights(
         for tensor, name in {id(tensors[name]): name for name in fit.names}.items():
             if is_4bit(tensors[name]):
                 load_4bit(slots[tensor], weights[name], entries.get(name, {}), device)
-                freed.give_back()  # bitsandbytes takes some times a weight to quantize it on a CPU
+                freed.trim_heap()  # bitsandbytes takes some times a weight to quantize it on a CPU
             else:
                 filled = _with_memory(slots.get(tensor, []), tensors[name], device)
                 if not filled.is_meta:

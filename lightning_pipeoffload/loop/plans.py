@@ -34,7 +34,7 @@ from lightning_pipeoffload.planning.plan_request import (
     request_by_name,
     request_for,
 )
-from lightning_pipeoffload.planning.report import print_anew
+from lightning_pipeoffload.planning.report import print_new_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.run.executor import Executor
@@ -286,7 +286,7 @@ class Plans:
         limits = self._gather_limits()
         after = self._adopt_better(costs, limits)
         if self._group.reports:
-            print_anew(self.training.schedule.name, after)
+            print_new_plan(self.training.schedule.name, after)
         if self._is_solved:
             self._search.start(costs, limits)
 

@@ -143,7 +143,7 @@ class PostValidation:
             self._snapshot, self.is_on = None, False
             return False
         self._is_watched = is_watched(self._snapshot.optimizer)  # on this rank, since it trains
-        self._snapshot.take()
+        self._snapshot.save()
         return True
 
     def expect_scaling(self, scaling: Scaling) -> None:
@@ -159,7 +159,7 @@ class PostValidation:
         if self._is_watched:
             self._validate_now()
         else:
-            self._snapshot.retake()  # hooks have run since the loss scale was taken out
+            self._snapshot.save_again()  # hooks have run since the loss scale was taken out
             self._start_sum()
 
     def _validate_now(self) -> None:

@@ -47,7 +47,7 @@ def check_run(trainer: Trainer, num_replicas: int, num_tensor_ranks: int = 1) ->
             )
         if trainer.state.fn == TrainerFn.FITTING:
             _check_of_fit(callback, trainer.lightning_module)
-    refuse_synchronized_norms(trainer, num_replicas)
+    refuse_sync_batch_norm(trainer, num_replicas)
     if num_tensor_ranks > 1 and not is_overridden("configure_model", trainer.lightning_module):
         raise ValueError(
             "tensor_parallel_size above 1 needs layers that are distributed: make them in "
@@ -165,7 +165,7 @@ def refuse_readers_of_shards(trainer: Trainer) -> None:
             )
 
 
-def refuse_synchronized_norms(trainer: Trainer, num_replicas: int) -> None:
+def refuse_sync_batch_norm(trainer: Trainer, num_replicas: int) -> None:
     """Refuse ``sync_batchnorm`` where there is something to synchronize."""
     synchronizes = trainer._accelerator_connector._layer_sync is not None  # private: nothing else
     if synchronizes and num_replicas > 1:

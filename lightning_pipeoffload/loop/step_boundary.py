@@ -185,7 +185,7 @@ def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> 
     before a hook that may read gradients their sizes are exchanged. Clipping by value reads each by
     itself. A hook of the user's own that clips is taken to clip by norm.
     """
-    return (gradient_hooks is not None and gradient_hooks.is_any) or _needs_others(trainer)
+    return (gradient_hooks is not None and gradient_hooks.is_any) or _needs_all_gradients(trainer)
 
 
 def _may_step_early(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
@@ -201,7 +201,7 @@ def _may_step_early(trainer: Trainer, gradient_hooks: GradientHooks | None) -> b
     return not is_held_up and all(map(may_step_by_bucket, trainer.optimizers))
 
 
-def _needs_others(trainer: Trainer) -> bool:
+def _needs_all_gradients(trainer: Trainer) -> bool:
     """Whether what Lightning does itself depends on the gradients of all stages."""
     if scaler_of(trainer.precision_plugin) is not None:
         return True
@@ -212,7 +212,7 @@ def _needs_others(trainer: Trainer) -> bool:
 
 def _may_step_ahead(trainer: Trainer, reports: bool) -> bool:
     """Whether steps that depend on all stages' gradients can be taken back; logs why not."""
-    if not _needs_others(trainer):
+    if not _needs_all_gradients(trainer):
         return False
     obstacle = _obstacle(trainer)
     if obstacle and reports:

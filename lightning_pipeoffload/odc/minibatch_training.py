@@ -113,7 +113,7 @@ class MinibatchTraining(BackwardHooks):
         return Minibatch([batch], [1 / self._num_ranks], self._num_ranks * _size_of(batch))
 
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
-        logged = self._logs.take([weight * part.total for weight in part.weights])
+        logged = self._logs.pop_logged([weight * part.total for weight in part.weights])
         notes = self._run.close(self._note(part, total, logged), is_last)
         _refuse_unlike(notes)
         loss = _mean_loss(notes).to(self._device)
@@ -252,8 +252,8 @@ class MinibatchLogs(LogCapture):
             id(part): name for name, part in module.named_modules() if isinstance(part, Metric)
         }
 
-    def take(self, sizes: Sequence[float]) -> list[LoggedName]:
-        """Return the calls since the last :meth:`take`, for other processes.
+    def pop_logged(self, sizes: Sequence[float]) -> list[LoggedName]:
+        """Return the calls since the last :meth:`pop_logged`, for other processes.
 
         Args:
             sizes: The samples, or tokens, of each microbatch.

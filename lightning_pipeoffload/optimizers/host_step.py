@@ -117,7 +117,7 @@ class HostStep(StandInStep):
 
     @override
     def begin(self) -> None:
-        """Begin a step: from now on :meth:`take` may step parameters."""
+        """Begin a step: from now on :meth:`submit` may step parameters."""
         self._coming, self._last = None, None
         self._submitted, self._waiting, self._waiting_bytes = {}, [], 0
         self._group_members = [group["params"] for group in self._optimizer.param_groups]
@@ -125,7 +125,7 @@ class HostStep(StandInStep):
         # Whether several buckets are needed is known after the first step.
         self._is_early = self._by_bucket and len(self._buffers) > 1
 
-    def take(self, parameter: Tensor) -> None:
+    def submit(self, parameter: Tensor) -> None:
         """Add a parameter whose gradient is final to the next bucket, which a thread steps.
 
         It does nothing before :meth:`begin` or after the optimizer's step.

@@ -162,7 +162,7 @@ class OptimizedParameters:
 
         def take(parameter: Tensor) -> None:
             for step in steps:
-                step.take(parameter)
+                step.submit(parameter)
 
         return EarlyStep(alone, take)
 

@@ -72,7 +72,7 @@ class OptimizerSnapshot:
         self._versions: list[tuple[Tensor, int]] = []
 
     @torch.no_grad()
-    def take(self) -> None:
+    def save(self) -> None:
         """Copy the tensors that the next step may change."""
         groups = self.optimizer.param_groups
         self._stepping = self._parameters_now()
@@ -84,19 +84,19 @@ class OptimizerSnapshot:
         self._num_values = num_values
         on_host = not self.has_room
         self._stepped = [self._stepped_for(p) for p in self._stepping]
-        self._weights.take(self._stepped, on_host)
-        self._states.take(_tensors_of(self._states_before), on_host)
+        self._weights.save(self._stepped, on_host)
+        self._states.save(_tensors_of(self._states_before), on_host)
         self._versions = self._versions_now()
         self._notice_branches()
         gradients = self._gradients_now()
-        self._gradients.take(gradients if self._changes_gradients else [], on_host)
+        self._gradients.save(gradients if self._changes_gradients else [], on_host)
 
-    def retake(self) -> None:
-        """Take the snapshot again if hooks have changed gradients since."""
+    def save_again(self) -> None:
+        """Save again what hooks have changed since."""
         if not _are_same(self._versions, self._versions_now()) or not _are_same(
             [(p, 0) for p in self._stepping], [(p, 0) for p in self._parameters_now()]
         ):
-            self.take()
+            self.save()
 
     def end_step(self) -> None:
         """Record, after the step, its writes into gradients and the state that it has created."""
@@ -265,7 +265,7 @@ class _Copies:
     def forget_tensors(self) -> None:
         self._tensors = ()
 
-    def take(self, tensors: Sequence[Tensor], on_host: bool) -> None:
+    def save(self, tensors: Sequence[Tensor], on_host: bool) -> None:
         if not self._fit(tensors, on_host):
             self._copies = []  # freed before new ones are made
             self._copies = [_allocate(tensor, on_host) for tensor in tensors]

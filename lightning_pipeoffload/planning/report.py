@@ -208,7 +208,7 @@ def print_gain(before: float, after: float) -> None:
     )
 
 
-def print_anew(name: str, after: float | None) -> None:
+def print_new_plan(name: str, after: float | None) -> None:
     """Print that a microbatch needs more memory than planned, and which plan runs from now on.
 
     Args:

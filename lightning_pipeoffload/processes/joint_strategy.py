@@ -143,12 +143,12 @@ class JointStrategy(ParallelStrategy):
 
     # Regular end
 
-    def give_back(self) -> None:
+    def restore_user_objects(self) -> None:
         """Restore the user's objects; called after the run's last hook."""
         forget_replica()
 
     def _end_together(self) -> None:
-        self.give_back()
+        self.restore_user_objects()
         is_connected = self.processes.board is not None
         if is_connected and self._own_trainer.received_sigterm:  # in one of the last hooks
             raise SIGTERMException
@@ -158,7 +158,7 @@ class JointStrategy(ParallelStrategy):
 
     def _fail(self, exception: BaseException) -> None:
         """Report an exception to the other ranks; called before callbacks get it."""
-        self.give_back()
+        self.restore_user_objects()
         if isinstance(exception, SIGTERMException):  # Lightning's own would end with status 0
             exception.code = SIGTERM_STATUS
         is_interrupt = isinstance(exception, KeyboardInterrupt)

@@ -50,7 +50,7 @@ def step_right(optimizer, parameters):
 
 
 def step_wrong(snapshot, optimizer, parameters):
-    snapshot.take()
+    snapshot.save()
     optimizer.step()
     snapshot.end_step()
     snapshot.repeat(lambda: halve(parameters))
@@ -76,7 +76,7 @@ def test_what_was_kept_of_the_first_step_goes_on_with_the_optimizer(name):
             elif step:
                 step_wrong(snapshot, optimizer, parameters)
             else:  # somebody takes the state before it is known to be wrong
-                snapshot.take()
+                snapshot.save()
                 optimizer.step()
                 snapshot.end_step()
                 state = optimizer.state_dict()
@@ -109,10 +109,10 @@ def test_gradients_that_a_hook_has_written_since_are_kept():
     optimizer = torch.optim.SGD(parameters, **NESTEROV)
     snapshot = OptimizerSnapshot(optimizer)
     give_gradients(parameters, 0)
-    snapshot.take()
+    snapshot.save()
     halve(parameters[:2])
     parameters[2].grad = None
-    snapshot.retake()
+    snapshot.save_again()
     before = [p.grad.clone() for p in parameters[:2]]
     optimizer.step()
     snapshot.end_step()
@@ -127,7 +127,7 @@ def test_what_other_replicas_step_has_no_copy_and_no_master():
     snapshot = OptimizerSnapshot(optimizer, masters, lambda p: p is not parameters[0])
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    snapshot.take()
+    snapshot.save()
     assert [*map(masters.has, parameters)] == [False, True, True]
     # Readers wait for all of them: the other replica sends its own again if the step is repeated.
     assert {*parameters} <= {*snapshot.changed()}
@@ -138,7 +138,7 @@ def test_gradients_are_let_go_when_the_step_is_known_to_be_right():
     optimizer = torch.optim.SGD(parameters, **NESTEROV)
     snapshot = OptimizerSnapshot(optimizer)
     give_gradients(parameters, 0)
-    snapshot.take()
+    snapshot.save()
     optimizer.step()
     snapshot.end_step()
     snapshot.free_gradients()
@@ -188,7 +188,7 @@ def test_what_hooks_have_made_of_state_and_groups_since_stays(change):
         for step in range(3):
             give_gradients(parameters, step)
             if repeats:
-                snapshot.take()
+                snapshot.save()
                 optimizer.step()
                 snapshot.end_step()
                 change(optimizer, parameters)

@@ -192,7 +192,7 @@ def outlive_failures(trainer):
     """Let no rank end with the run: the pool needs its processes for more."""
 
     def leave(exception):
-        trainer.strategy.give_back()
+        trainer.strategy.restore_user_objects()
         board = trainer.strategy.processes.board
         if board is not None:
             board.stop()

@@ -191,7 +191,7 @@ class BufferRing:
         self._step = 0
         self._free: deque[tuple[Tensor, int]] = deque()  # with the step of its last use, in order
 
-    def take(self, num_bytes: int) -> Tensor:
+    def acquire(self, num_bytes: int) -> Tensor:
         size = _size_class(num_bytes)
         sizes = ((buffer.numel(), -n) for n, (buffer, _) in enumerate(self._free))
         # Of the smallest the one that was used last, so that those that no step needs stay unused.
@@ -216,7 +216,7 @@ class BufferRing:
     def _drop(self) -> None:
         self.num_bytes -= self._free.popleft()[0].numel()
 
-    def give_back(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Free a buffer, once the compute lane has waited for its last message."""
         self._in_use -= buffer.numel()
         self._free.append((buffer, self._step))
@@ -271,7 +271,7 @@ class Link:
             else:
                 memory, data = tensor, as_bytes(tensor) if self.sends_bytes else _flat(tensor)
                 if self.ring is not None:
-                    memory = self.ring.take(tensor.nbytes)
+                    memory = self.ring.acquire(tensor.nbytes)
                     data = memory[: tensor.nbytes].copy_(as_bytes(tensor))
                 work = self.group.send([data], self.peer, number)
             message.works.append(work)
@@ -283,7 +283,7 @@ class Link:
         message = Message(self, specs)
         for number, spec in enumerate(specs, tag):
             if self.ring is not None:
-                memory = self.ring.take(spec.num_bytes)
+                memory = self.ring.acquire(spec.num_bytes)
                 data = memory[: spec.num_bytes]
             elif self.sender is not None:
                 pinned = self.device.type != "cpu"
@@ -341,7 +341,7 @@ class Message:
         """Return the buffers of an ended message to the ring, without a wait."""
         if (ring := self.link.ring) is not None:
             for memory in self.memory:
-                ring.give_back(memory)
+                ring.release(memory)
 
     def _tensor_in(self, memory: Tensor, spec: TensorSpec) -> Tensor:
         link = self.link

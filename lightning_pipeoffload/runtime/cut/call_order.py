@@ -79,7 +79,7 @@ class CallOrder:
         """Return the calls of a block."""
         return self._calls_of[block]
 
-    def hands_on(self, call: int) -> bool:
+    def leaves_position(self, call: int) -> bool:
         """Return whether a call's output goes to the next position: another block follows it."""
         return self.blocks[call : call + 1] != self.blocks[call + 1 : call + 2]
 
@@ -88,7 +88,7 @@ class CallOrder:
 
         This is the next position, or that of the block itself if its next call follows.
         """
-        return self.blocks[call] + self.hands_on(call)
+        return self.blocks[call] + self.leaves_position(call)
 
     def entry(self, block: int) -> int:
         """Return the call at which the stage that starts with ``block`` receives its input.
@@ -97,7 +97,7 @@ class CallOrder:
         """
         later = (call for call, called in enumerate(self.blocks) if called >= block)
         first = next(later, len(self.blocks))
-        return min(first - 1, *filter(self.hands_on, self.calls_of(block - 1)))
+        return min(first - 1, *filter(self.leaves_position, self.calls_of(block - 1)))
 
     def last_before(self, block: int) -> int:
         """Return the last call of any earlier block: a stage that ends before ``block`` exits."""

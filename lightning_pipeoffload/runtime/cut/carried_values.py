@@ -56,7 +56,7 @@ class Crossing:
     origins: frozenset[str]  # names of what it is computed from
     line: str  # of the user's code that needs it; "" if none is found
     digest: int = 0  # of the names of the functions called in the segment until it is made
-    led_back: list[tuple[int, int]] | None = None
+    gradient_spans: list[tuple[int, int]] | None = None
     """Pairs of segments between which the loss leads back to it; None: all."""
     stride: tuple[int, ...] | None = None  # see TensorSpec
 
@@ -65,9 +65,9 @@ class Crossing:
         self.used_in = max(self.used_in, position)
         self.trains_from = trains_from
 
-    def lead_back(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def set_gradient_spans(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Set between which segments the loss leads back to the value."""
-        self.led_back = sorted(pairs)
+        self.gradient_spans = sorted(pairs)
 
     def crosses(self, block: int) -> bool:
         """Return whether the value crosses the cut before ``block``."""
@@ -76,7 +76,7 @@ class Crossing:
     def spec_before(self, block: int) -> TensorSpec:
         """Return the spec of the value at the cut before ``block``."""
         trains = self.trains_from is not None and self.trains_from < block
-        pairs = self.led_back
+        pairs = self.gradient_spans
         leads_back = pairs is None or any(start < block <= used for start, used in pairs)
         return TensorSpec(self.shape, self.dtype, trains, trains and leads_back, self.stride)
 

@@ -385,7 +385,7 @@ class _StepChecks:
         """
         crossed = any(
             self._stage_of[block] != self._stage_of[block + 1]
-            for block in self._record.led_back_into
+            for block in self._record.reached_backward
         )
         lines = [
             started.line

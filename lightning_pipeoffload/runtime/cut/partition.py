@@ -62,7 +62,7 @@ class Stage:
     blocks: range  # empty for a last stage that runs only the code after the blocks
     segments: frozenset[int]  # segments of the step that it runs, see :mod:`.trace`
 
-    def comes_to(self, point: StepPoint, record: StepRecord) -> bool:
+    def runs_through(self, point: StepPoint, record: StepRecord) -> bool:
         """Return whether the stage runs a point of the step, with or without values."""
         if not point.is_in_block:
             return point.segment <= max(self.segments)

@@ -184,7 +184,7 @@ class StepRecord:
     starts_backward: bool = False
     """Whether the step starts a backward itself; then no weight gradient is deferred to W."""
     started: list[StartedBackward] = field(default_factory=list)  # those between the blocks
-    led_back_into: set[int] = field(default_factory=set)  # blocks that such a backward reaches
+    reached_backward: set[int] = field(default_factory=set)  # blocks that such a backward reaches
     hooked_spans: list[HookedSpan] = field(default_factory=list)
     hook_line: str = ""  # a line that registers a hook on a tensor
     recompute_obstacles: dict[int, str] = field(default_factory=dict)
@@ -333,7 +333,7 @@ class StepRecord:
 
     def handed_over(self, block: int) -> list[int]:
         """List the calls whose outputs are sent over the cut before ``block``."""
-        return [call for call in self.calls.calls_of(block - 1) if self.calls.hands_on(call)]
+        return [call for call in self.calls.calls_of(block - 1) if self.calls.leaves_position(call)]
 
     def payload_over(self, block: int) -> list[TensorSpec]:
         """Return the specs of all tensors that cross the cut before ``block``."""

@@ -203,7 +203,7 @@ class StepTrace:
                 try:
                     result = run()
                     self.record.result_counts = sample_counts(result)
-                    self._lead_back(result)
+                    self._reach_back(result)
                 except (ValueNeededError, Exception) as error:
                     if self._kernels.take_in(error, self.chain.blocks):
                         raise KernelFoundError from error
@@ -479,14 +479,14 @@ class StepTrace:
             return True
         return name is not None or self._is_in_block
 
-    def _lead_back(self, result: Any) -> None:
+    def _reach_back(self, result: Any) -> None:
         """Record the weights and values that get a gradient from the step's loss."""
         if not self._training:
             return
         loss = loss_in(result)
         refuse_loss_of_shard(loss)
         if self.segment == len(self.chain):
-            reach = self._values.lead_back(loss)
+            reach = self._values.reach_back(loss)
             named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
             self.record.weight_uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
             # An expert without rows gets no gradient.

@@ -321,14 +321,14 @@ class ValueTrace(CallCounter):
             self._handed_on.append([_edge_of(leaf) for leaf in tensors])
         return output
 
-    def lead_back(self, loss: Tensor) -> BackwardReach:
+    def reach_back(self, loss: Tensor) -> BackwardReach:
         """Record the values that get a gradient from the loss."""
         for leaf in _with_source(loss):
             self.use(leaf, len(self._chain))
         if loss.grad_fn is not None:
             self._reach.walk(loss)
         for key, crossing in self._crossings.items():
-            crossing.lead_back(self._reach.spans(self._edges[key]))
+            crossing.set_gradient_spans(self._reach.spans(self._edges[key]))
         outputs = self._record.outputs
         for index, edges in enumerate(self._handed_on):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
@@ -418,7 +418,7 @@ class _Alias(torch.autograd.Function):
         record = ctx.record() if ctx.record is not None else None
         if record is not None:  # the trace starts no backward: it is the step's own
             record.starts_backward = True
-            record.led_back_into.add(ctx.block)
+            record.reached_backward.add(ctx.block)
         return *gradients, None, None
 
 

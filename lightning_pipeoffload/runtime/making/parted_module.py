@@ -69,7 +69,7 @@ class PartedModule:
         self._is_filled = True
 
     @torch.no_grad()
-    def bring(
+    def send_to_owners(
         self, owners: Mapping[str, frozenset[int]], tensors: SplitModule, slots: Sequence[Slot]
     ) -> None:
         """Send parameters to the ranks that need them; ``owners`` are their stages, by name."""

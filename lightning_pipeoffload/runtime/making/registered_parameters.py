@@ -142,7 +142,7 @@ class RegisteredParameters:
             with IN_FORCE.during(self.rules), _MarkingEmptyMemory(), drawing_anywhere():
                 yield
         finally:
-            self._freed.give_back()
+            self._freed.trim_heap()
             Tensor._make_subclass = make_subclass  # type: ignore[method-assign]
             for kind, copy in plain:
                 kind.__deepcopy__ = copy  # type: ignore[method-assign]
@@ -256,10 +256,10 @@ class FreedMemory:
     def note(self, num_bytes: int) -> None:
         """Count bytes that are about to be freed."""
         if self._num_bytes > _MOST_FREED:
-            self.give_back()
+            self.trim_heap()
         self._num_bytes += num_bytes
 
-    def give_back(self) -> None:
+    def trim_heap(self) -> None:
         self._num_bytes = 0
         if self._trim is not None:
             self._trim(0)

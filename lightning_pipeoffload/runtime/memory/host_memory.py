@@ -124,7 +124,7 @@ class HostMemory:
             )
         self.budget = None if budget is None else budget.less(num_bytes)
 
-    def take(self, num_bytes: int) -> Slab:
+    def acquire(self, num_bytes: int) -> Slab:
         """Allocate a slab of ``num_bytes``, or raise :class:`HostMemoryError`."""
         return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
 
@@ -138,13 +138,13 @@ class HostMemory:
         held: dict[Hashable, Slab] = {}
         for name, num_bytes in slabs:
             if name in held:
-                held.pop(name).give_back()
+                held.pop(name).release()
             if num_bytes:
-                held[name] = self.take(num_bytes)
+                held[name] = self.acquire(num_bytes)
         for slab in held.values():
-            slab.give_back()
+            slab.release()
 
-    def give_back(self, pieces: list[Tensor]) -> None:
+    def release(self, pieces: list[Tensor]) -> None:
         """Return pieces to the pool, once the compute stream waits for their last copy."""
         for piece in pieces:
             self._free[piece.numel()].append(piece)
@@ -181,7 +181,7 @@ class HostMemory:
 
 
 class Slab:
-    """Host memory for several tensors of one stage and microbatch; see :meth:`HostMemory.take`."""
+    """Host memory for several tensors of a stage and microbatch; see :meth:`HostMemory.acquire`."""
 
     def __init__(self, memory: HostMemory, pieces: list[Tensor]) -> None:
         self._memory = memory
@@ -196,9 +196,9 @@ class Slab:
                 yield low - start, piece[low - first : high - first]
             first += piece.numel()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         pieces, self._pieces = self._pieces, []
-        self._memory.give_back(pieces)
+        self._memory.release(pieces)
 
 
 def piece_sizes(num_bytes: int) -> list[int]:

@@ -249,7 +249,7 @@ class ActivationStore(WeightInputKeeper):
             self.measure_host_bytes()
             lane = self._settings.lanes.d2h
             for part, storages in self._by_part():
-                slab = self._settings.host.take(self._host_bytes[part])
+                slab = self._settings.host.acquire(self._host_bytes[part])
                 lane.wait_for_compute()
                 for storage in storages:
                     source, what = storage.bytes_to_copy(), f"{storage.description} to the host"
@@ -302,7 +302,7 @@ class ActivationStore(WeightInputKeeper):
             for group in [group for group in self._returning if group.part in parts]:
                 self._returning.remove(group)
                 self._settings.lanes.h2d.hold_compute(group.loaded)
-                group.slab.give_back()
+                group.slab.release()
 
     def drop(self) -> None:
         """Return the host memory once the compute lane has waited; no backward follows."""
@@ -313,7 +313,7 @@ class ActivationStore(WeightInputKeeper):
             for group in [*self._leaving, *self._away]:
                 lanes.d2h.hold_compute(group.copied)
         for group in [*self._leaving, *self._away, *self._returning]:
-            group.slab.give_back()
+            group.slab.release()
         self._leaving, self._away, self._returning = [], [], []
 
     def _by_part(self) -> list[tuple[Part, list[SavedStorage]]]:

@@ -291,7 +291,7 @@ class Executor:
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
         # The stage takes the message as late as possible, after the beginning of the step.
-        receive: Callable[[], list[Tensor]] = partial(self.mailbox.take, action, self.timer)
+        receive: Callable[[], list[Tensor]] = partial(self.mailbox.receive, action, self.timer)
         if self._pending is not None and self._pending:
             receive = self._with_weights(receive)
         output = stage.forward(microbatch, receive, self._keep, store)
@@ -312,7 +312,7 @@ class Executor:
         self.mailbox.receives.begin(action)
         self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
-        gradients = self.mailbox.take(action, self.timer)
+        gradients = self.mailbox.receive(action, self.timer)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
         self.mailbox.give(action, gradients)
         self._finish(action)

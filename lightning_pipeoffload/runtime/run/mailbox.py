@@ -4,8 +4,8 @@ A message is named by an action at either end: the output of ``1F0`` is sent by 
 taken by ``2F0``, for which ``2RECV_F0`` waits. Between two stages of one rank there is no SEND and
 no RECV, and the message waits here::
 
-    give(1F0) -> [1SEND_F0] -> send     transport     post, until -> [2RECV_F0] -> take(2F0)
-    give(1F0) -> [2RECV_F0] -> take(2F0)              where both stages are of this rank
+    give(1F0) -> [1SEND_F0] -> send     transport     post, until -> [2RECV_F0] -> receive(2F0)
+    give(1F0) -> [2RECV_F0] -> receive(2F0)              where both stages are of this rank
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class Mailbox:
         self.receives.expect(actions)
 
     def reach(self, receive: Action) -> None:
-        """Post a receive if it is not posted yet, without waiting; :meth:`take` waits."""
+        """Post a receive if it is not posted yet, without waiting; :meth:`receive` waits."""
         self.receives.reach(receive)
 
     def _post(self, receive: Action, peer: int) -> None:
         self._through.post(receive, peer, self._specs_of(receive))
 
-    def take(self, action: Action, timer: ActionTimer) -> list[Tensor]:
+    def receive(self, action: Action, timer: ActionTimer) -> list[Tensor]:
         """Wait for the message that an F or B needs, and return its tensors.
 
         Messages that come before it in the plan are received first, and kept. The list is empty for

@@ -453,7 +453,7 @@ class Pipeline:
             for name, segments in self._uses.segments.items()
         }
         if self.parts is not None:
-            self.parts.bring(owners, self.tensors, slots)
+            self.parts.send_to_owners(owners, self.tensors, slots)
             self._mark_parameters(slots)
         self.tensors.assign(owners, slots)
         self.tensors.move()

@@ -79,7 +79,7 @@ def install_answers() -> None:
     for name in _READERS:
         plain = getattr(Tensor, name)
         if not hasattr(plain, _MARK):
-            _replaced.callback(_give_back, name, vars(Tensor).get(name))
+            _replaced.callback(_restore_method, name, vars(Tensor).get(name))
             setattr(Tensor, name, _answered(plain))
 
 
@@ -88,7 +88,7 @@ def remove_answers() -> None:
     _replaced.close()
 
 
-def _give_back(name: str, before: Any) -> None:
+def _restore_method(name: str, before: Any) -> None:
     if before is None:
         delattr(Tensor, name)
     else:

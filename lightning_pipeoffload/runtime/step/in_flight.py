@@ -53,7 +53,7 @@ from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.runtime.payload import Received
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.step.step_writes import Left
+from lightning_pipeoffload.runtime.step.step_writes import WrittenByForward
 from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 
@@ -70,7 +70,7 @@ class InFlight:
         store: The tensors that autograd saves; None: autograd keeps them.
         loss: The loss, on the last stage and until B; else None.
         sent: The graph edges of the sent tensors that get a gradient, until B.
-        left: The attributes that the user's steps write, with their values at the end of F.
+        written: The attributes that the user's steps write, with their values at the end of F.
         seen: The values during F of tensors that later F's write in place and B or W may read.
         earlier: The tensors that slices of a sequence keep for later slices; None: not sliced.
         awaits_weight: Whether B has run.
@@ -83,7 +83,7 @@ class InFlight:
     store: ActivationStore | None = None
     loss: Tensor | None = None
     sent: tuple[GradientEdge, ...] = ()
-    left: Left | None = None
+    written: WrittenByForward | None = None
     seen: TensorValues | None = None
     earlier: EarlierSlices | None = None
     awaits_weight: bool = False

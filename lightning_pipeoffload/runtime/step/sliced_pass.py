@@ -100,7 +100,7 @@ class SlicedPass(StagePass):
         if not self._part.is_last:
             kept = [self._earlier.share(self._part, tensor) for tensor in tensors]
             self._earlier.outputs.append(kept)
-            self._left = True
+            self._has_exited = True
             raise StageExit([])
         slices = zip(*self._earlier.outputs, tensors, strict=True)
         dims = (dim for (dim, *_) in self._dims.outputs[call])

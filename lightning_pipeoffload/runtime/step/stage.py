@@ -133,7 +133,7 @@ class StageRunner:
             self.in_flight[self._last] = flight
             with self._around_forward(flight, step):
                 output = step.run()
-            flight.left = step.left
+            flight.written = step.written
             if store is not None:
                 kept = None if flight.earlier is None else flight.earlier.kept_by(flight.slice)
                 self.memory_of(flight.place).measure_forward(store, kept)
@@ -242,7 +242,7 @@ class StageRunner:
             for parameter in parameters:
                 final.finish(parameter)
             return
-        gradients = RegroupedWeightGrads(flight.queue.take() for flight in flights)
+        gradients = RegroupedWeightGrads(flight.queue.pop_all() for flight in flights)
         final.expect(self._context.stage.index, gradients.parameters)
         with backward_on(microbatches[0].device), self._gradients, self._checking_hooks():
             gradients.run(final.finish)
@@ -256,14 +256,14 @@ class StageRunner:
     def _around_backward(self, flight: InFlight) -> AbstractContextManager[Any]:
         """Return the context of a B or W: gradients and attributes as they are for this stage."""
         outside = backward_on(flight.microbatch.device)
-        is_plain = self._gradients is NOTHING and not (flight.seen or flight.left)
+        is_plain = self._gradients is NOTHING and not (flight.seen or flight.written)
         if is_plain and self._num_checked >= _NUM_CHECKED:
             return outside  # as in most models
         return together(
             outside,
             self._gradients,
             flight.seen.again(self._present_of(flight.seen.tensors)) if flight.seen else NOTHING,
-            self._context.writes.in_backward(self._context.stage.index, flight.left),
+            self._context.writes.in_backward(self._context.stage.index, flight.written),
             self._checking_hooks(),
         )
 

@@ -55,7 +55,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeed
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
-from lightning_pipeoffload.runtime.step.step_writes import Left, StepWrites
+from lightning_pipeoffload.runtime.step.step_writes import StepWrites, WrittenByForward
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.runtime.users_code.users_lines import (
@@ -164,13 +164,13 @@ class StagePass:
         # Not the flight: a checkpoint in the stage's graph holds this, and the flight that graph.
         self._microbatch, self._received = flight.microbatch, flight.received
         self._receive = receive
-        self._left = False
+        self._has_exited = False
         self._num_calls = 0
         self._called = -1
         self._is_in_block = False
         self._entered: dict[int, Sequence[Tensor]] = {}  # outputs for later calls
         self._sent: list[Tensor] = []
-        self.left: Left | None = None
+        self.written: WrittenByForward | None = None
         record = flight.record
         self._record, self._step_record = record, record.step
         self._generators = context.generators
@@ -209,8 +209,8 @@ class StagePass:
             leaving.__traceback__ = None  # its frames hold every activation
             output = leaving.payload
         except (ValueNeededError, Exception) as error:
-            if (left := _exit_before(error)) is not None:
-                output = left.payload
+            if (earlier := _exit_before(error)) is not None:
+                output = earlier.payload
             elif isinstance(error, ValueNeededError):
                 raise ValueError(self._explain(error)) from None
             else:
@@ -218,7 +218,7 @@ class StagePass:
         finally:
             context.tensors.restore()
         if context.writes.is_by_users:
-            self.left = context.writes.left()
+            self.written = context.writes.written_by_forward()
         if self._microbatch.index == 0 and self._seed_segment is not seed_all:  # once a batch
             context.notice_draws(seed)
         return output
@@ -250,7 +250,7 @@ class StagePass:
             else:
                 output = self._pass_remote(call, index, args, kwargs)
         if call == record.exit:
-            self._left = True
+            self._has_exited = True
             sent, self._sent = self._sent, []
             beside = self._carried.to_hand_on() if self._carried else ()
             raise StageExit([*sent, *beside], output)
@@ -366,7 +366,7 @@ class StagePass:
             self._entered[call] = entered[places]
 
     def _check_result(self, result: Any) -> Any:
-        if self._left:
+        if self._has_exited:
             raise RuntimeError(
                 "the step caught the signal by which a stage leaves it, so it has an `except:` or "
                 "`except BaseException:` around its blocks; use `except Exception:`"

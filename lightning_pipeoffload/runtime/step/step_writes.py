@@ -60,7 +60,7 @@ _Key = tuple[int, str]  # of a variable
 _MOST = 64  # values of an attribute that are compared; of more, each forward counts as a write
 
 
-class Left(NamedTuple):
+class WrittenByForward(NamedTuple):
     """Fingerprints of the attributes that steps write, at the end of a forward.
 
     None instead of a fingerprint: the value is too large to compare.
@@ -140,7 +140,7 @@ class StepWrites:
                 if write.point.is_in_block:
                     self._of_blocks.add(write.variable.key)
                 for index, missing in self._missing.items():
-                    if stages[index].comes_to(write.point, record):
+                    if stages[index].runs_through(write.point, record):
                         self._reached[index].add(write.variable.key)
                     else:
                         message = self._message(write, index)
@@ -211,7 +211,7 @@ class StepWrites:
         if len(self._num_passes) == 1:
             return _standing_for(missing, made) if missing else NOTHING
         return together(
-            _Turn(self, stage.index),
+            _StageValues(self, stage.index),
             _standing_for(missing, made, self._homes_beside(stage.index)) if missing else NOTHING,
             self._hiding(stage) if self._weights else NOTHING,
         )
@@ -222,19 +222,25 @@ class StepWrites:
         others = sorted(blocks - {*stage.blocks})
         return self._tensors.hiding(*map(self._chain.block_name, others))
 
-    def left(self) -> Left:
+    def written_by_forward(self) -> WrittenByForward:
         """Return fingerprints of the attributes that the user's steps write, after a forward."""
         written = self._by_users.values()
-        return Left(self.num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written])
+        return WrittenByForward(
+            self.num_forwards, [(v, short_fingerprint(v.value, _MOST)) for v in written]
+        )
 
-    def in_backward(self, stage: int, left: Left | None) -> AbstractContextManager[Any]:
+    def in_backward(
+        self, stage: int, written: WrittenByForward | None
+    ) -> AbstractContextManager[Any]:
         """Make attributes that later forwards have written raise on use in a backward."""
-        if left is None:
+        if written is None:
             return NOTHING
         missing = self._missing[stage]
-        may_differ = left.forward != self.num_forwards
+        may_differ = written.forward != self.num_forwards
         changed = [
-            v for v, was in left.values if v.key in missing or (may_differ and _has_changed(v, was))
+            v
+            for v, was in written.values
+            if v.key in missing or (may_differ and _has_changed(v, was))
         ]
         if not changed:
             return NOTHING
@@ -371,7 +377,7 @@ class StepWrites:
         return [(name, value, fingerprint(value)) for name, value in kept]
 
 
-class _Turn:
+class _StageValues:
     """One F of a stage, in which modules have the values that this stage has written."""
 
     def __init__(self, writes: StepWrites, stage: int) -> None:

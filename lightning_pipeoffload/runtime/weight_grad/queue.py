@@ -161,7 +161,7 @@ class WeightGradQueue:
 
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
-        entries = self.take()[::-1]
+        entries = self.pop_all()[::-1]
         with torch.set_grad_enabled(False):  # half the calls of no_grad()
             while entries:
                 entries.pop().compute()
@@ -177,7 +177,7 @@ class WeightGradQueue:
             return True
         return any(isinstance(t, Parameter) or memory_of(t) in self.operands for t in tensors)
 
-    def take(self) -> list[WeightGrad]:
+    def pop_all(self) -> list[WeightGrad]:
         """Remove and return the gradients that wait, for the caller to compute."""
         entries, self._entries = self._entries, []
         return entries

@@ -106,19 +106,19 @@ def test_buffers_are_used_one_message_after_the_other():
 def test_buffers_of_lengths_that_vary_are_bounded():
     ring, most = BufferRing(CPU), 0
     for length in range(10_000, 110_000, 1_000):
-        buffers = [ring.take(length) for _ in range(3)]
+        buffers = [ring.acquire(length) for _ in range(3)]
         most = max(most, sum(buffer.numel() for buffer in buffers))
         assert all(length <= buffer.numel() <= length * 9 / 8 + 512 for buffer in buffers)
         for buffer in buffers:
-            ring.give_back(buffer)
+            ring.release(buffer)
         assert ring.num_bytes <= 2 * most
 
 
 def use(ring, sizes):
     """Use buffers of these sizes at once in a step; return their sizes."""
-    buffers = [ring.take(size) for size in sizes]
+    buffers = [ring.acquire(size) for size in sizes]
     for buffer in buffers:
-        ring.give_back(buffer)
+        ring.release(buffer)
     ring.end_step()
     return [buffer.numel() for buffer in buffers]
 

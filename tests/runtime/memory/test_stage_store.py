@@ -171,7 +171,7 @@ def test_pieces_are_powers_of_two_and_waste_little(num_bytes):
 
 
 def test_a_range_may_cross_pieces():
-    slab = HostMemory(pinned=False).take(4096 + 8192)
+    slab = HostMemory(pinned=False).acquire(4096 + 8192)
     found = list(slab.parts(8000, 9000))
     assert [(offset, len(part)) for offset, part in found] == [(0, 192), (192, 808)]
 
@@ -179,12 +179,12 @@ def test_a_range_may_cross_pieces():
 def test_pieces_are_reused_and_the_budget_is_kept():
     memory = HostMemory(pinned=False, budget=HostBudget.configured(sum(piece_sizes(10_000))))
     for _ in range(3):
-        memory.take(10_000).give_back()
+        memory.acquire(10_000).release()
     assert memory.num_allocations == len(piece_sizes(10_000))
     assert memory.allocated_bytes == sum(piece_sizes(10_000))
-    memory.take(10_000)
+    memory.acquire(10_000)
     with pytest.raises(HostMemoryError, match=r"host_memory_limit is 12\.00 KiB; offload less"):
-        memory.take(1)
+        memory.acquire(1)
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def machine(monkeypatch):
 def test_the_machine_does_not_swap(machine):
     machine(100_000, 6000)
     with pytest.raises(HostMemoryError, match="would swap"):
-        HostMemory(pinned=False).take(4096)
+        HostMemory(pinned=False).acquire(4096)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_ranks_share_what_the_machine_has_left(machine, total, available, ranks,
     budget = HostBudget.share_of_machine(ranks)
     assert budget.num_bytes == share
     with pytest.raises(HostMemoryError, match="is a rank's share of the .* left for"):
-        HostMemory(pinned=False, budget=budget).take(28_000)
+        HostMemory(pinned=False, budget=budget).acquire(28_000)
 
 
 def test_a_machine_that_does_not_tell_has_no_limit(machine, tmp_path):
@@ -222,7 +222,7 @@ def test_a_machine_that_does_not_tell_has_no_limit(machine, tmp_path):
 
 def test_what_a_validation_allocates_can_be_trained_with():
     with torch.inference_mode():
-        slab = HostMemory(pinned=False).take(64)
+        slab = HostMemory(pinned=False).acquire(64)
     assert not any(part.is_inference() for _, part in slab.parts(0, 64))
 
 

@@ -5,10 +5,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeoffload.runtime.step.autocast import (
-    outside_autocast,
     sharing_casts,
     without_fused_layers,
 )
+from lightning_pipeoffload.runtime.step.stage import backward_on
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_each_weight_is_cast_once_where_lightning_casts_at_every_use():
     with context, CountCasts() as casts, sharing_casts(CPU):
         for _ in range(3):
             loss = linear(x).sum()
-            with outside_autocast(CPU):
+            with backward_on(CPU):
                 loss.backward()
     assert casts.count == 2
     assert torch.is_autocast_cache_enabled()
@@ -55,7 +55,7 @@ def test_a_backward_keeps_the_precision_of_its_forward():
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", enabled=False):
             loss = torch.mm(x, weight).sum()
-        with outside_autocast(CPU):
+        with backward_on(CPU):
             loss.backward()
     assert torch.equal(x.grad, weight.sum(1).expand(2, 4))
 
