@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
+from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -28,7 +28,6 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks, find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
 from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BesideBlocks,
     BlockMeasurement,
@@ -43,7 +42,6 @@ from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option, options
 from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.plan_cache import PlanCache, PlanQuestion
 
 log = logging.getLogger(__name__)
 
@@ -142,31 +140,18 @@ class AutoChoice:
             self._works[count] = digest_work(self._blocks, slices[0].record)
             return slices
 
-        # A cut of a module in parts stays, and what is measured is not deterministic.
         store = None
-        if not (self._pipeline.is_split or torch.are_deterministic_algorithms_enabled()):
+        if not self._pipeline.is_split:  # else the cut stays
             conditions = num_microbatches, batch_size, self._has_step_barrier, self._is_limited
             store = ChoiceStore(self._settings, self._pipeline, inputs.batch, conditions)
             chosen = self._choose_again(store, cut_batch)
             if chosen is not None:
                 return chosen
+        if torch.are_deterministic_algorithms_enabled():  # times differ from run to run
+            return self._by_default(num_microbatches)
         first = cut_batch(num_microbatches)[0]
         self._note_trace()
-        cache = ChoiceCache(
-            self._settings,
-            self._pipeline,
-            num_microbatches,
-            self._has_step_barrier,
-            self._recomputations(),
-        )
-        if torch.are_deterministic_algorithms_enabled():
-            cached = self._group.world.broadcast(cache.find() if self._group.reports else None, 0)
-            if cached is None:
-                return self._by_default(num_microbatches)
-            return Chosen(replace(self._settings, **cached))
         cut_costs, chosen = self._measure_and_decide(cut_batch, first, num_microbatches, batch_size)
-        if self._group.reports and chosen.plan is not None:
-            cache.store(chosen.plan.best, chosen.settings)
         if store is not None:
             self._store(store, cut_costs, chosen)
         return chosen
@@ -482,73 +467,3 @@ class _CutCosts:
 
     def _of(self, option: Option) -> tuple[Costs, BesideBlocks]:
         return self.by_recompute[option.recompute, option.num_microbatches]
-
-
-class ChoiceCache:
-    """Earlier choices of ``schedule="auto"``, for deterministic runs, which may not measure.
-
-    A question is known by what is the same in every run: sizes, and the operations of a first cut.
-    """
-
-    def __init__(
-        self,
-        settings: PipelineSettings,
-        pipeline: Pipeline,
-        num_microbatches: int,
-        has_barrier: bool,
-        recomputations: Sequence[str],
-    ) -> None:
-        self._cache = PlanCache(settings.plan_cache)
-        names = ["offload", "recompute", "head_weight_grad", "num_chunks", "split"]
-        if settings.num_sequence_slices > 1:
-            names.append("num_sequence_slices")
-        asked = " ".join(f"{name}={getattr(settings, name)}" for name in names)
-        kind, size = type(pipeline.module).__name__, sum(pipeline.cut.num_parameters)
-        asked = f"{asked} barrier={has_barrier} {' '.join(recomputations)}"
-        stages = pipeline.settings.stage_ranks
-        self._question = PlanQuestion(
-            f"auto {kind} {len(pipeline.chain)} {size} {asked}",
-            max(stages) + 1,
-            num_microbatches,
-            0,
-            pipeline.cut.costs,
-            settings.limit_bytes,
-        )
-
-    def find(self) -> dict[str, Any] | None:
-        """Return the settings that were chosen for the same question; None if there are none."""
-        plan = self._cache.find(self._question)
-        if plan is None or not plan.is_exact:
-            return None
-        remarks = dict(plan.remarks)
-        schedule = replace(plan.schedule, name=remarks.pop("schedule"))
-        return {"schedule": schedule, "num_microbatches": schedule.num_microbatches, **remarks}
-
-    def store(self, best: Candidate, settings: PipelineSettings) -> None:
-        assert best.schedule is not None
-        names = ("schedule", "recompute", "head_weight_grad", "split")
-        remarks = {name: getattr(settings, name) for name in names}
-        self._cache.store(self._question, best.schedule, remarks)
-
-
-def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
-    """Compile each rank's blocks before they run, where any is compiled; all ranks call it.
-
-    It may take one of them longer than ranks wait for each other elsewhere.
-    """
-    if not pipeline.compiler.has_work:
-        return
-    group = pipeline.group
-    if group.reports:
-        print_line("Compiling the blocks, on all ranks at once.")
-    started = time.monotonic()
-    with group.world.waiting_as_long_as_it_takes():
-        chain = pipeline.chain
-        for stage in pipeline.tensors.local_stages:
-            for index in pipeline.cut.stages[stage].blocks:
-                first = record.block_calls[record.calls.blocks.index(index)]
-                with first.with_zeros() as (args, kwargs):
-                    call = partial(chain.plain_call(index), *args, **kwargs)
-                    pipeline.compiler.compile_ahead(chain.blocks[index], call)
-    if group.reports:
-        print_line(f"Compiled in {time.monotonic() - started:.1f} s.")

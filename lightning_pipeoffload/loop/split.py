@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.split_state import SplitState
-from lightning_pipeoffload.loop.auto_choice import compile_ahead
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
+from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples, note_pairs
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.report import Report

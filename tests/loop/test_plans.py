@@ -1,19 +1,15 @@
 """The plans of a run: chosen, made anew for larger microbatches, with the same bits by each."""
 
-from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.auto_choice import ChoiceCache
 from lightning_pipeoffload.planning import measurements
-from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.schedule import SCHEDULES, Costs, Kind, build
+from lightning_pipeoffload.schedule import SCHEDULES, Kind
 from tests.support import fits
 from tests.support.auto_fits import (
     auto_and_by_hand,
@@ -216,22 +212,6 @@ def test_deterministic_training_measures_nothing(ranks, tmp_path):
     report = ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "plain", options)[0]["report"]
     assert report["schedule"] == "zb_h1"
     assert report["candidates"] == []
-
-
-def test_a_choice_for_slices_of_sequences_is_not_one_for_whole_sequences(tmp_path):
-    cut = SimpleNamespace(num_parameters=[1, 1], costs=Costs.unit())
-    stages = SimpleNamespace(stage_ranks=(0, 1))
-    pipeline = SimpleNamespace(module=None, chain=[0, 1], cut=cut, settings=stages)
-    sliced = PipelineSettings(num_sequence_slices=4, plan_cache=str(tmp_path))
-    whole = replace(sliced, num_sequence_slices=1)
-    for_slices, for_whole = (
-        ChoiceCache(settings, pipeline, 2, False, ["none"]) for settings in (sliced, whole)
-    )
-    schedule = build("seq_zb", 2, 2, num_sequence_slices=4)
-    candidate = SimpleNamespace(schedule=schedule)
-    for_slices.store(candidate, replace(sliced, schedule="seq_zb"))
-    assert for_whole.find() is None
-    assert for_slices.find()["schedule"] == schedule
 
 
 LIMIT = 12 * 2**20

@@ -1,0 +1,33 @@
+"""Compiles the blocks of all ranks at once, before the first step."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from lightning_pipeoffload.planning.report import print_line
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+
+
+def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
+    """Compile each rank's blocks before they run, where any is compiled; all ranks call it.
+
+    It may take one of them longer than ranks wait for each other elsewhere.
+    """
+    if not pipeline.compiler.has_work:
+        return
+    group = pipeline.group
+    if group.reports:
+        print_line("Compiling the blocks, on all ranks at once.")
+    started = time.monotonic()
+    with group.world.waiting_as_long_as_it_takes():
+        chain = pipeline.chain
+        for stage in pipeline.tensors.local_stages:
+            for index in pipeline.cut.stages[stage].blocks:
+                first = record.block_calls[record.calls.blocks.index(index)]
+                with first.with_zeros() as (args, kwargs):
+                    call = partial(chain.plain_call(index), *args, **kwargs)
+                    pipeline.compiler.compile_ahead(chain.blocks[index], call)
+    if group.reports:
+        print_line(f"Compiled in {time.monotonic() - started:.1f} s.")
