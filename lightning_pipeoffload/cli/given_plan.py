@@ -28,6 +28,7 @@ from lightning_pipeoffload.planning.figures import (
     bare_table,
     lines_by_reason,
 )
+from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     Costs,
@@ -39,7 +40,7 @@ from lightning_pipeoffload.schedule import (
     estimated_copy_ratio,
     with_copy_ratio,
 )
-from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of, options
+from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
 from lightning_pipeoffload.schedule.families import (
     FAMILIES,
     Recipe,
@@ -158,27 +159,26 @@ class GivenPlans:
         self._num_slices = config.get("num_sequence_slices", 1)
         check_sizes(num_sequence_slices=self._num_slices)
         self._has_barrier = has_barrier(config)
-        self._steps_early = not needs_all_gradients(config)
-
-    def request(self, wanted: Sequence[Option], **more: Any) -> PlanRequest:
-        values = {"offload": self._config.strategy.offload, **more}
-        return PlanRequest(
-            self._config.num_ranks,
-            wanted,
-            lambda option: _costs_of(option, self.costs, self._config.num_ranks),
+        self._work = Work(
+            config.num_ranks,
+            lambda option: _costs_of(option, self.costs, config.num_ranks),
             has_barrier=lambda option: self._has_barrier,
-            steps_early=lambda option: self._steps_early,
-            **values,
+            steps_early=not needs_all_gradients(config),
         )
 
-    def all_options(self) -> list[Option]:
-        """Return all families with all numbers of chunks, for the sizes that are given."""
+    def _request_for_all(self, offload: str | float, **how: Any) -> PlanRequest:
+        """Return the request for all families, for the sizes that are given."""
         config = self._config
         chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
         sizes = {"num_ranks": config.num_ranks, "num_microbatches": config.num_microbatches}
         check_sizes(**sizes, **chunks)
-        counts = [config.num_microbatches]
-        return options(counts, None, config.num_chunks, num_sequence_slices=self._num_slices)
+        wanted = options_of(
+            "auto",
+            [config.num_microbatches],
+            config.num_chunks,
+            num_sequence_slices=self._num_slices,
+        )
+        return fill_request(self._work, Machines(self._limit), Fixed(wanted, offload), **how)
 
     def plan(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
         """Return the plan of ``strategy.schedule``, and what JSON says of it."""
@@ -196,8 +196,7 @@ class GivenPlans:
             raise ScheduleError(f"options ({options}) are for one schedule; name that one")
         check_limit(self._limit)
         with progress("Planning all schedules") as show:
-            request = self.request(self.all_options(), memory_limit=self._limit, show=show)
-            plan = make_plan(request)
+            plan = make_plan(self._request_for_all(self._config.strategy.offload, show=show))
         if not is_json:
             print_choice(plan, self.units, _DEFAULT_COPIES * self.has_default_copies)
         step = self._step(plan.schedule, plan.costs)
@@ -205,16 +204,14 @@ class GivenPlans:
 
     def _solved(self) -> PlannedStep:
         """Return a solver's plan; it starts from the best of all families."""
-        limit = self._limit
         check_slices("optpipe", SCHEDULES["optpipe"], self._num_slices)
-        auto = self.request(self.all_options(), memory_limit=limit, offload="auto")
         with progress("Planning all schedules") as show:
-            best = make_plan(replace(auto, show=show))
+            best = make_plan(self._request_for_all("auto", show=show))
         problem = PlanProblem(
             self._config.num_microbatches,
             best.schedule.placement,
             best.costs,
-            limit,
+            self._limit,
             self._has_barrier,
         )
         options = mapping(self._config, "options", ("solver_seconds", "plan_cache"))
@@ -236,14 +233,8 @@ class GivenPlans:
         num_slices = 1 if is_whole else self._num_slices
         option = Option(name, num_chunks, sizes["num_microbatches"], num_sequence_slices=num_slices)
         check_limit(self._limit)
-        request = self.request(
-            [option],
-            memory_limit=self._limit,
-            offload=amount,
-            recipes={name: recipe},
-            builder_options=options,
-        )
-        return make_plan(request)
+        fixed = Fixed([option], amount, {name: recipe}, options)
+        return make_plan(fill_request(self._work, Machines(self._limit), fixed))
 
     def _family(self, name: str) -> tuple[str, int, Recipe]:
         check_name(name)
@@ -264,7 +255,7 @@ class GivenPlans:
 
     def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
         """Return a schedule as it runs, with its figures; REDUCE and STEP where they take time."""
-        plan = as_it_runs(schedule, costs, self._steps_early)
+        plan = as_it_runs(schedule, costs, self._work.steps_early)
         return PlannedStep(plan, costs, self._has_barrier)
 
     def compare(self, is_json: bool) -> list[PlannedStep]:
@@ -319,8 +310,8 @@ class GivenPlans:
                 raise ScheduleError(f"{name} ({config[name]}) has no part in a sweep; leave it out")
         limits = None if self._limit is None else _given_limits(self._limit)
         with progress("Planning all schedules under each limit") as show:
-            request = self.request(self.all_options(), searches_always=True, show=show)
-            sweep = _MemorySweep(request, limits)
+            offload, how = config.strategy.offload, {"searches_always": True, "show": show}
+            sweep = _MemorySweep(self._request_for_all(offload, **how), limits)
         if is_json:
             print_json(sweep.figures())
             return

@@ -33,13 +33,14 @@ from lightning_pipeoffload.planning.memory_needs import (
     RankNeeds,
     StandIns,
 )
-from lightning_pipeoffload.planning.plan_request import first_plan
+from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
+from lightning_pipeoffload.planning.run_plans import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option, options
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
-from lightning_pipeoffload.schedule.families import FAMILIES, check_sizes, check_slices
+from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.schedule import stages_on
 from lightning_pipeoffload.schedule.slices import of_every_stage
@@ -267,26 +268,9 @@ class ModelPlanner:
         return Links(self.device, settings, self.devices_per_machine)
 
     def options(self, name: str, count: int, recomputes: Sequence[str]) -> list[Option]:
-        """Return the options of a schedule, or of all families with "auto".
-
-        Raises:
-            ScheduleError: There is no such family, or it does not accept the configured sizes.
-        """
-        if name != "auto" and name not in FAMILIES:
-            raise ScheduleError(
-                f"schedule ({name}) cannot be planned for a device; use auto or one of "
-                f"{', '.join(FAMILIES)}"
-            )
-        if name != "auto":
-            check_slices(name, FAMILIES[name], self.num_slices)
-            if FAMILIES[name].can_slice and self.num_slices == 1:
-                raise ScheduleError(f"{name} is for slices of sequences; set num_sequence_slices=8")
-        sizes = [count], None, self._num_chunks, recomputes
-        candidates = options(*sizes, self.settings.heads_to_try, self.num_slices)
-        wanted = [option for option in candidates if name in ("auto", option.schedule)]
-        if not wanted:
-            raise ScheduleError(f"{name} does not accept num_chunks ({self._num_chunks})")
-        return wanted
+        """Return the options of a schedule, or of all families with "auto"."""
+        heads = self.settings.heads_to_try
+        return options_of(name, [count], self._num_chunks, recomputes, heads, self.num_slices)
 
     def plan(self, request: PlanRequest) -> tuple[Plan, list[RankNeeds]]:
         """Return the fastest plan that fits a device, and what its ranks need with messages.
@@ -338,21 +322,25 @@ class ModelPlanner:
         return inf if limit is None else parse_bytes(limit, "host_memory_limit")
 
     def request(
-        self, wanted: Sequence[Option], num_ranks: int, settings: PipelineSettings, **more: Any
+        self,
+        wanted: Sequence[Option],
+        num_ranks: int,
+        settings: PipelineSettings,
+        recipes: Mapping[str, Recipe] = FAMILIES,
+        must_fit: bool = True,
+        **how: Any,
     ) -> PlanRequest:
         """Return the request for some options; offload and sharding are those of the settings."""
-        return PlanRequest(
+        work = Work(
             num_ranks,
-            wanted,
             lambda option: self.costs_of(option, num_ranks, settings),
-            self.memory,
-            settings.offload,
             lambda option: self.memory_beside(option, num_ranks, settings),
             lambda option: self._has_barrier,
-            lambda option: self.steps_early(settings),
-            show=self._show,
-            **more,
+            self.steps_early(settings),
         )
+        machines = Machines(self.memory, must_fit)
+        fixed = Fixed(wanted, settings.offload, recipes)
+        return fill_request(work, machines, fixed, show=self._show, **how)
 
     def steps_early(self, settings: PipelineSettings) -> bool:
         """Whether an optimizer on the host steps as gradients become final."""

@@ -63,15 +63,23 @@ class ModelProbe:
     Args:
         config: A configuration with ``model``, ``data`` and ``trainer`` of conf/train.yaml.
 
+    Attributes:
+        precision: The trainer's precision.
+        recomputes: Values of ``recompute`` that a trace of all blocks measures besides its own.
+
     Raises:
         ValueError: One of them cannot be built.
     """
 
     def __init__(self, config: DictConfig) -> None:
         seed_everything(SEED, verbose=False)
+        asked = str((config.get("trainer") or {}).get("precision"))
+        # Lightning has no float16 with autocast on the CPU; bfloat16 has the same shapes.
+        alike = {"precision": "bf16-mixed"} if asked in ("16", "16-mixed") else {}
         with _quiet_lightning():
-            self._trainer: Trainer = build(config, "trainer", **_QUIET)
+            self._trainer: Trainer = build(config, "trainer", **_QUIET, **alike)
         self._precision = self._trainer.precision_plugin
+        self.precision = "16-mixed" if alike else str(self._trainer.precision)
         self._config = config
         size = config.get("tensor_parallel_size", 1)
         self._mesh = mesh_of_absent_ranks(size) if size > 1 else None
@@ -85,7 +93,7 @@ class ModelProbe:
         self._blocks: dict[Any, tuple[MemoryNeeds, list[int]] | None] = {}
         self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _as_made
         self._sizes: dict[str, tuple[BlockChain, SegmentCosts]] = {}
-        self.recomputes: Sequence[str] = ()  # that a trace of all blocks measures besides its own
+        self.recomputes: Sequence[str] = ()
         self._is_in_parts: bool | None = None  # not known before
 
     def _make_module(self) -> None:
@@ -125,10 +133,6 @@ class ModelProbe:
     def _hook(self, name: str) -> Any:
         owner = self._data if is_overridden(name, self._data) else self._module
         return getattr(owner, name)
-
-    @property
-    def precision(self) -> str:
-        return str(self._trainer.precision)
 
     @property
     def batch_size(self) -> int:

@@ -24,7 +24,8 @@ from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.loop.step_calls import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
-from lightning_pipeoffload.planning.plan_request import plan_of, request_by_name
+from lightning_pipeoffload.planning.request import Work
+from lightning_pipeoffload.planning.run_plans import plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.cut.remote_values import make_real
@@ -217,7 +218,8 @@ def _run(
     speed = measure_copy_speed(run.pipeline.device)
     measured = run.measure_stages(schedule, speed)
     costs = _costs_of_all(needs.costs, measured, speed, schedule.num_stages)
-    plan = lower(plan_of(request_by_name(settings, schedule.num_ranks, count, costs)).schedule)
+    work = Work(schedule.num_ranks, lambda option: costs)
+    plan = lower(plan_of(request_by_name(settings, work, count)).schedule)
     run.memory.forget_peaks()
     run.memory.use_lanes(make_lanes(run.pipeline.device, costs.copy_lanes))
     seconds = run.run(plan, costs, num_steps)

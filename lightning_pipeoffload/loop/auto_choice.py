@@ -22,8 +22,9 @@ from lightning_pipeoffload.optimizers.optimizer_table import measure_states
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
-from lightning_pipeoffload.planning.plan_request import plan_for_all, request_for
 from lightning_pipeoffload.planning.report import Progress, print_line
+from lightning_pipeoffload.planning.request import Work, options_of
+from lightning_pipeoffload.planning.run_plans import plan_for_all, request_for
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks, find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
@@ -40,7 +41,7 @@ from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import Costs, ScheduleError
-from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option, options
+from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option
 from lightning_pipeoffload.schedule.make_plan import Plan
 
 log = logging.getLogger(__name__)
@@ -347,11 +348,9 @@ class AutoChoice:
         heads: Sequence[str] = ("W",),
     ) -> list[Option]:
         """Return the options of numbers of microbatches that the cut has costs of."""
-        num_chunks = self._settings.num_chunks
-        asked = num_chunks if isinstance(num_chunks, int) else None
-        num_slices = self._settings.num_sequence_slices
-        candidates = options(counts, None, asked, [recompute], heads, num_slices)
-        return [option for option in candidates if cut_costs.covers(option)]
+        settings = self._settings
+        sizes = [*counts], settings.num_chunks, [recompute], heads, settings.num_sequence_slices
+        return [option for option in options_of("auto", *sizes) if cut_costs.covers(option)]
 
     def _heads(self, cut_costs: _CutCosts) -> Sequence[str]:
         heads = self._settings.heads_to_try
@@ -364,10 +363,12 @@ class AutoChoice:
         wanted: Sequence[Option],
         must_fit: bool = False,
     ) -> Chosen:
-        arguments = self._settings, self._group.num_ranks, wanted, cut_costs.costs_of, limits
-        request = request_for(*arguments, partial(self._has_barrier, cut_costs))
-        must_fit |= request.must_fit
-        request = replace(request, must_fit=must_fit, show=self._progress.show)
+        work = Work(
+            self._group.num_ranks,
+            cut_costs.costs_of,
+            has_barrier=partial(self._has_barrier, cut_costs),
+        )
+        request = request_for(self._settings, work, wanted, limits, must_fit, self._progress.show)
         plan = plan_for_all(self._group, request)
         plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(cut_costs)])
         option = plan.best.option

@@ -27,14 +27,15 @@ from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket,
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandIns
-from lightning_pipeoffload.planning.plan_request import (
+from lightning_pipeoffload.planning.report import print_new_plan
+from lightning_pipeoffload.planning.request import Work
+from lightning_pipeoffload.planning.run_plans import (
     first_plan,
     keeps_limits,
     plan_for_all,
     request_by_name,
     request_for,
 )
-from lightning_pipeoffload.planning.report import print_new_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.run.executor import Executor
@@ -205,10 +206,18 @@ class Plans:
 
     def _plan_by_name(self, costs: Costs, limits: MachineLimits) -> None:
         """Plan the schedule that the settings name, by these costs and limits."""
-        count, barrier = self.training.schedule.num_microbatches, self.training.has_barrier()
-        arguments = self.settings, self._group.num_ranks, count, costs, limits
-        request = request_by_name(*arguments, barrier, self.training.steps_early)
+        count = self.training.schedule.num_microbatches
+        request = request_by_name(self.settings, self._work(costs), count, limits)
         self._adopt(self.settings, plan_for_all(self._group, request), limits)
+
+    def _work(self, costs: Costs) -> Work:
+        has_barrier = self.training.has_barrier
+        return Work(
+            self._group.num_ranks,
+            lambda option: costs,
+            has_barrier=lambda option: has_barrier(),
+            steps_early=self.training.steps_early,
+        )
 
     def _adopt(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
         """Run by a plan from now on, and measure it anew."""
@@ -305,10 +314,7 @@ class Plans:
         keeps_limit = keeps_limits(used, costs, limit, limits)
         before = self.training.period(used, costs)
         self.training.replace(replace(self.training.current, costs=costs, limits=limits))
-        training, num_ranks = self.training, self._group.num_ranks
-        arguments = self.settings, num_ranks, self._options(), lambda option: costs, limits
-        has_barrier = training.has_barrier
-        request = request_for(*arguments, lambda option: has_barrier(), training.steps_early)
+        request = request_for(self.settings, self._work(costs), self._options(), limits)
         try:
             plan = plan_for_all(self._group, request)
         except ScheduleError as error:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.measurements import Measurements
-from lightning_pipeoffload.planning.plan_request import keeps_limits
 from lightning_pipeoffload.planning.report import print_gain
+from lightning_pipeoffload.planning.run_plans import keeps_limits
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError

@@ -96,7 +96,9 @@ def test_sums_in_float16_are_twice_as_fast_on_a_card_for_consumers(capsys):
         ("true", "write torch.backends.cuda.matmul.allow_fp16_accumulation = True before"),
     ):
         plan(plan_config(*words, f"float16_sums={on}", "format=text"))
-        assert told in " ".join(capsys.readouterr().out.split())
+        text = " ".join(capsys.readouterr().out.split())
+        assert told in text
+        assert "(precision 16-mixed)" in text
     assert hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation")
 
 

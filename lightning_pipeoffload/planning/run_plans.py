@@ -1,4 +1,4 @@
-"""A run's requests to the planner; a plan is made on one process and sent to all.
+"""A run's plans: the requests that its settings fill, made on one process and sent to all.
 
 The first steps run before costs are known: a plan that was asked to offload does so as if a copy
 there and back took as long as its stage's computing, and one with a memory limit needs as little
@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
+from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.schedule import (
@@ -59,48 +60,43 @@ def first_plan(
 
 def request_for(
     settings: PipelineSettings,
-    num_ranks: int,
+    work: Work,
     options: Sequence[Option],
-    costs_of: Callable[[Option], Costs],
     limits: MachineLimits = _NO_LIMITS,
-    has_barrier: Callable[[Option], bool] = lambda option: False,
-    steps_early: bool = False,
+    must_fit: bool = False,
+    show: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
     """Return a run's request; costs are in seconds and bytes.
 
     Where a single option is planned and the limit is the device's own, the plan that offloads the
     most is returned if none keeps that limit.
+
+    Args:
+        settings: The strategy's settings.
+        work: What is planned.
+        options: The options to choose among.
+        limits: The memory that the machines have left.
+        must_fit: Whether a single option is refused too; it is where ``memory_limit`` is given.
+        show: Called with what is being done.
     """
-    keeps_device = settings.offload == "auto"
-    return PlanRequest(
-        num_ranks,
-        options,
-        costs_of,
-        settings.limit_on(limits.device) if keeps_device else settings.limit_bytes,
-        settings.offload,
-        has_barrier=has_barrier,
-        steps_early=lambda option: steps_early,
-        host_shortage=limits.shortage,
-        must_fit=settings.limit_bytes is not None,
-        omits_above=inf,
-        write_memory=bytes_writer(settings.memory_limit),
-        recipes={**FAMILIES, **settings.own_recipe},
+    machines = Machines(
+        settings.limit_on(limits.device) if settings.offload == "auto" else settings.limit_bytes,
+        must_fit or settings.limit_bytes is not None,
+        limits.shortage,
+        bytes_writer(settings.memory_limit),
     )
+    fixed = Fixed(options, settings.offload, {**FAMILIES, **settings.own_recipe})
+    return fill_request(work, machines, fixed, omits_above=inf, show=show)
 
 
 def request_by_name(
     settings: PipelineSettings,
-    num_ranks: int,
+    work: Work,
     num_microbatches: int,
-    costs: Costs,
     limits: MachineLimits = _NO_LIMITS,
-    has_barrier: bool = False,
-    steps_early: bool = False,
 ) -> PlanRequest:
     """Return the request for the schedule that the settings name."""
-    options = [settings.option(num_microbatches)]
-    arguments = settings, num_ranks, options, lambda option: costs, limits
-    return request_for(*arguments, lambda option: has_barrier, steps_early)
+    return request_for(settings, work, [settings.option(num_microbatches)], limits)
 
 
 def plan_of(request: PlanRequest) -> Plan:

@@ -14,7 +14,8 @@ from lightning_pipeoffload.planning.limits import (
     parse_bytes,
     reserve_memory,
 )
-from lightning_pipeoffload.planning.plan_request import (
+from lightning_pipeoffload.planning.request import Work
+from lightning_pipeoffload.planning.run_plans import (
     first_plan,
     plan_for_all,
     plan_of,
@@ -41,8 +42,9 @@ def measured(costs=COSTS, num_ranks=4, limits=MachineLimits(), **options):  # no
     return by_costs(PipelineSettings(**options), num_ranks, 8, costs, limits)
 
 
-def by_costs(*given, **more):
-    plan = plan_of(request_by_name(*given, **more))
+def by_costs(settings, num_ranks, count, costs, limits):
+    work = Work(num_ranks, lambda option: costs)
+    plan = plan_of(request_by_name(settings, work, count, limits))
     return plan.schedule, plan.report
 
 
@@ -260,8 +262,8 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
         seconds = [work / option.num_chunks for work in (0.010, 0.011 * again, 0.008)]
         return Costs(*seconds, 1e-4, kept, weight_residue=kept * 0.9, offload=4e-3, reload=4e-3)
 
-    given = PipelineSettings(memory_limit=limit), 3, options([6], recompute=["none", "full"])
-    request = request_for(*given, costs_of)
+    wanted = options([6], recompute=["none", "full"])
+    request = request_for(PipelineSettings(memory_limit=limit), Work(3, costs_of), wanted)
     if not has_plan:
         [alone], *others = [{*planned_by(count, request)} for count in (1, 2, 5)]
         assert "use at least" in alone
@@ -277,5 +279,5 @@ def test_any_number_of_processes_find_the_same_plan(limit, has_plan):
 @pytest.mark.parametrize("limits", [{"offload": "full"}, {}])
 def test_a_plan_that_is_made_anew_keeps_its_slices(limits):
     settings = PipelineSettings(schedule="seq_zb", num_sequence_slices=3, **limits)
-    plan = plan_of(request_by_name(settings, 4, 8, COSTS))
+    plan = plan_of(request_by_name(settings, Work(4, lambda option: COSTS), 8))
     assert (plan.schedule.num_sequence_slices, plan.schedule.num_microbatches) == (3, 8)

@@ -1,0 +1,139 @@
+"""The one way to fill a request to the planner: what is planned, on what machines, what is fixed.
+
+Runs, ``schedule="auto"``, commands and the search of layouts fill it so. Neither torch nor
+lightning is imported, so that ``pipeoffload-plan`` answers in a second where costs are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Option, options
+from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_slices
+from lightning_pipeoffload.schedule.make_plan import PlanRequest
+from lightning_pipeoffload.schedule.text import bytes_text
+
+__all__ = ["Fixed", "Machines", "Work", "fill_request", "options_of"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of a pipeline: by costs that are given, by a model's shapes, or as measured.
+
+    Attributes:
+        num_ranks: Ranks of the pipeline.
+        costs_of: Returns the costs of an option's stages; it may raise ScheduleError.
+        memory_beside: Returns the memory of the fullest rank besides activations, in an option.
+        has_barrier: Returns whether all ranks must end a step of an option before any rank begins
+            the next one.
+        steps_early: Whether an optimizer on the host steps as gradients become final.
+    """
+
+    num_ranks: int
+    costs_of: Callable[[Option], Costs]
+    memory_beside: Callable[[Option], float] = lambda option: 0.0
+    has_barrier: Callable[[Option], bool] = lambda option: False
+    steps_early: bool = False
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The memory that a plan has to keep.
+
+    Attributes:
+        memory: The most memory of a rank, in the unit of the costs; None: any.
+        must_fit: Whether an option that does not fit is refused. If not, a single option gets the
+            plan that offloads the most.
+        host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does not.
+        write_memory: Formats memory in refusals.
+    """
+
+    memory: float | None = None
+    must_fit: bool = True
+    host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
+    write_memory: Callable[[float], str] = bytes_text
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What is given of a plan; the planner finds the rest.
+
+    Attributes:
+        options: The options to choose among, as of :func:`options_of`.
+        offload: "auto", "none", or a share of the activations.
+        recipes: How each schedule is built, by its name.
+        builder_options: Other options of the builders.
+    """
+
+    options: Sequence[Option]
+    offload: str | float = "auto"
+    recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
+    builder_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def fill_request(work: Work, machines: Machines, fixed: Fixed, **how: Any) -> PlanRequest:
+    """Return the request.
+
+    Args:
+        work: What is planned.
+        machines: The memory that there is.
+        fixed: What is given of the plan.
+        **how: How to look for the plan: other attributes of :class:`PlanRequest`.
+    """
+    return PlanRequest(
+        work.num_ranks,
+        fixed.options,
+        work.costs_of,
+        machines.memory,
+        fixed.offload,
+        memory_beside=work.memory_beside,
+        has_barrier=work.has_barrier,
+        steps_early=lambda option: work.steps_early,
+        host_shortage=machines.host_shortage,
+        must_fit=machines.must_fit,
+        write_memory=machines.write_memory,
+        recipes=fixed.recipes,
+        builder_options=fixed.builder_options,
+        **how,
+    )
+
+
+def options_of(
+    schedule: str,
+    num_microbatches: Sequence[int],
+    num_chunks: int | str | None,
+    recompute: Sequence[str] = ("none",),
+    head_weight_grad: Sequence[str] = ("W",),
+    num_sequence_slices: int = 1,
+) -> list[Option]:
+    """Return the options of a schedule, or with "auto" of all families.
+
+    Args:
+        schedule: Its name, or "auto".
+        num_microbatches: The numbers to choose among.
+        num_chunks: Stages of a rank; "auto" or None: any number that the schedule takes.
+        recompute: The values to choose among.
+        head_weight_grad: The same of the head's weight gradient.
+        num_sequence_slices: Slices of each sequence.
+
+    Raises:
+        ScheduleError: There is no such family, or it does not accept these sizes.
+    """
+    if schedule != "auto":
+        if schedule not in FAMILIES:
+            raise ScheduleError(
+                f"schedule ({schedule}) cannot be planned for a device; use auto or one of "
+                f"{', '.join(FAMILIES)}"
+            )
+        check_slices(schedule, FAMILIES[schedule], num_sequence_slices)
+        if FAMILIES[schedule].can_slice and num_sequence_slices == 1:
+            raise ScheduleError(f"{schedule} is for slices of sequences; set num_sequence_slices=8")
+    chunks = num_chunks if isinstance(num_chunks, int) else None
+    sizes = num_microbatches, None, chunks, recompute, head_weight_grad, num_sequence_slices
+    wanted = [option for option in options(*sizes) if schedule in ("auto", option.schedule)]
+    if not wanted and schedule != "auto":
+        raise ScheduleError(f"{schedule} does not accept num_chunks ({chunks})")
+    return wanted
