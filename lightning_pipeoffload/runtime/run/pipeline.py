@@ -332,6 +332,8 @@ class Pipeline:
             self.records.forget()
             if self.stages:
                 self.tensors.follow_requires_grad()
+            for stage in self.stages.values():
+                stage.measure_anew()
 
     @property
     def weight_flops(self) -> int:

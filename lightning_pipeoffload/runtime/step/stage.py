@@ -71,6 +71,10 @@ class StageRunner:
             self.memories[place] = SavedMemory(self._measures_all)
         return self.memories[place]
 
+    def measure_anew(self) -> None:
+        """Forget the measured memory: other parameters are trained from the next step on."""
+        self.memories.clear()
+
     def measure_all(self, measures_all: bool) -> None:
         """Set whether to measure all microbatches of the next step, or only unmeasured slices."""
         self._measures_all = measures_all

@@ -87,3 +87,24 @@ def test_they_cost_no_backward():
     assert costs.forward[1:4] == (costs.forward[1],) * 3
     assert costs.backward_input[:4] == costs.backward_weight[:4] == (0,) * 4
     assert min(costs.backward_weight[4:]) > 0
+
+
+def test_memory_is_measured_anew_where_other_parameters_train():
+    pipeline = InProcessPipeline(Frozen(without_freezing), build("zb_h1", 2, 2), call_step)
+    for rank in pipeline.ranks:
+        rank.module.embed.requires_grad_(False)
+        rank.module.trained.requires_grad_(False)
+    batch = torch.randn(2, 4096, 4)
+
+    def peak():
+        pipeline.run(batch, 1)
+        return pipeline.executors[0].memory.ledger.peak_device_bytes
+
+    assert peak() == 0
+    for rank in pipeline.ranks:
+        rank.module.requires_grad_(True)
+    assert peak() > 0
+
+
+def without_freezing(m, x):
+    return loss_of(m, through(m.trained, m.embed(x)))
