@@ -166,7 +166,7 @@ OWNERS = [
     (ModelParallelStrategy(), "_save_distributed_checkpoint _device_mesh"),
     (copyreg, "_reconstructor"),
     (Action, "_replace _fields _asdict"),
-    (CombinedLoader([]), "_iterator"),
+    (CombinedLoader([]), "_iterator _mode _spec"),
     (_DataFetcher(), "_start_profiler _stop_profiler"),
     (TRAINER._accelerator_connector, "_layer_sync"),
     (TRAINER._signal_connector, "_slurm_sigusr_handler_fn"),
@@ -440,7 +440,8 @@ def test_loops_ask_for_lengths_and_fetchers_by_these_names(loop, name):
 
 
 @pytest.mark.parametrize("mode", _SUPPORTED_MODES)
-def test_a_pass_through_several_loaders_has_their_iterators(mode):
-    combined = CombinedLoader([range(2), range(3)], mode)
-    iter(combined)
-    assert [next(iterator) for iterator in combined._iterator.iterators][0] == 0
+def test_a_batch_of_several_loaders_has_one_of_each(mode):
+    combined = CombinedLoader({"a": range(2), "b": [range(3), range(1)]}, mode)
+    batch, number, loader = next(iter(combined))
+    assert (number, loader, combined._mode) == (0, 0, mode)
+    assert batch == 0 if mode == "sequential" else combined._spec.flatten_up_to(batch) == [0, 0, 0]

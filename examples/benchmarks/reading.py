@@ -2,6 +2,7 @@
 
     python examples/benchmarks/reading.py
     python examples/benchmarks/reading.py --ranks 4 --megabytes 150 --shares 0 1
+    python examples/benchmarks/reading.py --apart    # as between machines: no shared memory
 
 Blocks sleep in place of computing, and workers in place of decoding, so a busy machine changes
 little. A row has the seconds from one batch to the next with a loader that takes a share of a step
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.runtime.comm import batch_channel
 
 _NUM_WARM = 6  # batches at the start, with probes and plans
 _SAMPLES = 8
@@ -125,6 +127,7 @@ def read_arguments(line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.065, 150.0])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.5, 1.0])
+    parser.add_argument("--apart", action="store_true", help="send batches by messages alone")
     parser.add_argument("--step", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(line)
 
@@ -137,6 +140,8 @@ def main(line: Sequence[str]) -> None:
         for name in ("lightning.pytorch", "lightning.fabric", "lightning_pipeoffload"):
             logging.getLogger(name).setLevel(logging.ERROR)
         torch.set_num_threads(1)
+        if given.apart:
+            batch_channel.read_memory_file = lambda path: b""
         (given.ranks,), (given.megabytes,), (share,) = given.ranks, given.megabytes, given.shares
         seconds, num_readers = seconds_of(given, share, given.step)
         if not int(os.environ.get("LOCAL_RANK", "0")):
@@ -144,8 +149,8 @@ def main(line: Sequence[str]) -> None:
         return
     print(_ROW.format("ranks", "megabytes", "share", "step s", "batch s", "over", "readers"))
     for ranks in given.ranks:
+        step = _measure(line, ranks, min(given.megabytes), 0.0, 1.0)[0]
         for megabytes in given.megabytes:
-            step = _measure(line, ranks, min(given.megabytes), 0.0, 1.0)[0]
             for share in given.shares:
                 seconds, readers = _measure(line, ranks, megabytes, share, step)
                 over = seconds / max(step, share * step)

@@ -8,9 +8,9 @@ which no error would show. So the first batches of these are compared.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Any
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -33,17 +33,17 @@ from lightning_pipeoffload.texts.index_groups import GroupSampler
 from lightning_pipeoffload.texts.minibatch import MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRows, PackedRowsSampler
 
-_NUM_COMPARED = 2  # one batch alone may be like another's where all are alike
+NUM_CHECKED = 2  # one batch alone may be like another's where all are alike
 _TORCHS = default_collate, default_convert
 _ARRIVED = "arrived/"
 _NUM_ARRIVALS = 8  # more milestones than ranks can be apart: they meet at every third
 
 
-class LoaderWatch:
-    """Checks the first batches of training loaders, where they are read.
+class BatchChecks:
+    """Checks the first batches of loaders, where they are read.
 
     Args:
-        first_batches: Compares those of the replicas.
+        first_batches: Compares those of training over the replicas.
         checks_lists: Whether batches are cut by what they hold: a list that a ``collate_fn`` of
             the user's returns may be of samples or of columns.
     """
@@ -51,23 +51,23 @@ class LoaderWatch:
     def __init__(self, first_batches: FirstBatches, checks_lists: bool) -> None:
         self._first_batches, self._checks_lists = first_batches, checks_lists
 
-    def watch(self, loader: Any, batches: Iterator[Any], is_training: bool) -> Iterator[Any]:
-        """Return an iterator over the batches of a loader's pass, which checks them.
+    def check(self, loader: Any, batch: Any, number: int, is_training: bool) -> None:
+        """Check one of the first batches of a loader's pass.
+
+        Args:
+            loader: The loader.
+            batch: Its batch.
+            number: How many were read before, fewer than ``NUM_CHECKED``.
+            is_training: Whether it is a loader of training.
 
         Raises:
-            ValueError: The iterator's first batch is a list that may be cut in two ways.
+            ValueError: The first batch is a list that may be cut in two ways.
         """
         if is_training:
-            batches = self._first_batches.noting(loader)(batches)
+            self._first_batches.note(loader, batch, number)
         is_by_user = isinstance(loader, DataLoader) and not is_collated_by_torch(loader)
-        return self._checking(loader, batches) if self._checks_lists and is_by_user else batches
-
-    def _checking(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        if self._checks_lists and is_by_user and not number:
             refuse_unclear_list(batch, loader_size(loader))
-            yield batch
-            break
-        yield from batches
 
 
 def loader_size(loader: Any) -> int | None:
@@ -244,25 +244,17 @@ class FirstBatches:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._names: list[str] = []
-        self._checksums: list[list[int]] = []
+        self._of_loaders: dict[int, tuple[str, list[int]]] = {}
         self._num_steps = 0
 
-    def noting(self, loader: Any) -> Callable[[Iterator[Any]], Iterator[Any]]:
-        """Return a function through which each pass over a loader goes."""
-        if self._replicas.num == 1 or _is_shared_out(loader):
-            return iter
-        self._names.append(type(getattr(loader, "dataset", loader)).__name__)
-        checksums: list[int] = []
-        self._checksums.append(checksums)
-
-        def note(batches: Iterator[Any]) -> Iterator[Any]:
-            for batch in islice(batches, _NUM_COMPARED - len(checksums)):
-                checksums.append(start_checksum(batch)())
-                yield batch
-            yield from batches
-
-        return note
+    def note(self, loader: Any, batch: Any, number: int) -> None:
+        """Note a batch of a loader, before which ``number`` others were read in this pass."""
+        if self._replicas.num == 1 or self._num_steps >= NUM_CHECKED or _is_shared_out(loader):
+            return
+        name = type(getattr(loader, "dataset", loader)).__name__
+        _, checksums = self._of_loaders.setdefault(id(loader), (name, []))
+        if number == len(checksums) < NUM_CHECKED:
+            checksums.append(start_checksum(batch)())
 
     def start_step(self) -> None:
         """Compare in the last of the first steps; in the others no rank waits.
@@ -271,12 +263,13 @@ class FirstBatches:
             ValueError: Two replicas read the same.
         """
         self._num_steps += 1
-        if self._num_steps != _NUM_COMPARED or not self._names:
+        if self._num_steps != NUM_CHECKED or not self._of_loaders:
             return
-        checksums = self._replicas.gather(self._checksums)
-        for name, by_replica in zip(self._names, zip(*checksums, strict=True), strict=True):
+        names, checksums = zip(*self._of_loaders.values(), strict=True)
+        of_replicas = self._replicas.gather([*checksums])
+        for name, by_replica in zip(names, zip(*of_replicas, strict=True), strict=True):
             for (one, mine), (other, theirs) in combinations(enumerate(by_replica), 2):
-                if mine == theirs and len({*mine}) == _NUM_COMPARED:
+                if mine == theirs and len({*mine}) == NUM_CHECKED:
                     raise ValueError(_explain(name, one, other))
 
 

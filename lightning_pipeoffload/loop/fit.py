@@ -30,8 +30,8 @@ from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals
 from lightning_pipeoffload.loop.batch_end import BatchEnd
 from lightning_pipeoffload.loop.data import (
     Arrivals,
+    BatchChecks,
     FirstBatches,
-    LoaderWatch,
     count_seen,
     silenced,
 )
@@ -137,13 +137,13 @@ class Fit:
         group = self._group
         self._seed = self._choose_seed()
         self._first_batches = FirstBatches(group.replicas)
-        watch = LoaderWatch(self._first_batches, self._settings.make_microbatches is None).watch
+        checks = BatchChecks(self._first_batches, self._settings.make_microbatches is None)
         resumed = self._strategy.continued.read
         replica = group.replica if len(resumed) == group.num_replicas else 0
         self._reading = Reading(
             self._trainer,
             group.batches,
-            watch,
+            checks,
             resumed[replica] if resumed else None,
             self._resumes,
         )

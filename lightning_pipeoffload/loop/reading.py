@@ -8,18 +8,27 @@ all of them ask: the lengths of loaders, the start of a pass through them, and e
     iter(fetcher)        a pass begins                  ->    length of the pass
     next(fetcher)        a batch, read now or ahead     ->    that batch
 
+Where workers make the batches, two are read and sent ahead of their turn. So the others begin a
+step while the reader still ends the one before, in hooks or a save, and the batch of the next step
+is on its way meanwhile. A loop within the loop, validation say, comes upon these first, and puts
+them aside.
+
 Loaders, samplers and generators are the user's own, so the order is that of one device. Reading
 draws random numbers on the reader alone: where it has, the states of its generators are sent with
-what was read, so that hooks draw the same everywhere.
+what was read, so that hooks draw the same everywhere. A batch whose reading draws in every case is
+not read ahead, since hooks before its turn may draw too.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from lightning.fabric.utilities.data import _set_sampler_epoch  # private: as the loops call it
@@ -41,10 +50,16 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.data import DataLoader
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.loop.data import count_seen, epoch_to_read, silenced
+from lightning_pipeoffload.loop.data import (
+    NUM_CHECKED,
+    BatchChecks,
+    count_seen,
+    epoch_to_read,
+    silenced,
+)
 from lightning_pipeoffload.processes.failure import say
 from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel, Received
-from lightning_pipeoffload.runtime.randomness import RandomnessReplay
+from lightning_pipeoffload.runtime.randomness import RandomnessReplay, are_alike
 from lightning_pipeoffload.runtime.users_code.sources import (
     generator_state,
     is_generator,
@@ -53,6 +68,10 @@ from lightning_pipeoffload.runtime.users_code.sources import (
 
 _LOOPS = evaluation_loop, fit_loop, prediction_loop
 _LONG_SECONDS = 60
+_MOST_AHEAD = 2  # one is on its way during a step; others take it without waiting for the reader
+_numbers = itertools.count()  # of passes; an interrupted one may leave messages to a later entry
+
+_Message = tuple[Any, list[Received]]  # a header, and what comes with it
 
 
 class _Length(NamedTuple):
@@ -64,25 +83,30 @@ class _Length(NamedTuple):
 class _Pass(NamedTuple):
     """The start of a pass through loaders."""
 
+    number: int
     length: int | None
     is_done: bool
-    has_drawn: bool
 
 
 class _Batch(NamedTuple):
-    """What belongs to a batch; without one the data have ended.
+    """What belongs to a batch.
 
     Attributes:
-        place: Its number, and that of its loader; None where the data have ended.
-        is_last: Whether none follows.
-        has_drawn: Whether states of generators come with it.
+        number: That of its pass.
+        place: Its number, and that of its loader; None where the data have ended, or, if it is not
+            the last, where reading has failed.
         indices: Those of its samples, where prediction writers want them.
+        is_last: Whether none follows.
+        is_ahead: Whether it is sent before its turn.
+        is_followed: Whether another message of the pass comes, before the turn of what it is of.
     """
 
+    number: int
     place: tuple[int, int] | None
+    indices: Any
     is_last: bool
-    has_drawn: bool
-    indices: Any = None
+    is_ahead: bool
+    is_followed: bool
 
 
 class Reading:
@@ -91,8 +115,7 @@ class Reading:
     Args:
         trainer: The trainer.
         channel: To the other processes of the replica.
-        watch: Called with a loader, its iterator and whether it is one of training, where a pass
-            begins on the reader; returns the iterator to read.
+        checks: Checks the first batches of each loader, on the reader.
         resumed: The state of the reader in the checkpoint that a fit resumes; None: there is none.
         resumes: Whether the entry is a fit that resumes.
     """
@@ -101,14 +124,15 @@ class Reading:
         self,
         trainer: Trainer,
         channel: BatchChannel,
-        watch: Callable[[Any, Iterator[Any], bool], Iterator[Any]],
+        checks: BatchChecks,
         resumed: dict[str, Any] | None,
         resumes: bool,
     ) -> None:
-        self._trainer, self.channel, self._watch = trainer, channel, watch
+        self._trainer, self.channel, self._checks = trainer, channel, checks
         self._resumed, self._resumes = resumed, resumes
         self._training: _ReadingFetcher | None = None
         self._length: _Length | None = None
+        self._coming = WeakValueDictionary[int, deque[_Message]]()  # of passes, by number
         self._has_said = False
 
     def join(self, at_end: ExitStack) -> None:
@@ -138,7 +162,7 @@ class Reading:
             has_length = plain(loader, strategy, *args)
             self.channel.send(_Length(len(loader) if has_length else None))
             return has_length
-        self._length, _ = _receive(self.channel, _Length)
+        self._length, _ = self.receive(_Length)
         return False  # the loader of this process may have another length, or none
 
     def _num_batches(
@@ -155,7 +179,7 @@ class Reading:
         if trainer is not self._trainer:
             return plain(trainer, stage)
         if not self.channel.is_reader:
-            return _ReceivingFetcher(self.channel, stage == RunningStage.PREDICTING)
+            return _ReceivingFetcher(self, stage == RunningStage.PREDICTING)
         # Not by the stage: a resumed fit lets a validation that it skips begin in that of training.
         is_training = loop is fit_loop
         fetcher = _ReadingFetcher(self, is_training, stage == RunningStage.PREDICTING)
@@ -163,14 +187,54 @@ class Reading:
             self._training = fetcher
         return fetcher
 
-    # A pass of the reader
+    # On the others
 
-    def watch(self, combined: CombinedLoader, is_training: bool) -> None:
-        """Watch the iterators of a pass through loaders, which has begun."""
-        # Private, both: nothing public has the iterators of several loaders.
-        iterators: list[Any] = combined._iterator.iterators  # type: ignore[union-attr]
-        pairs = zip(combined.flattened, iterators, strict=False)  # of a sequence the first
-        iterators[:] = [self._watch(*pair, is_training) for pair in pairs]
+    def receive(self, kind: type[Any], number: int | None = None) -> _Message:
+        """Receive a header of a kind, and what comes with it.
+
+        What is sent ahead for another pass than that of ``number`` is put aside for it; what a pass
+        that was cut short has left is dropped.
+
+        Raises:
+            RuntimeError: The reader's loop is at another place.
+        """
+        while True:
+            header, values = self.channel.receive()
+            is_aside = isinstance(header, _Batch) and header.is_ahead and header.number != number
+            if isinstance(header, kind) and not is_aside:
+                return header, values
+            coming = self._coming.get(header.number, deque()) if is_aside else None
+            if coming is None or len(coming) == _MOST_AHEAD:
+                raise RuntimeError(
+                    f"global rank {self.channel.reader}, which reads the data, has come to "
+                    f"{_PLACES[type(header)]}, and this rank to {_PLACES[kind]}; give every rank "
+                    f"as many loaders, in the same collection, and let hooks decide alike on all "
+                    f"ranks"
+                )
+            coming.append((header, values))
+
+    def begin_receiving(self) -> tuple[_Pass, deque[_Message]]:
+        """Receive the start of a pass, and return where its batches are put aside."""
+        header, states = self.receive(_Pass)
+        _restore(states)
+        coming = self._coming[header.number] = deque()
+        return header, coming
+
+    # On the reader
+
+    def check(self, combined: CombinedLoader, item: Any, is_training: bool) -> None:
+        """Check a batch that was read, with its number and that of its loader."""
+        batch, number, loader = item
+        if number >= NUM_CHECKED:
+            return
+        # Private, both: nothing public has the batches of several loaders.
+        if combined._mode == "sequential":
+            self._checks.check(combined.flattened[loader], batch, number, is_training)
+            return
+        batches = combined._spec.flatten_up_to(batch)
+        for each, part in zip(combined.flattened, batches, strict=True):
+            if part is not None:  # or its loader has ended
+                self._checks.check(each, part, number, is_training)
 
     def begin(self, loaders: list[Any]) -> _Resumed | None:
         """Restore the generators before the first pass of a fit that resumes."""
@@ -217,8 +281,8 @@ class Reading:
 class _Resumed(NamedTuple):
     """How a pass goes on: it reads ``num_read`` batches, of which ``num_seen`` are left out.
 
-    ``ahead`` has the states of the generators before the last one was read, if it was read ahead;
-    ``now`` those after all that. None: the checkpoint has none.
+    ``ahead`` has the states of the generators before the first of the others was read; ``now``
+    those after all that. None: the checkpoint has none.
     """
 
     num_seen: int
@@ -227,45 +291,65 @@ class _Resumed(NamedTuple):
     now: dict[str, Any] | None
 
 
+@dataclass
+class _Read:
+    """What reading has returned.
+
+    Attributes:
+        item: The batch, its number, and that of its loader; None where the data have ended.
+        error: Why there is none.
+        before: The states of the generators before it was read.
+        after: Those that are set at its turn, where reading it ahead has drawn; else None.
+        is_sent: Whether the others have it.
+    """
+
+    item: Any
+    error: Exception | None
+    before: dict[str, Any]
+    after: dict[str, Any] | None
+    is_sent: bool = False
+
+    @property
+    def is_end(self) -> bool:
+        return self.item is None and self.error is None
+
+
 class _ReadingFetcher(_DataFetcher):
     """Reads batches as Lightning's fetcher does, and sends them.
 
-    A batch is read when it is asked for; one batch ahead where the length is not known, as by
-    Lightning's, and where workers make all of it.
+    A batch is read at its turn, or one batch earlier where the length is not known, as by
+    Lightning's. Where workers make all of it, it is read two batches earlier, unless reading the
+    first one has drawn. If reading a later one ahead draws, as the start of the next loader does,
+    what it has drawn counts from its turn on.
     """
 
     def __init__(self, reading: Reading, is_training: bool, predicts: bool) -> None:
         super().__init__()
         self._reading, self._channel = reading, reading.channel
         self._is_training, self._predicts = is_training, predicts
-        self._ready: deque[Any] = deque()  # read, and not handed out
-        self._unsent: list[Any] = []
-        self._num_read = 0
-        self._is_over = self._has_drawn = self._is_watched = self._reads_ahead = False
+        self._ready: deque[_Read] = deque()  # read, and not handed out
+        self._num_read = self._number = 0
+        self._is_ahead = self._has_drawn = self._notes_draws = False
         self._start: dict[str, Any] = {}
-        self._before_last: dict[str, Any] | None = None
 
     @override
     def __iter__(self) -> Self:
         loaders = self.combined_loader.flattened
         self._ready.clear()
-        self._unsent.clear()
-        self._num_read, self._is_over = 0, False
-        self._reads_ahead = self._channel.is_needed and all(map(_may_be_ahead, loaders))
-        with self._noting_draws():
-            resumed = self._reading.begin(loaders) if self._is_training else None
-            if self._is_training:
-                self._start = _states(loaders)
-            super().__iter__()
-            if not self._is_watched:
-                self._is_watched = True
-                self._reading.watch(self.combined_loader, self._is_training)
-            if resumed is not None:
-                self._go_on(resumed, loaders)
-            if self.length is None and not self._ready:
-                self._read()
+        self._number, self._num_read, self._is_ahead = next(_numbers), 0, False
+        before = _states(loaders)
+        resumed = self._reading.begin(loaders) if self._is_training else None
+        self._start = _states(loaders)
+        super().__iter__()
+        self._notes_draws = self._channel.is_needed or (self._is_training and self.length is None)
+        if resumed is not None:
+            self._go_on(resumed, loaders)
+        if self.length is None and not self._ready:
+            self._read()
         self.done = self.done or self._has_ended()
-        self._send(_Pass(self.length, self.done, self._has_drawn))
+        if self._channel.is_needed:
+            self._has_drawn = not are_alike(before, _states(loaders))
+            self._channel.send(_Pass(self._number, self.length, self.done), self._drawn(None))
         return self
 
     def _go_on(self, resumed: _Resumed, loaders: list[Any]) -> None:
@@ -273,9 +357,8 @@ class _ReadingFetcher(_DataFetcher):
             if number == resumed.num_seen and resumed.ahead is not None:
                 _set_states(resumed.ahead, loaders)
             self._read()
-            if number < resumed.num_seen and self._ready:
-                self._ready.popleft()
-        self._unsent = [batch for batch, _, _ in self._ready]
+            if number < resumed.num_seen:
+                self._pop()
         if resumed.now is not None:
             _set_states(resumed.now, loaders)
 
@@ -283,67 +366,105 @@ class _ReadingFetcher(_DataFetcher):
     def __next__(self) -> Any:
         if self.done:
             raise StopIteration
-        with self._noting_draws():
-            if not self._ready:
-                self._read()
-            item = self._ready.popleft() if self._ready else None
-            if item is not None:
-                self.fetched += 1
-                if not self._ready and self._wants_another():
-                    self._read()
-        if item is None:
-            self.done = True
-            self._send(_Batch(None, True, self._has_drawn))
+        if not self._ready:
+            self._read()
+        read = self._pop()
+        if not read.is_end:
+            self.fetched += 1
+            self._read_ahead()
+        self.done = read.is_end or self._is_last(0) or self._has_ended()
+        if self._channel.is_needed:
+            self._send(read)
+        if read.is_end:
             raise StopIteration
-        is_last = self.length is not None and self.fetched >= self.length
-        self.done = is_last or self._has_ended()
         if self._is_training:
             self._reading.note_begun()
-        _, number, loader = item
-        indices = _indices_of(self.combined_loader, loader, number) if self._predicts else None
-        self._send(_Batch((number, loader), self.done, self._has_drawn, indices))
-        return item
+        return read.item
+
+    def _pop(self) -> _Read:
+        read = self._ready.popleft()
+        if read.after is not None:
+            _set_states(read.after, self.combined_loader.flattened)
+        if read.error is not None:
+            raise read.error
+        return read
+
+    def _read_ahead(self) -> None:
+        if self.length is None and not self._ready:
+            self._read()
+        while self._is_ahead and len(self._ready) < _MOST_AHEAD:
+            is_over = self._ready and self._ready[-1].item is None
+            if is_over or self._is_last(len(self._ready)):
+                break
+            self._read()
+
+    def _is_last(self, distance: int) -> bool:
+        """Whether the batch so many after the present one is the last, by the known length."""
+        return self.length is not None and self.fetched + distance >= self.length
+
+    def _has_ended(self) -> bool:
+        return self.length is None and bool(self._ready) and self._ready[0].is_end
 
     def _read(self) -> None:
-        if self._is_over:
-            return
         assert self.iterator is not None
-        if self._is_training and (self.length is None or self._reads_ahead):
-            self._before_last = _states(self.combined_loader.flattened)
+        loaders, is_ahead = self.combined_loader.flattened, self._is_ahead
+        now = self._states()
+        before = next((read.after for read in reversed(self._ready) if read.after), now)
+        if before is not now:
+            _set_states(before, loaders)
+        item = error = None
         self._start_profiler()
         try:
             item = next(self.iterator)
+            self._num_read += 1
+            self._reading.check(self.combined_loader, item, self._is_training)
         except StopIteration:
-            self._is_over = True
-            return
+            pass
+        except Exception as raised:
+            if not is_ahead:
+                raise
+            item, error = None, raised  # raised at its turn, if that comes
         finally:
             self._stop_profiler()
-        self._num_read += 1
-        self._ready.append(item)
-        self._unsent.append(item[0])
-
-    def _wants_another(self) -> bool:
-        return self.length is None or (self._reads_ahead and self.fetched < self.length)
-
-    def _has_ended(self) -> bool:
-        return self.length is None and self._is_over and not self._ready
-
-    @contextmanager
-    def _noting_draws(self) -> Iterator[None]:
-        if not self._channel.is_needed:
-            yield
+        after = self._states()
+        has_drawn = not are_alike(before, after)
+        self._ready.append(_Read(item, error, before, after if is_ahead and has_drawn else None))
+        if is_ahead:
+            if has_drawn or before is not now:
+                _set_states(now, loaders)
             return
-        before = RandomnessReplay()
-        yield
-        self._has_drawn = self._has_drawn or not RandomnessReplay().is_like(before)
+        self._has_drawn = self._has_drawn or has_drawn
+        if self._num_read == 1 and not has_drawn:
+            self._is_ahead = self._channel.is_needed and all(map(_may_be_ahead, loaders))
 
-    def _send(self, header: _Pass | _Batch) -> None:
-        """Send the batches that were read since the last message, and the generators' states."""
-        if self._channel.is_needed:
-            states = [RandomnessReplay().state()] if self._has_drawn else []
-            self._channel.send(header, [*states, *self._unsent])
-        self._unsent.clear()
-        self._has_drawn = False
+    def _states(self) -> dict[str, Any]:
+        """Return the states of all generators, if another process or a checkpoint needs them."""
+        return _states(self.combined_loader.flattened) if self._notes_draws else {}
+
+    def _send(self, read: _Read) -> None:
+        """Send what is handed out, and what was read ahead."""
+        for distance, each in enumerate([read, *self._ready] if self._is_ahead else [read]):
+            if each.is_sent:
+                continue
+            each.is_sent = True
+            place, indices, batches = None, None, []
+            if each.item is not None:
+                batch, number, loader = each.item
+                place, batches = (number, loader), [batch]
+                if self._predicts:
+                    indices = _indices_of(self.combined_loader, loader, number)
+            is_last = self._is_last(distance) if distance else self.done
+            is_last = each.is_end or (is_last and each.error is None)
+            is_followed = self._is_ahead and each.error is None and not is_last
+            header = _Batch(self._number, place, indices, is_last, distance > 0, is_followed)
+            self._channel.send(header, [*batches, *self._drawn(each.after)])
+
+    def _drawn(self, after: dict[str, Any] | None) -> list[dict[str, Any]]:
+        """Return the states of the global generators, where reading has drawn from them."""
+        if self._has_drawn:
+            self._has_drawn = False
+            return [RandomnessReplay().state()]
+        return [] if after is None else [after["global"]]
 
     def state(self) -> dict[str, Any]:
         """Return what was read, and the states of the generators, for :class:`_Resumed`.
@@ -352,7 +473,7 @@ class _ReadingFetcher(_DataFetcher):
         """
         states = {
             "start": self._start,
-            "ahead": self._before_last if self._ready else None,
+            "ahead": self._ready[0].before if self._ready else None,
             "now": _states(self.combined_loader.flattened),
             "num_read": self._num_read,
         }
@@ -363,21 +484,21 @@ class _ReadingFetcher(_DataFetcher):
     def teardown(self) -> None:
         super().teardown()
         self._ready.clear()
-        self._unsent.clear()
 
 
 class _ReceivingFetcher(_DataFetcher):
     """Receives what the reader of the replica hands out."""
 
-    def __init__(self, channel: BatchChannel, predicts: bool) -> None:
+    def __init__(self, reading: Reading, predicts: bool) -> None:
         super().__init__()
-        self._channel, self._predicts = channel, predicts
-        self._coming: deque[Received] = deque()
+        self._reading, self._predicts = reading, predicts
+        self._number: int | None = None
+        self._coming: deque[_Message] = deque()
 
     @override
     def __iter__(self) -> Self:
-        self._coming.clear()
-        header = self._receive(_Pass)
+        header, self._coming = self._reading.begin_receiving()
+        self._number = header.number
         # Private: the loader answers by it how many batches it has, and nothing iterates over it.
         self.combined_loader._iterator = _OfLength(header.length)
         self.reset()
@@ -393,11 +514,18 @@ class _ReceivingFetcher(_DataFetcher):
             raise StopIteration
         self._start_profiler()
         try:
-            header = self._receive(_Batch)
-            batch = self._coming.popleft().get() if header.place is not None else None
+            if not self._coming:
+                self._receive()
+            header, values = self._coming.popleft()
+            if header.place is None and not header.is_last:
+                self._receive()  # never comes: the reader's failure ends this process too
+            batch = values.pop(0).get() if header.place is not None else None
+            if header.is_followed and not self._coming:
+                self._receive()
         finally:
             self._stop_profiler()
-        self.done = header.is_last
+        _restore(values)
+        self.done = header.is_last or (self.length is None and self._ends_here())
         if header.place is None:
             raise StopIteration
         self.fetched += 1
@@ -406,28 +534,24 @@ class _ReceivingFetcher(_DataFetcher):
             _note_indices(self.combined_loader.flattened[loader], header.indices)
         return batch, number, loader
 
-    def _receive(self, kind: type[Any]) -> Any:
-        header, coming = _receive(self._channel, kind)
-        if header.has_drawn:
-            RandomnessReplay(coming.pop(0).get()).restore()
-        self._coming.extend(coming)
-        return header
+    def _receive(self) -> None:
+        self._coming.append(self._reading.receive(_Batch, self._number))
+
+    def _ends_here(self) -> bool:
+        """Whether the next message is that the data have ended."""
+        following = self._coming[0][0] if self._coming else None
+        return following is not None and following.is_last and following.place is None
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._coming = deque()
 
 
-def _receive(channel: BatchChannel, kind: type[Any]) -> tuple[Any, list[Received]]:
-    """Receive a header of a kind, and what comes with it.
-
-    Raises:
-        RuntimeError: The reader's loop is at another place.
-    """
-    header, coming = channel.receive()
-    if not isinstance(header, kind):
-        raise RuntimeError(
-            f"global rank {channel.reader}, which reads the data, has come to "
-            f"{_PLACES[type(header)]}, and this rank to {_PLACES[kind]}; give every rank as many "
-            f"loaders, in the same collection, and let hooks decide alike on all ranks"
-        )
-    return header, coming
+def _restore(states: list[Received]) -> None:
+    """Restore the states of the generators that have come from the reader, if any."""
+    for received in states:
+        RandomnessReplay(received.get()).restore()
 
 
 _PLACES = {

@@ -123,10 +123,6 @@ class RandomnessReplay:
         """Return the states, for another one."""
         return dict(self.__dict__)
 
-    def is_like(self, other: RandomnessReplay) -> bool:
-        """Whether the states are those of another one: nothing has drawn in between."""
-        return _are_alike(self.state(), other.state())
-
     def restore(self) -> None:
         random.setstate(self._python)
         inner = self._numpy["state"]
@@ -139,9 +135,12 @@ class RandomnessReplay:
             accelerator_module().set_rng_state(self._device_state)
 
 
-def _are_alike(one: Any, other: Any) -> bool:
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether the states of the same generators are equal: nothing has drawn in between."""
     if isinstance(one, dict):
-        return all(_are_alike(one[key], other[key]) for key in one)
+        return all(are_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return all(map(are_alike, one, other))
     if isinstance(one, torch.Tensor | np.ndarray):
         return bool((one == other).all())
     return bool(one == other)

@@ -103,7 +103,9 @@ class Both:
 
 def read(loader, replicas):
     first = FirstBatches(replicas)
-    batches = list(first.noting(loader)(iter(loader)))
+    batches = list(loader)
+    for number, batch in enumerate(batches):
+        first.note(loader, batch, number)
     return first, batches
 
 

@@ -104,7 +104,13 @@ class Stream(IterableDataset):
 def loader(kind="map", batch_size=8):
     if kind == "stream":
         return DataLoader(Stream(), batch_size, collate_fn=collate)
-    return DataLoader(samples(), batch_size, shuffle=kind == "shuffled", collate_fn=collate)
+    return DataLoader(
+        samples(),
+        batch_size,
+        shuffle=kind == "shuffled",
+        num_workers=int(kind == "in workers"),
+        collate_fn=collate,
+    )
 
 
 class Journal(Logger):

@@ -1,42 +1,43 @@
 """What the process that reads sends to the other ranks of its replica: batches, and their headers.
 
-Batches are sent in the order of their use, and each in the message of another one where it was read
-ahead. So it is on its way while the step before runs, by threads of gloo alone; no process waits
-for it but where it uses it::
+A message is a header and the values that belong to it. The reader sends batches ahead of their use,
+in its order, and waits for nobody; others ask for a message when it has been sent for long, so that
+its large values are on their way, by threads of gloo alone, during the step before::
 
-    reader      reads 0, 1   [header 0, batches 0 and 1]   step 0   reads 2   [header 1, batch 2]
-    others                   header 0, batch 0             step 0             header 1, batch 1
+    reader      messages 0, 1, 2   step 0   message 3   step 1   message 4   step 2
+    others      messages 0, 1      step 0   message 2   step 1   message 3   step 2
 
-A message is a frame of fixed size, and what does not fit into it. Large values do not go through
-it: processes of the reader's machine copy them out of memory that it shares with them, others
-receive a message for each::
+A header and small values go in one frame of fixed size, and what does not fit into it follows.
+Large values do not go through it: processes of the reader's machine copy them out of memory that it
+shares with them, others receive a message for each::
 
     reader              value -- copy --> slot 0, frame    value -- copy --> slot 1, frame
     on its machine                        frame, slot 0 -- copy --> value, done
     elsewhere                             frame, message -- copy --> value
 
-The reader writes into a slot again, two messages later, when all have said that they are done.
+The reader uses a slot again two messages later, when all have received what was in it.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.batch.packet import Packet, unpack
-from lightning_pipeoffload.runtime.comm.host_group import NO_LIMIT
+from lightning_pipeoffload.runtime.comm.host_group import NO_LIMIT, HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.shared_bytes import MemoryFile, map_file, read_memory_file
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
 
-_FRAME, _REST, _VALUE, _ANSWER, _DONE = range(5)  # gloo's tags
+_FRAME, _REST, _VALUE, _DONE = range(4)  # gloo's tags
 _FRAME_BYTES = 4096
 _LENGTH_BYTES = 8
 _TOKEN_BYTES = 16
@@ -65,120 +66,78 @@ class BatchChannel:
             return
         self._group = mesh.make_replica_group("batches", backend="gloo", timeout=NO_LIMIT)
         self._source = dist.get_group_rank(self._group, mesh.reader)
-        ranks = (dist.get_group_rank(self._group, rank) for rank in members)
-        self._others = [rank for rank in ranks if rank != self._source]
-        self._sent: list[tuple[Any, Tensor]] = []
+        is_mapping = self._find_mapping()
+        self._maps_slots = is_mapping[dist.get_rank(self._group)]
+        others = [rank for rank in range(len(members)) if rank != self._source]
+        slots = [_Slot(number, self._group, others, is_mapping) for number in range(2)]
+        self._slots = itertools.cycle(slots)
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._readers_of_slots: list[int] | None = None  # not known before a large value
-        self._slots = [_Slot(number) for number in range(2)]
         self._coming: list[Received] = []
-        self._maps_slots = self._is_slot_in_use = False
         self._mappings: list[tuple[Any, Tensor]] = [(None, self._buffer)] * 2
         self._done: Any = None
 
-    # On the reader
+    def _find_mapping(self) -> list[bool]:
+        """Return whether each process can map memory of the reader's."""
+        group, token = HostGroup(self._group), secrets.token_bytes(_TOKEN_BYTES)
+        with MemoryFile() as file:
+            if self.is_reader and not file.reserve(_TOKEN_BYTES):
+                map_file(file.path, _TOKEN_BYTES).copy_(_tensor_of(token))
+            path, token = group.gather((file.path, token))[self._source]
+            return group.gather(not self.is_reader and read_memory_file(path) == token)
 
     def send(self, header: Any, values: Sequence[Any] = ()) -> None:
-        """Send a header and some values, such as the batches that are used next.
+        """Send a header, and the values that belong to it.
 
         Raises:
             TypeError: A value cannot be pickled.
         """
         packets = [*map(Packet, values)]
         large = [packet for packet in packets if packet.num_bytes > _MOST_INLINE]
-        sizes = [packet.num_bytes for packet in large]
         with blaming_peers(_LOST):
-            if large and self._readers_of_slots is None:
-                self._offer_slots()
-            while self._sent:  # received long ago, or else the others are late
-                self._sent.pop()[0].wait()
-            slot = self._slot_of(sum(sizes)) if large and self._readers_of_slots else None
-            parts = self._parts_of_buffer(sizes) if slot is None else _split(slot.memory, sizes)
+            slot = next(self._slots)
+            parts = slot.parts([packet.num_bytes for packet in large])
             for packet, part in zip(large, parts, strict=True):
                 packet.write(part)
-            place = None if slot is None else slot.place
-            self._post(pickle.dumps((header, [*map(_described, packets)], place), 5))
-            readers = self._readers_of_slots or () if slot is not None else ()
-            for part in parts:
-                self._post_tensor(part, _VALUE, [r for r in self._others if r not in readers])
-            if slot is not None:
-                slot.expect_done(self._group, readers)
-
-    def _offer_slots(self) -> None:
-        """Find the processes that can map memory of this one; all of them answer once."""
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        with MemoryFile() as file:
-            file.reserve(_TOKEN_BYTES)
-            map_file(file.path, _TOKEN_BYTES).copy_(_tensor_of(token))
-            self._post(pickle.dumps((_Offer(file.path, token), [], None), 5))
-            answers = {rank: torch.zeros(1, dtype=torch.uint8) for rank in self._others}
-            works = [self._group.recv([a], rank, _ANSWER) for rank, a in answers.items()]
-            for work in works:
-                work.wait()
-        self._readers_of_slots = [rank for rank, answer in answers.items() if answer.item()]
-
-    def _slot_of(self, num_bytes: int) -> _Slot | None:
-        """Return the next slot, once it may be written; None where there is no memory for it."""
-        self._slots.reverse()
-        slot = self._slots[0]
-        slot.wait()
-        return slot if slot.grow(num_bytes) else None
-
-    def _post(self, message: bytes) -> None:
-        frame, room = torch.empty(_FRAME_BYTES, dtype=torch.uint8), _FRAME_BYTES - _LENGTH_BYTES
-        head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:room]
-        frame[: len(head)] = _tensor_of(head)
-        self._post_tensor(frame, _FRAME, self._others)
-        if len(message) > room:
-            self._post_tensor(_tensor_of(message[room:]), _REST, self._others)
-
-    def _post_tensor(self, tensor: Tensor, tag: int, ranks: Sequence[int]) -> None:
-        # With the tensor, which gloo reads until it is sent.
-        self._sent += [(self._group.send([tensor], rank, tag), tensor) for rank in ranks]
-
-    # On the others
+            slot.send(pickle.dumps((header, [*map(_described, packets)], slot.place), 5), parts)
 
     def receive(self) -> tuple[Any, list[Received]]:
-        """Wait for the next header; return it, with the values that come with it."""
+        """Wait for the next header; return it, with the values that belong to it."""
         self._waits_since = time.monotonic()
         try:
             with blaming_peers(_LOST):
                 header, described, place = pickle.loads(self._message())
-                if isinstance(header, _Offer):
-                    self._answer(header)
-                    header, described, place = pickle.loads(self._message())
         finally:
             self._waits_since = None
-        self._finish()
+        while self._coming:  # in memory that is used again
+            self._coming.pop().get()
         sizes = [data for _, data in described if isinstance(data, int)]
-        in_slot = self._maps_slots and place is not None
-        memory = self._mapped(*place) if in_slot else None
-        parts = iter(self._parts_of_buffer(sizes) if memory is None else _split(memory, sizes))
-        values = []
-        for structure, data in described:
-            if not isinstance(data, int):
-                values.append(Received(structure, _tensor_of(data), self._device))
-                continue
-            part = next(parts)
-            work = None if in_slot else self._group.recv([part], self._source, _VALUE)
-            values.append(Received(structure, part, self._device, work))
-            self._coming.append(values[-1])
-        self._is_slot_in_use = in_slot
+        in_slot = bool(sizes) and self._maps_slots and place is not None
+        parts = iter(_split(self._mapped(*place) if in_slot else self._room_for(sizes), sizes))
+        values = [self._value(*value, parts, in_slot) for value in described]
+        if in_slot:
+            self._send_done()
         return header, values
 
-    def _finish(self) -> None:
-        """Copy what came with the last message out of memory that is used again."""
-        while self._coming:
-            self._coming.pop().get()
-        if self._is_slot_in_use:
-            done = torch.zeros(1, dtype=torch.uint8)
-            with blaming_peers(_LOST):
-                self._done = self._group.send([done], self._source, _DONE), done
+    def _value(
+        self, structure: bytes, data: int | bytes, parts: Iterable[Tensor], in_slot: bool
+    ) -> Received:
+        if not isinstance(data, int):
+            return Received(structure, _tensor_of(data), self._device)
+        part = next(iter(parts))
+        work = None if in_slot else self._group.recv([part], self._source, _VALUE)
+        value = Received(structure, part, self._device, work)
+        if in_slot:
+            value.get()
+        else:
+            self._coming.append(value)
+        return value
 
-    def _answer(self, offer: _Offer) -> None:
-        self._maps_slots = read_memory_file(offer.path) == offer.token
-        answer = torch.tensor([self._maps_slots], dtype=torch.uint8)
-        self._group.send([answer], self._source, _ANSWER).wait()
+    def _send_done(self) -> None:
+        done = torch.zeros(1, dtype=torch.uint8)
+        with blaming_peers(_LOST):
+            if self._done is not None:
+                self._done[0].wait()
+            self._done = self._group.send([done], self._source, _DONE), done
 
     def _mapped(self, number: int, path: str, size: int) -> Tensor:
         if self._mappings[number][0] != (path, size):
@@ -197,12 +156,9 @@ class BatchChannel:
             message += rest.numpy().tobytes()
         return message
 
-    def _parts_of_buffer(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return a part of the buffer for each message of so many bytes; it grows as needed."""
-        if sum(sizes) > self._buffer.numel():
-            with torch.inference_mode(False):  # a validation may come first
-                self._buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-        return _split(self._buffer, sizes)
+    def _room_for(self, sizes: Sequence[int]) -> Tensor:
+        self._buffer = _grown(self._buffer, sum(sizes))
+        return self._buffer
 
     def seconds_waited(self) -> float:
         """Return for how long this process has waited for the reader by now; thread-safe."""
@@ -210,50 +166,61 @@ class BatchChannel:
         return 0.0 if since is None else time.monotonic() - since
 
 
-class _Offer(NamedTuple):
-    """A file in memory that has the token, for whoever can read it."""
-
-    path: str
-    token: bytes
-
-
 class _Slot:
-    """Memory of the reader that other processes map, for the large values of one message."""
+    """What one message is sent from; the next but one is sent from it again.
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    Large values are in memory that other processes map, or are messages of their own.
+
+    Attributes:
+        place: What others map the memory by; None: they receive large values.
+    """
+
+    def __init__(
+        self, number: int, group: Any, others: Sequence[int], is_mapping: Sequence[bool]
+    ) -> None:
+        self._number, self._group, self._others = number, group, others
+        self._mapping = [rank for rank in others if is_mapping[rank]]
         self._file: MemoryFile | None = None
-        self._done: list[tuple[Any, Tensor]] = []
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._works: list[tuple[Any, Tensor]] = []  # with tensors, which gloo reads until then
+        self.place: tuple[int, str, int] | None = None
 
-    @property
-    def place(self) -> tuple[int, str, int]:
-        """What another process maps it by."""
-        assert self._file is not None
-        return self._number, self._file.path, self.memory.numel()
+    def parts(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return memory for each of some values, once all have received what was sent before."""
+        while self._works:
+            self._works.pop()[0].wait()
+        if sum(sizes) > self._memory.numel():
+            self._grow(sum(sizes))
+        return _split(self._memory, sizes)
 
-    def grow(self, num_bytes: int) -> bool:
-        """Return whether it has so many bytes; it is made anew where it has fewer."""
-        if self.memory.numel() >= num_bytes:
-            return True
-        file, size = MemoryFile(), num_bytes + num_bytes // 4
-        if file.reserve(size):
-            return False
-        self.memory, old, self._file = map_file(file.path, size), self._file, file
+    def _grow(self, num_bytes: int) -> None:
+        size, old, file = num_bytes + num_bytes // 4, self._file, MemoryFile()
+        if self._mapping and not file.reserve(size):
+            self._memory, self._file = map_file(file.path, size), file
+            self.place = self._number, file.path, size
+        else:
+            file.close()
+            self._memory, self._file, self.place = _grown(self._memory, size), None, None
         if old is not None:
             old.close()
-        return True
 
-    def expect_done(self, group: Any, ranks: Sequence[int]) -> None:
-        """Expect each of the ranks to say that it has copied what is written now."""
-        for rank in ranks:
+    def send(self, message: bytes, parts: Sequence[Tensor]) -> None:
+        """Send a message, and what has been written into the parts."""
+        frame, room = torch.empty(_FRAME_BYTES, dtype=torch.uint8), _FRAME_BYTES - _LENGTH_BYTES
+        head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:room]
+        frame[: len(head)] = _tensor_of(head)
+        self._post(frame, _FRAME, self._others)
+        if len(message) > room:
+            self._post(_tensor_of(message[room:]), _REST, self._others)
+        mapping = self._mapping if self.place is not None else []
+        for part in parts:
+            self._post(part, _VALUE, [rank for rank in self._others if rank not in mapping])
+        for rank in mapping if parts else ():
             answer = torch.empty(1, dtype=torch.uint8)
-            self._done.append((group.recv([answer], rank, _DONE), answer))
+            self._works.append((self._group.recv([answer], rank, _DONE), answer))
 
-    def wait(self) -> None:
-        """Wait until all have copied what was written last."""
-        while self._done:
-            self._done.pop()[0].wait()
+    def _post(self, tensor: Tensor, tag: int, ranks: Sequence[int]) -> None:
+        self._works += [(self._group.send([tensor], rank, tag), tensor) for rank in ranks]
 
 
 class Received:
@@ -295,6 +262,13 @@ def _tensor_of(data: bytes) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _grown(memory: Tensor, num_bytes: int) -> Tensor:
+    if num_bytes <= memory.numel():
+        return memory
+    with torch.inference_mode(False):  # a validation may come first
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _split(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -16,7 +16,7 @@ SIZES = [1, 900, 5000, LARGE, LARGE // 2, 3, 2 * LARGE, LARGE]
 
 
 def exchange(way):
-    """Send batches, each with the header before its own; return what others receive."""
+    """Send batches; return what others receive, who take one before they use the one before it."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=3)
     plain = batch_channel.read_memory_file, MemoryFile.reserve
@@ -29,18 +29,20 @@ def exchange(way):
         channel = BatchChannel(mesh)
         batches = [{"x": torch.arange(size), "n": number} for number, size in enumerate(SIZES)]
         if channel.is_reader:
-            for number in range(-1, len(SIZES)):
-                channel.send(number, batches[number + 1 : number + 2])
+            for number, batch in enumerate(batches):
+                channel.send(number, [batch, "beside it"])
             return None
         found, coming = [], []
-        for number in range(-1, len(SIZES)):
-            header, values = channel.receive()
-            assert header == number
-            if coming:
-                batch = coming.pop().get()
-                found.append((batch["n"], torch.equal(batch["x"], torch.arange(len(batch["x"])))))
+        for number in range(len(SIZES) + 1):
+            if number < len(SIZES):
+                header, values = channel.receive()
+                assert header == number
+                coming.append(values)
+            if number:
+                batch, text = (value.get() for value in coming.pop(0))
+                is_whole = torch.equal(batch["x"], torch.arange(len(batch["x"])))
+                found.append((batch["n"], is_whole, text))
                 batch["x"].zero_()
-            coming += values
         return found, channel._maps_slots
     finally:
         batch_channel.read_memory_file, MemoryFile.reserve = plain
@@ -52,5 +54,5 @@ def test_batches_come_in_order_by_shared_memory_and_by_messages(ranks, way):
     none, *found = ranks(3).run(exchange, way)
     assert none is None
     for rank, (batches, maps) in enumerate(found, 1):
-        assert batches == [(number, True) for number in range(len(SIZES))]
+        assert batches == [(number, True, "beside it") for number in range(len(SIZES))]
         assert maps is not (way == "another machine" and rank == 1)
