@@ -32,6 +32,7 @@ from lightning_pipeoffload.runtime.comm import batch_channel
 
 _NUM_WARM = 6  # batches at the start, with probes and plans
 _SAMPLES = 8
+_NUM_NODES = int(os.environ.get("SLURM_NNODES", "1"))  # of an srun of one row, by --step
 _ROW = "{:>6}{:>12}{:>8}{:>10}{:>10}{:>9}{:>9}"
 
 
@@ -103,7 +104,8 @@ def seconds_of(given: argparse.Namespace, share: float, step: float) -> tuple[fl
     net = Net(given.ranks, given.seconds)
     trainer = L.Trainer(
         strategy=PipeOffloadStrategy(num_microbatches=_SAMPLES, schedule="zb_h1"),
-        devices=given.ranks,
+        devices=given.ranks // _NUM_NODES,
+        num_nodes=_NUM_NODES,
         accelerator="cpu",
         max_epochs=1,
         logger=False,
@@ -111,7 +113,7 @@ def seconds_of(given: argparse.Namespace, share: float, step: float) -> tuple[fl
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(net, DataLoader(data, _SAMPLES, num_workers=given.workers if share else 0))
+    trainer.fit(net, DataLoader(data, _SAMPLES, num_workers=given.workers))
     starts = net.starts[_NUM_WARM:]
     return statistics.median(b - a for a, b in zip(starts, starts[1:], strict=False)), len(
         net.readers
@@ -144,7 +146,7 @@ def main(line: Sequence[str]) -> None:
             batch_channel.read_memory_file = lambda path: b""
         (given.ranks,), (given.megabytes,), (share,) = given.ranks, given.megabytes, given.shares
         seconds, num_readers = seconds_of(given, share, given.step)
-        if not int(os.environ.get("LOCAL_RANK", "0")):
+        if not int(os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", "0"))):
             print("row", seconds, num_readers, flush=True)
         return
     print(_ROW.format("ranks", "megabytes", "share", "step s", "batch s", "over", "readers"))
