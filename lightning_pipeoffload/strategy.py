@@ -38,6 +38,7 @@ from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.planning.limits import Limit
 from lightning_pipeoffload.planning.settings import (
     PipelineSettings,
     ScheduleLike,
@@ -98,14 +99,16 @@ class PipeOffloadStrategy(CheckpointHooks):
         head_weight_grad: The action that computes the weight gradients of the code behind the
             blocks: "W", as of all other weights; "B", so that the logits' gradients do not wait for
             W; "auto": W, or what ``schedule="auto"`` finds faster under a memory limit.
-        memory_limit: Bytes, or "40GiB", of each device for activations and what waits for W. Where
+        memory_limit: Bytes, or "40GiB", of each device for activations and what waits for W; or a
+            list in the order of devices, an entry for each, or for each rank of a pipeline. Where
             no order and offload fits, training is refused with the least limit that does. None:
             what parameters, gradients and optimizer leave of the device; no limit on CPU. Under a
             limit the first three steps, which are measured, run one microbatch at a time.
         host_memory_limit: Bytes, or "64GiB", of host memory that each rank may take for activations
-            and, with ``optimizer_offload``, optimizer state, masters and buffers; None:
-            its share of what the machine, or the container, has left when training is set up, but
-            for a reserve. Where it does not suffice, training stops before the machine swaps.
+            (or a list, as above) and, with ``optimizer_offload``, optimizer state, masters and
+            buffers; None: its share of what the machine, or the container, has left when training
+            is set up, but for a reserve. Where it does not suffice, training stops before the
+            machine swaps.
         blocks: Name of the ModuleList or Sequential to cut ("model.layers"), or patterns of the
             blocks' names in calling order (``["layer1.*", "layer2.*"]``); None: found.
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
@@ -181,8 +184,8 @@ class PipeOffloadStrategy(CheckpointHooks):
         offload: float | str = "auto",  # jsonargparse tries the types from left to right
         recompute: str = "none",
         head_weight_grad: str = "auto",
-        memory_limit: int | str | None = None,
-        host_memory_limit: int | str | None = None,
+        memory_limit: Limit = None,
+        host_memory_limit: Limit = None,
         blocks: str | Sequence[str] | None = None,
         split: str | Sequence[int] = "auto",
         make_microbatches: Callable[[Any, int], list[Any]] | None = None,
@@ -260,7 +263,9 @@ class PipeOffloadStrategy(CheckpointHooks):
         add up to its ``device``, and copies of activations (``offloaded``) and what an optimizer
         has there (``host_optimizer``) on its ``host``; None where the step does not run without
         values. With ``optimizer_sync="post_validation"``, ``step_copies`` are in one of
-        the two sums, and ``steps_taken_back`` counts those steps.
+        the two sums, and ``steps_taken_back`` counts those steps. ``devices`` says for each rank
+        which device it is on, as the trainer counts them, how many times as long as the fastest it
+        takes, and its memory limit; ``better_order`` which order of them would be faster, if any.
 
         Lists are in pipeline order. Other ranks' entries in ``measured`` are None until training
         has ended. All of it can be written as JSON.

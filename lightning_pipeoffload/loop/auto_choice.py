@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from math import inf
 from typing import Any
 
 import torch
 
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.compilation import compile_ahead
+from lightning_pipeoffload.loop.cut_costs import CutCosts
+from lightning_pipeoffload.loop.device_orders import BetterOrder, find_better_order
 from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -28,21 +31,17 @@ from lightning_pipeoffload.planning.run_plans import plan_for_all, request_for
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks, find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
-from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.measure.block_costs import (
     BesideBlocks,
     BlockMeasurement,
     costs_of_pipelines,
-    costs_of_stages,
-    cut_by_costs,
-    with_head_in_b,
 )
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option
-from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ _AGAIN = (
 _ALL_FIT = "not measured: the memory limit leaves room for every plan without recomputation"
 
 _NOTHING: BesideBlocks = {}
-_ByRecompute = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
+_QUICK = ("1f1b", "1f1b_v", "uniform")  # to see whether anything fits
 
 CutBatch = Callable[[int], list[Microbatch]]
 """Cuts the first batch into so many microbatches."""
@@ -71,6 +70,7 @@ class Chosen:
         is_measured: Whether the costs are in seconds.
         num_classes: The number of classes of alike blocks, each of which was measured on each rank
             that has it.
+        better_order: Of unlike devices, by which a plan would be faster.
     """
 
     settings: PipelineSettings
@@ -78,6 +78,7 @@ class Chosen:
     limits: MachineLimits = field(default_factory=MachineLimits)
     is_measured: bool = False
     num_classes: int = 0
+    better_order: BetterOrder | None = None
 
     def costs_with(self, needs: MemoryNeeds | None) -> Costs:
         """Return the plan's costs, with the memory of ``needs`` where there are any."""
@@ -115,6 +116,7 @@ class AutoChoice:
         self._trial: BlockMeasurement | None = None
         self._obstacle = ""  # to measuring some of the blocks
         self._works: dict[int, str] = {}  # by number of microbatches
+        self._machine_limits = MachineLimits()
         self._blocks = ""
         self._progress = Progress.of(pipeline)
 
@@ -155,7 +157,8 @@ class AutoChoice:
         cut_costs, chosen = self._measure_and_decide(cut_batch, first, num_microbatches, batch_size)
         if store is not None:
             self._store(store, cut_costs, chosen)
-        return chosen
+        order = self._find_order(cut_costs, chosen.limits, chosen)
+        return replace(chosen, better_order=order)
 
     def _note_trace(self) -> None:
         self._shared = self._pipeline.shared_segments()
@@ -171,9 +174,12 @@ class AutoChoice:
         is_same = self._works[stored.option.num_microbatches] == stored.work
         if not self._group.world.broadcast(is_same, 0):
             return None
+        if stored.slowness:
+            self._group.devices = replace(self._group.devices, slowness=(*stored.slowness,))
         by_recompute = {(stored.option.recompute, stored.option.num_microbatches): stored.measured}
-        cut_costs = _CutCosts(self._pipeline, by_recompute, self._settings, True)
+        cut_costs = CutCosts(self._pipeline, by_recompute, self._settings, True)
         limits = self._limits(stored.bytes_beside[self._group.global_rank])
+        cut_costs.limits = self._limits_of_places(limits)
         try:
             chosen = self._decide(cut_costs, limits, [stored.option], must_fit=True)
         except ScheduleError:
@@ -182,18 +188,20 @@ class AutoChoice:
             print_line(_AGAIN.format(stored.option.schedule, store.path))
         return replace(chosen, num_classes=stored.num_classes)
 
-    def _store(self, store: ChoiceStore, cut_costs: _CutCosts, chosen: Chosen) -> None:
+    def _store(self, store: ChoiceStore, cut_costs: CutCosts, chosen: Chosen) -> None:
         if self._trial is None or not chosen.is_measured or chosen.plan is None:
             return
         option = chosen.plan.best.option
         costs, beside = cut_costs.by_recompute[option.recompute, option.num_microbatches]
         bytes_beside = self._group.world.gather(self._trial.bytes_beside)
         work = self._works[option.num_microbatches]
-        store.store(StoredChoice(option, work, costs, beside, chosen.num_classes, bytes_beside))
+        slowness, num_classes = self._group.devices.slowness, chosen.num_classes
+        choice = StoredChoice(option, work, costs, beside, num_classes, bytes_beside, slowness)
+        store.store(choice)
 
     def _measure_and_decide(
         self, cut_batch: CutBatch, first: Microbatch, num_microbatches: int, batch_size: int
-    ) -> tuple[_CutCosts, Chosen]:
+    ) -> tuple[CutCosts, Chosen]:
         """Measure recomputation only where the memory limit excludes a plan without it."""
         counts = [num_microbatches]
         more = self._settings.more_microbatches(num_microbatches, batch_size)
@@ -205,9 +213,9 @@ class AutoChoice:
         if blocks is None:
             cut_batch(num_microbatches)  # the first cut again
             counted = {(recompute, num_microbatches): (self._count(first), _NOTHING)}
-            cut_costs = _CutCosts(self._pipeline, counted, self._settings, False)
+            cut_costs = CutCosts(self._pipeline, counted, self._settings, False)
             return cut_costs, self._decide_by(cut_costs)
-        cut_costs = _CutCosts(self._pipeline, blocks, self._settings, True)
+        cut_costs = CutCosts(self._pipeline, blocks, self._settings, True)
         before = None
         if others and self._settings.offload == "auto":
             with suppress(ScheduleError):  # nothing fits without recomputation
@@ -217,13 +225,23 @@ class AutoChoice:
                     return cut_costs, chosen
         if others:
             blocks |= self._measure(cut_batch, [*product(others, counts)], first) or {}
-            cut_costs = _CutCosts(self._pipeline, blocks, self._settings, True)
-        return cut_costs, self._decide_by(cut_costs, before)
+            cut_costs = CutCosts(self._pipeline, blocks, self._settings, True)
+        try:
+            return cut_costs, self._decide_by(cut_costs, before)
+        except ScheduleError as error:
+            order = self._find_order(cut_costs, self._machine_limits, None)
+            if order is None:
+                raise
+            raise ScheduleError(
+                f"{error}; in another order of the same devices a plan fits: {order.line}"
+            ) from None
 
-    def _decide_by(self, cut_costs: _CutCosts, before: Plan | None = None) -> Chosen:
+    def _decide_by(self, cut_costs: CutCosts, before: Plan | None = None) -> Chosen:
         """Plan the options; of those of an earlier plan only the best again, beside the others."""
         limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
-        wanted = self._options(cut_costs)
+        self._machine_limits = limits
+        cut_costs.limits = self._limits_of_places(limits)
+        wanted = cut_costs.with_cuts(self._options(cut_costs))
         if before is None:
             return self._decide(cut_costs, limits, wanted)
         best = before.best.option
@@ -280,12 +298,14 @@ class AutoChoice:
                 self._obstacle = obstacles[0]
                 self._log(self._obstacle)
                 break
-            costs[recompute, count] = trial.costs_of_blocks(
-                *(
-                    costs_of_pipelines([[pair[place] for pair in ranks] for ranks in pipelines])
-                    for place in range(2)
-                )
+            samples, stages = (
+                costs_of_pipelines([[pair[place] for pair in ranks] for ranks in pipelines])
+                for place in range(2)
             )
+            if trial.devices is None:
+                compared = trial.compare(self._group.devices, samples, stages)
+                trial.devices = self._group.devices = self._group.world.broadcast(compared, 0)
+            costs[recompute, count] = trial.costs_of_blocks(samples, stages)
         return costs or None
 
     def _log(self, obstacle: str) -> None:
@@ -320,9 +340,13 @@ class AutoChoice:
         if self._settings.optimizer_offload:
             hosts = [None if host is None else host.less(states) for host in limits.hosts]
             return replace(limits, hosts=hosts)
-        if limits.device is None:
+        if limits.devices is None:
             return limits
-        return replace(limits, device=max(0.0, limits.device - states))
+        return replace(limits, devices=[max(0.0, left - states) for left in limits.devices])
+
+    def _limits_of_places(self, limits: MachineLimits) -> Sequence[float] | None:
+        own = limits.devices if self._settings.offload == "auto" else None
+        return self._settings.limits_on(self._group.num_ranks, own)
 
     def _state_bytes(self) -> float:
         """Return the bytes that optimizers will keep on a rank, where they have nothing yet."""
@@ -332,7 +356,7 @@ class AutoChoice:
         states = measure_states(trainer.optimizers, has_masters)
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
-    def _options(self, cut_costs: _CutCosts) -> list[Option]:
+    def _options(self, cut_costs: CutCosts) -> list[Option]:
         heads = self._heads(cut_costs)
         return [
             option
@@ -342,7 +366,7 @@ class AutoChoice:
 
     def _covered(
         self,
-        cut_costs: _CutCosts,
+        cut_costs: CutCosts,
         counts: Iterable[int],
         recompute: str,
         heads: Sequence[str] = ("W",),
@@ -352,23 +376,18 @@ class AutoChoice:
         sizes = [*counts], settings.num_chunks, [recompute], heads, settings.num_sequence_slices
         return [option for option in options_of("auto", *sizes) if cut_costs.covers(option)]
 
-    def _heads(self, cut_costs: _CutCosts) -> Sequence[str]:
+    def _heads(self, cut_costs: CutCosts) -> Sequence[str]:
         heads = self._settings.heads_to_try
         return heads if self._is_limited and cut_costs.has_head else heads[:1]
 
     def _decide(
         self,
-        cut_costs: _CutCosts,
+        cut_costs: CutCosts,
         limits: MachineLimits,
         wanted: Sequence[Option],
         must_fit: bool = False,
     ) -> Chosen:
-        work = Work(
-            self._group.num_ranks,
-            cut_costs.costs_of,
-            has_barrier=partial(self._has_barrier, cut_costs),
-        )
-        request = request_for(self._settings, work, wanted, limits, must_fit, self._progress.show)
+        request = self._request(self._settings, cut_costs, limits, wanted, must_fit)
         plan = plan_for_all(self._group, request)
         plan = replace(plan, candidates=[*plan.candidates, *self._candidates_left_out(cut_costs)])
         option = plan.best.option
@@ -384,7 +403,58 @@ class AutoChoice:
         num_classes = 0 if self._trial is None else self._trial.num_classes
         return Chosen(settings, plan, limits, cut_costs.is_measured, num_classes)
 
-    def _candidates_left_out(self, cut_costs: _CutCosts) -> list[Candidate]:
+    def _request(
+        self,
+        settings: PipelineSettings,
+        cut_costs: CutCosts,
+        limits: MachineLimits,
+        wanted: Sequence[Option],
+        must_fit: bool = False,
+    ) -> PlanRequest:
+        work = Work(
+            self._group.num_ranks,
+            cut_costs.costs_of,
+            has_barrier=partial(self._has_barrier, cut_costs),
+        )
+        return request_for(settings, work, wanted, limits, must_fit, self._progress.show)
+
+    def _find_order(
+        self, cut_costs: CutCosts, limits: MachineLimits, chosen: Chosen | None
+    ) -> BetterOrder | None:
+        """Return a better order of unlike devices; None where there is none, or it was not sought.
+
+        Args:
+            cut_costs: The costs by which plans are made.
+            limits: The limits of the machines.
+            chosen: The decision; None: no plan fits.
+        """
+        devices, of_places = self._group.devices, cut_costs.limits
+        has_one_limit = of_places is None or len({*of_places}) == 1
+        is_free = cut_costs.is_measured and self._settings.split == "auto"
+        is_alike = devices.are_alike and has_one_limit
+        if is_alike or not is_free or self._group.num_pipelines > 1:
+            return None
+        found = None
+        if self._group.reports:
+            wanted = self._options(cut_costs)
+            if chosen is None or chosen.plan is None:
+                period, wanted = inf, [o for o in wanted if o.schedule in _QUICK]
+            else:
+                period = chosen.plan.best.period or inf
+                wanted = [replace(chosen.plan.best.option, num_kept=0)]
+
+            def request_in(places: Sequence[int], other: CutCosts) -> PlanRequest:
+                settings, given = self._settings, self._settings.limits_on(len(places))
+                if given is not None:
+                    moved = [int(given[place]) for place in places]
+                    settings = replace(settings, memory_limit=moved)
+                there = limits.in_order(places)
+                return self._request(settings, other, there, other.with_cuts(wanted), must_fit=True)
+
+            found = find_better_order(cut_costs, devices, request_in, wanted[0], period)
+        return self._group.world.broadcast(found, 0)
+
+    def _candidates_left_out(self, cut_costs: CutCosts) -> list[Candidate]:
         if not cut_costs.is_measured:
             return []
         reason = f"not measured: {self._obstacle}" if self._obstacle else _ALL_FIT
@@ -400,7 +470,7 @@ class AutoChoice:
             for option in self._covered(cut_costs, counts, recompute)
         ]
 
-    def _has_barrier(self, cut_costs: _CutCosts, option: Option) -> bool:
+    def _has_barrier(self, cut_costs: CutCosts, option: Option) -> bool:
         """Whether an option's ranks wait for each other at a step's end, be it for tied weights.
 
         These are on the first and the last stage: where one waits for the other, all follow.
@@ -413,58 +483,3 @@ class AutoChoice:
             for shared in self._shared
         )
         return any(len(ranks) > 1 for ranks in owners)
-
-
-class _CutCosts:
-    """Costs of any cut, from measured blocks; or of the first cut, from operations and shapes.
-
-    Attributes:
-        by_recompute: Costs of each segment, and what of them counts once in a stage; or of each
-            stage of the first cut; by recomputation and number of microbatches.
-        is_measured: Whether they are of blocks, in seconds.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        by_recompute: _ByRecompute,
-        settings: PipelineSettings,
-        is_measured: bool,
-    ) -> None:
-        self._pipeline = pipeline
-        self._partition = list(pipeline.cut.stages)
-        self._placement = tuple(pipeline.settings.stage_ranks)
-        self._num_ranks = max(self._placement) + 1
-        self.by_recompute, self._split, self.is_measured = by_recompute, settings.split, is_measured
-        self._is_in_w = settings.heads_to_try[0] == "W"  # as it was measured
-
-    @property
-    def has_head(self) -> bool:
-        """Whether weight gradients of the head are known apart from those of its stage."""
-        if not self.is_measured:
-            return False
-        costs, _ = next(iter(self.by_recompute.values()))
-        return costs.per_stage("weight_residue", len(self._pipeline.chain) + 1)[-1] > 0
-
-    def covers(self, option: Option) -> bool:
-        if self.is_measured:
-            return option.num_chunks * self._num_ranks <= len(self._pipeline.chain)
-        return option.placement(self._num_ranks) == self._placement
-
-    def stages(self, option: Option) -> Sequence[Stage]:
-        if not self.is_measured:
-            return self._partition
-        placement = option.placement(self._num_ranks)
-        return cut_by_costs(self._pipeline, self._of(option)[0], placement, self._split)
-
-    def costs_of(self, option: Option) -> Costs:
-        costs, beside = self._of(option)
-        if not self.is_measured:
-            return costs
-        stages = self.stages(option)
-        if option.head_weight_grad == "B" and self._is_in_w:
-            costs = with_head_in_b(costs, len(self._pipeline.chain) + 1)
-        return costs_of_stages(costs, stages, beside)
-
-    def _of(self, option: Option) -> tuple[Costs, BesideBlocks]:
-        return self.by_recompute[option.recompute, option.num_microbatches]

@@ -239,7 +239,9 @@ class Plans:
         """
         if not self._has_reserved_memory and self._measurements.has_run:
             self._has_reserved_memory = True
-            self._measurements.reserve_memory(self.settings.limit_bytes)
+            given = self.settings.limits_on(self._group.num_ranks)
+            limit = None if given is None else int(given[self._group.device_place])
+            self._measurements.reserve_memory(limit)
         if not self._has_measured_steps and self._measurements.suffice:
             return self._plan_by_measurement()
         if is_first:
@@ -285,9 +287,10 @@ class Plans:
             name: [max(size, largest[name].get(i, 0)) for i, size in enumerate(sizes)]
             for name, sizes in planned.items()
         }
-        limit = self.settings.limit_on(limits.device)
         grown = replace(costs, **most)
-        return most != planned and not keeps_limits(current.schedule, grown, limit, limits)
+        return most != planned and not keeps_limits(
+            current.schedule, grown, current.settings, limits
+        )
 
     def _plan_anew(self) -> None:
         self._search.close()
@@ -310,8 +313,7 @@ class Plans:
             Seconds of a step by the new plan; None where the plan in use stays.
         """
         used = self.training.schedule
-        limit = self.settings.limit_on(limits.device)
-        keeps_limit = keeps_limits(used, costs, limit, limits)
+        keeps_limit = keeps_limits(used, costs, self.settings, limits)
         before = self.training.period(used, costs)
         self.training.replace(replace(self.training.current, costs=costs, limits=limits))
         request = request_for(self.settings, self._work(costs), self._options(), limits)

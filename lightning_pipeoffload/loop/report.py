@@ -18,16 +18,19 @@ from lightning_pipeoffload.planning.report import (
     predict,
     print_accumulation,
     print_choice,
+    print_devices,
     print_line,
     print_measurement,
     print_offload,
     print_prediction,
     print_reads,
 )
+from lightning_pipeoffload.planning.run_plans import rank_limits
 from lightning_pipeoffload.runtime.batch.structure import tokens_in
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import Schedule
+from lightning_pipeoffload.schedule.schedule import places_of
 
 
 class Report:
@@ -56,6 +59,7 @@ class Report:
         report = predict(plan, self._pipeline, self._training.current.costs, barrier)
         report["num_replicas"] = self._group.num_replicas
         report["memory"] = self._memory(plan)
+        report["devices"] = self._devices(plan)
         report["steps_taken_back"] = self._num_taken_back
         reads = self._pipeline.records.device_reads.items()
         report["device_reads"] = [{"part": part, "line": line} for line, part in reads]
@@ -64,6 +68,8 @@ class Report:
             tried = chosen.plan.candidates if chosen.plan is not None else ()
             report["candidates"] = [candidate.figures() for candidate in tried]
             report["num_block_classes"] = chosen.num_classes
+            order = chosen.better_order
+            report["better_order"] = None if order is None else asdict(order)
         if offloaded is not None:
             report["offload"] = asdict(offloaded)
         measured = self._measurements.report()
@@ -85,6 +91,20 @@ class Report:
         boundary = self._plans.boundary
         return 0 if boundary is None else boundary.validation.num_taken_back
 
+    def _devices(self, plan: Schedule) -> list[dict[str, Any]]:
+        """Return the device of each rank, in pipeline order."""
+        devices, current = self._group.devices, self._training.current
+        of_places = current.settings.limits_on(plan.num_ranks, current.limits.devices)
+        return [
+            {
+                "device": place,
+                "name": devices.names[place],
+                "slowness": devices.slowness[place],
+                "memory_limit": None if of_places is None else of_places[place],
+            }
+            for place in places_of(plan.placement)
+        ]
+
     def _memory(self, plan: Schedule) -> dict[str, list[int]] | None:
         needs, boundary = self._plans.needs, self._plans.boundary
         if needs is None:
@@ -104,6 +124,7 @@ class Report:
             print_prediction(report)
             if self._group.num_ranks > 1:
                 print_line(describe_cut(report, self._pipeline))
+            print_devices(report)
             if self._pipeline.device.type != "cpu":
                 print_reads(report["device_reads"])
             if num_accumulated > 1:
@@ -113,7 +134,8 @@ class Report:
         """Print the plan that was made with measured costs, and its limit."""
         if self._group.reports:
             current = self._training.current
-            print_offload(self.make(), current.settings.limit_on(current.limits.device))
+            limits = rank_limits(current.settings, current.limits, current.schedule.placement)
+            print_offload(self.make(), None if limits is None else limits.limits)
 
     def print_end(self) -> None:
         """Gather the measurements of all ranks, and print them; all ranks call it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report import print_gain
-from lightning_pipeoffload.planning.run_plans import keeps_limits
+from lightning_pipeoffload.planning.run_plans import keeps_limits, rank_limits
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
@@ -48,11 +48,12 @@ class SolverSearch:
         The solver starts from a plan that has W apart from B everywhere.
         """
         used, settings = self._training.schedule, self._training.current.settings
+        of_ranks = rank_limits(settings, limits, used.placement)
         self._problem = problem = PlanProblem(
             used.num_microbatches,
             used.placement,
-            costs,
-            settings.limit_on(limits.device),
+            costs if of_ranks is None else of_ranks.count(costs),
+            None if of_ranks is None else of_ranks.largest,
             self._training.has_barrier(),
         )
         start = self._start(problem)
@@ -114,7 +115,8 @@ class SolverSearch:
         assert self._problem is not None
         before = self._training.period(self._training.schedule, costs)
         after = self._training.period(plan, costs)
-        fits = keeps_limits(plan, costs, self._problem.memory_limit, self._training.current.limits)
+        current = self._training.current
+        fits = keeps_limits(plan, costs, current.settings, current.limits)
         if not fits or not is_worth_changing(before, after):
             return False
         if self._group.reports:

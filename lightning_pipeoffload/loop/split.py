@@ -91,7 +91,9 @@ class Split:
             self.pipeline.stages,
             group.transport,
             ActionTimer(device),
-            ActivationMemory.on(device, settings.host_budget(num_local_ranks)),
+            ActivationMemory.on(
+                device, settings.host_budget(num_local_ranks, group.num_ranks, group.device_place)
+            ),
             group.replicas.pending if group.num_replicas > 1 else None,
         )
         self.parameters = OptimizedParameters(

@@ -46,6 +46,7 @@ class StoredChoice:
         beside: The overhead of an action beside them.
         num_classes: The number of classes of alike blocks.
         bytes_beside: What each process's device has held beside activations.
+        slowness: How much slower some devices are; see :class:`.Devices`.
     """
 
     option: Option
@@ -54,6 +55,7 @@ class StoredChoice:
     beside: BesideBlocks
     num_classes: int
     bytes_beside: Sequence[int]
+    slowness: Sequence[float] = ()
 
     @property
     def measured(self) -> tuple[Costs, BesideBlocks]:

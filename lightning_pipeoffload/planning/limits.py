@@ -12,6 +12,7 @@ import torch
 
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_bytes
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
+from lightning_pipeoffload.schedule.schedule import places_of
 from lightning_pipeoffload.schedule.text import bytes_text
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,9 @@ _UNITS |= {f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT",
 _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)}
 
 _LEAST = 1 << 10  # fewer bytes are a unit that was left out
+
+Limit = int | str | Sequence[int | str] | None
+"""A limit as users write it: of every rank, a list in the order of their devices, or None."""
 
 
 def parse_bytes(value: int | str, name: str = "memory_limit", is_rate: bool = False) -> int:
@@ -53,11 +57,43 @@ def parse_bytes(value: int | str, name: str = "memory_limit", is_rate: bool = Fa
     return amount
 
 
-def bytes_writer(limit: int | str | None) -> Callable[[float], str]:
+def parse_limits(
+    value: Limit, name: str, num_ranks: int, rank_order: str = "pipeline_inner"
+) -> list[int] | None:
+    """Return the limit of the device at each place of a pipeline; None: there is none.
+
+    Args:
+        value: Of a list each entry is of one global rank, or, where it has as many entries as a
+            pipeline has ranks, of this place in each replica. Several replicas have the least.
+        name: The argument's name, for errors.
+        num_ranks: Ranks of a pipeline.
+        rank_order: See :class:`.RankMesh`.
+
+    Raises:
+        ValueError: An entry is no amount of memory.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (int, str)):
+        return [parse_bytes(value, name)] * num_ranks
+    sizes = [parse_bytes(entry, f"{name}[{place}]") for place, entry in enumerate(value)]
+    num_replicas = len(sizes) // num_ranks
+    is_inner = rank_order == "pipeline_inner"
+    steps = (1, num_ranks) if is_inner else (num_replicas, 1)  # to the next place and replica
+    return [
+        min(sizes[place * steps[0] + replica * steps[1]] for replica in range(num_replicas))
+        for place in range(num_ranks)
+    ]
+
+
+def bytes_writer(limit: Limit) -> Callable[[float], str]:
     """Return a function that writes bytes in the unit of ``limit``, and in MiB or GiB beside it.
 
-    So a message on ``memory_limit="10GB"`` has "10.00 GB = 9,536.75 MiB". None: in MiB or GiB only.
+    So a message on ``memory_limit="10GB"`` has "10.00 GB = 9,536.75 MiB". None: in MiB or GiB only;
+    of a list the first entry counts.
     """
+    if isinstance(limit, Sequence) and not isinstance(limit, str):
+        limit = limit[0]
     unit = "".join(filter(str.isalpha, str(limit))) if limit is not None else "MiB"
 
     def write(num_bytes: float) -> str:
@@ -122,20 +158,32 @@ def reserve_memory(device: torch.device, most: int | None) -> int:
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The memory of the ranks' devices and hosts for a plan.
+    """The memory of a pipeline's devices and hosts for a plan, by place: see :func:`places_of`.
 
     Attributes:
-        device: Bytes that each device has left for activations; None: no limit.
+        devices: Bytes that each device has left for activations; None: no limit.
         hosts: The most host memory of each rank; None, or no entry: no limit.
+        names: The devices' names; (): they need none.
     """
 
-    device: float | None = None
+    devices: Sequence[float] | None = None
     hosts: Sequence[HostBudget | None] = ()
+    names: Sequence[str] = ()
+
+    def in_order(self, places: Sequence[int]) -> MachineLimits:
+        """Return the limits of the same devices in another order; see :meth:`.Devices.in_order`."""
+        devices = None if self.devices is None else [self.devices[place] for place in places]
+        hosts = [self.hosts[place] for place in places] if self.hosts else ()
+        names = [self.names[place] for place in places] if self.names else ()
+        return MachineLimits(devices, hosts, names)
 
     def shortage(self, schedule: Schedule, costs: Costs) -> str:
         """Name a rank that would take more of its host than it may; "" where none does."""
+        if not self.hosts:
+            return ""
         peaks = peak_host_memory(schedule, _in_slabs(costs, schedule.num_stages))
-        for rank, (peak, budget) in enumerate(zip(peaks, self.hosts, strict=False)):
+        for rank, place in enumerate(places_of(schedule.placement)):
+            peak, budget = peaks[rank], self.hosts[place]
             if budget is not None and peak > budget.num_bytes:
                 return (
                     f"rank {rank} of the pipeline would take {bytes_text(peak)} of host memory "

@@ -27,6 +27,7 @@ from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import Ledger
 from lightning_pipeoffload.schedule import Costs, Schedule
+from lightning_pipeoffload.schedule.schedule import places_of
 
 # The first microbatch allocates and warms caches; the median of three excludes it.
 _STEPS_TO_MEASURE = 3
@@ -112,11 +113,17 @@ class Measurements:
         left = device_limit(self._pipeline.device, bytes_beside)
         budget = memory.settings.host.budget
         pipelines = self._group.gather_from_pipelines((left, budget))
-        budgets = [budget for _, budget in pipelines[0]]
+        ranks = places_of(self._group.stage_ranks)
+        budgets = [pipelines[0][rank][1] for rank in ranks]
+        devices = self._group.devices
+        names = () if devices.have_one_name else devices.names
         if not keeps_device_limit:
-            return MachineLimits(None, budgets)
-        # All ranks have the same limit: that of the smallest device.
-        return MachineLimits(min(left for ranks in pipelines for left, _ in ranks), budgets)
+            return MachineLimits(None, budgets, names)
+        of_ranks = [min(left for left, _ in replicas) for replicas in zip(*pipelines, strict=True)]
+        if not names:
+            # Where devices are alike, all have the limit of that with most besides activations.
+            return MachineLimits([min(of_ranks)] * len(ranks), budgets)
+        return MachineLimits([of_ranks[rank] for rank in ranks], budgets, names)
 
     def reserve_memory(self, limit: int | None) -> None:
         """Take the memory of plans before more than a microbatch is in flight.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from statistics import mean
@@ -24,6 +24,7 @@ from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share
 from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.search.problem import ROUNDING
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 _SECONDS_SILENT = 2.0
@@ -238,6 +239,30 @@ def print_prediction(report: dict[str, Any]) -> None:
     _print("", table, level=logging.DEBUG)
 
 
+def print_devices(report: Mapping[str, Any]) -> None:
+    """Print which device is which rank's where they are unlike, and a better order of them."""
+    devices = report["devices"]
+    kinds = {(each["name"], each["slowness"], each["memory_limit"]) for each in devices}
+    if len(kinds) == 1:
+        return
+    order = report.get("better_order")
+    texts = [_device_text(rank, each) for rank, each in enumerate(devices)]
+    better = (
+        f" In another order of the same devices a step is planned {share_text(order['gain'])} "
+        f"faster: {order['line']}."
+        if order
+        else ""
+    )
+    _print(f"Devices, as you count them: {'; '.join(texts)}.{better}")
+
+
+def _device_text(rank: int, device: Mapping[str, Any]) -> str:
+    limit = device["memory_limit"]
+    parts = [device["name"], f"{device['slowness']:.2f} times the fastest's time"]
+    parts += [] if limit is None else [f"{bytes_text(limit)} for activations"]
+    return f"rank {rank} is on device {device['device']} ({', '.join(parts)})"
+
+
 def print_reads(reads: Sequence[dict[str, str]]) -> None:
     """Print the lines of a step that read values of the device."""
     for read in reads:
@@ -300,31 +325,36 @@ def print_timeline(step: int, paths: Sequence[str], error: float) -> None:
     )
 
 
-def print_offload(report: dict[str, Any], limit: float | None = None) -> None:
+def print_offload(report: dict[str, Any], limits: Sequence[float] | None = None) -> None:
     """Print what is offloaded from now on, and what is not and why.
 
     Args:
         report: The report of the plan, with measured costs.
-        limit: Bytes of a device that activations may take; None: any.
+        limits: Bytes of each rank's device that activations may take; None: any.
     """
     peak = max(report["peak_memory"])
+    exceeding = [
+        rank
+        for rank, limit in enumerate(limits or ())
+        if report["peak_memory"][rank] > limit * (1 + ROUNDING)
+    ]
     lines = [
         f"Planned anew with measured costs: {_headline(report)}; predicted are a bubble of "
         f"{share_text(report['period_bubble'])} and a peak of {bytes_text(peak)} of activations."
     ]
-    if limit is not None and peak > limit:
+    if limits is not None and exceeding:
+        whose = "every device" if len({*limits}) == 1 else f"the device of rank {exceeding[0]}"
         lines.append(
-            f"No plan fits the {bytes_text(limit)} that every device has left for activations; the "
-            f"one that needs least is tried."
+            f"No plan fits the {bytes_text(limits[exceeding[0]])} that {whose} has left for "
+            f"activations; the one that needs least is tried."
         )
-    _print(*lines, *_about_copies(report, limit))
+    _print(*lines, *_about_copies(report, limits is not None and not exceeding))
 
 
-def _about_copies(report: dict[str, Any], limit: float | None) -> list[str]:
+def _about_copies(report: dict[str, Any], is_met: bool) -> list[str]:
     offload = report.get("offload", {})
     reason = [f"{offload['reason']}."] if offload.get("reason") else []
     if not report["has_copies"]:
-        is_met = limit is not None and max(report["peak_memory"]) <= limit
         return [f"Offloaded: nothing{', order alone meets the limit' if is_met else ''}.", *reason]
     ratio = (
         f"k = (offload + reload) / (F + B + W) is at most {max(report['k']):.2f}: while the ranks "

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_slices
 from lightning_pipeoffload.schedule.make_plan import PlanRequest
+from lightning_pipeoffload.schedule.schedule import places_of
 from lightning_pipeoffload.schedule.text import bytes_text
 
 __all__ = ["Fixed", "Machines", "Work", "fill_request", "options_of"]
@@ -26,7 +28,8 @@ class Work:
     Attributes:
         num_ranks: Ranks of the pipeline.
         costs_of: Returns the costs of an option's stages; it may raise ScheduleError.
-        memory_beside: Returns the memory of the fullest rank besides activations, in an option.
+        memory_beside: Returns the memory of the fullest rank besides activations, in an option; or
+            of each rank.
         has_barrier: Returns whether all ranks must end a step of an option before any rank begins
             the next one.
         steps_early: Whether an optimizer on the host steps as gradients become final.
@@ -34,7 +37,7 @@ class Work:
 
     num_ranks: int
     costs_of: Callable[[Option], Costs]
-    memory_beside: Callable[[Option], float] = lambda option: 0.0
+    memory_beside: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
     has_barrier: Callable[[Option], bool] = lambda option: False
     steps_early: bool = False
 
@@ -44,17 +47,35 @@ class Machines:
     """The memory that a plan has to keep.
 
     Attributes:
-        memory: The most memory of a rank, in the unit of the costs; None: any.
+        memory: The most memory of a rank, in the unit of the costs, or that of the device at each
+            place of the pipeline (see :func:`.places_of`); None: any.
         must_fit: Whether an option that does not fit is refused. If not, a single option gets the
             plan that offloads the most.
         host_shortage: Returns why a schedule's offload exceeds host memory; "" if it does not.
         write_memory: Formats memory in refusals.
+        names: The device at each place, for refusals; (): they are numbered.
     """
 
-    memory: float | None = None
+    memory: float | Sequence[float] | None = None
     must_fit: bool = True
     host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
     write_memory: Callable[[float], str] = bytes_text
+    names: Sequence[str] = ()
+
+    @property
+    def largest(self) -> float | None:
+        """The most memory of any rank; None: any."""
+        return max(self.memory) if isinstance(self.memory, Sequence) else self.memory
+
+    def missing(self, places: Sequence[int]) -> Sequence[float]:
+        """Return what each rank has less than the largest, by its place; (): all have as much."""
+        if not isinstance(self.memory, Sequence) or len({*self.memory}) == 1:
+            return ()
+        return [max(self.memory) - self.memory[place] for place in places]
+
+    def name_of(self, place: int) -> str:
+        """Return a device's number and name."""
+        return f"device {place}" + (f" ({self.names[place]})" if self.names else "")
 
 
 @dataclass(frozen=True)
@@ -83,13 +104,26 @@ def fill_request(work: Work, machines: Machines, fixed: Fixed, **how: Any) -> Pl
         fixed: What is given of the plan.
         **how: How to look for the plan: other attributes of :class:`PlanRequest`.
     """
+
+    def places(option: Option) -> list[int]:
+        return places_of(
+            fixed.recipes[option.schedule].placement(work.num_ranks, option.num_chunks)
+        )
+
+    def memory_beside(option: Option) -> float | Sequence[float]:
+        beside, missing = work.memory_beside(option), machines.missing(places(option))
+        if isinstance(beside, Sequence):
+            return [*map(add, beside, missing or [0.0] * len(beside))]
+        return [beside + less for less in missing] or beside
+
     return PlanRequest(
         work.num_ranks,
         fixed.options,
         work.costs_of,
-        machines.memory,
+        machines.largest,
         fixed.offload,
-        memory_beside=work.memory_beside,
+        memory_beside=memory_beside,
+        name_rank=lambda option, rank: f"rank {rank}, on {machines.name_of(places(option)[rank])},",
         has_barrier=work.has_barrier,
         steps_early=lambda option: work.steps_early,
         host_shortage=machines.host_shortage,

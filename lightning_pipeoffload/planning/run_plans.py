@@ -38,6 +38,8 @@ from lightning_pipeoffload.schedule.make_plan import (
     PlanRequest,
     make_plan,
 )
+from lightning_pipeoffload.schedule.rank_limits import RankLimits
+from lightning_pipeoffload.schedule.schedule import places_of
 
 _NO_LIMITS = MachineLimits()
 
@@ -79,11 +81,13 @@ def request_for(
         must_fit: Whether a single option is refused too; it is where ``memory_limit`` is given.
         show: Called with what is being done.
     """
+    own = limits.devices if settings.offload == "auto" else None
     machines = Machines(
-        settings.limit_on(limits.device) if settings.offload == "auto" else settings.limit_bytes,
-        must_fit or settings.limit_bytes is not None,
+        settings.limits_on(work.num_ranks, own),
+        must_fit or settings.memory_limit is not None,
         limits.shortage,
         bytes_writer(settings.memory_limit),
+        limits.names,
     )
     fixed = Fixed(options, settings.offload, {**FAMILIES, **settings.own_recipe})
     return fill_request(work, machines, fixed, omits_above=inf, show=show)
@@ -151,11 +155,26 @@ def _share(group: PipelineGroup, jobs: Sequence[Job], lean: Callable[[Any], Any]
 
 
 def keeps_limits(
-    schedule: Schedule, costs: Costs, memory_limit: float | None, limits: MachineLimits
+    schedule: Schedule, costs: Costs, settings: PipelineSettings, limits: MachineLimits
 ) -> bool:
-    """Whether a plan keeps the memory limit and the hosts', by costs in seconds and bytes."""
+    """Whether a plan keeps the memory limits and the hosts', by costs in seconds and bytes."""
+    of_ranks = rank_limits(settings, limits, schedule.placement)
     try:
-        accept(split_fused_backward(schedule), costs, memory_limit)
+        if of_ranks is None:
+            accept(split_fused_backward(schedule), costs)
+        else:
+            accept(split_fused_backward(schedule), of_ranks.count(costs), of_ranks.largest)
     except ScheduleError:
         return False
     return not limits.shortage(schedule, costs)
+
+
+def rank_limits(
+    settings: PipelineSettings, limits: MachineLimits, placement: Sequence[int]
+) -> RankLimits | None:
+    """Return the memory limit of each rank of a plan; None: there is none."""
+    places = places_of(placement)
+    of_places = settings.limits_on(len(places), limits.devices)
+    if of_places is None:
+        return None
+    return RankLimits((*(of_places[place] for place in places),), (*placement,))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipeoffload.planning.limits import bytes_writer, parse_bytes
+from lightning_pipeoffload.planning.limits import Limit, bytes_writer, parse_limits
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile, warn_once
@@ -95,8 +95,8 @@ class PipelineSettings:
     offload: str | float = "auto"
     recompute: str = "none"
     head_weight_grad: str = "auto"
-    memory_limit: int | str | None = None
-    host_memory_limit: int | str | None = None
+    memory_limit: Limit = None
+    host_memory_limit: Limit = None
     compile: bool | Mapping[str, Any] = False
     gradient_accumulation_fusion: bool | str = "auto"
     derive_lengths: bool = True
@@ -120,8 +120,7 @@ class PipelineSettings:
         _require(is_known, "master_weights", '"float32" or None', self.master_weights)
         check_recompute(self.recompute)
         for name in ("memory_limit", "host_memory_limit"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
+            self._check_limit(name)
         if self.offload != "auto":
             offload_share(self.offload)
         if _is_name(self.schedule) and self.schedule != "auto":
@@ -137,6 +136,39 @@ class PipelineSettings:
                 )
         if self.tensor_parallel_size > 1:
             self._check_with_tensor_ranks()
+
+    def _check_limit(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, (int, str, type(None))):
+            parse_limits(value, name, 1)
+            return
+        is_list = _is_filled(value, lambda entry: isinstance(entry, (int, str)))
+        _require(is_list, name, "bytes, a text such as '40GiB', a list of these or None", value)
+        parse_limits(value, name, 1)
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"{name}={list(value)!r} is a list, and tensor_parallel_size="
+                f"{self.tensor_parallel_size}: ranks that share a stage's layers need as much "
+                f"memory each; write one number for all"
+            )
+
+    def check_world(self, world_size: int) -> None:
+        """Check the sizes for a number of processes.
+
+        Raises:
+            ValueError: They do not make so many, or a list of limits has neither so many entries
+                nor as many as a pipeline has ranks.
+        """
+        num_ranks = self.num_ranks(world_size)
+        for name in ("memory_limit", "host_memory_limit"):
+            value = getattr(self, name)
+            if isinstance(value, (int, str, type(None))) or len(value) in (num_ranks, world_size):
+                continue
+            each = "" if num_ranks == world_size else f", or {num_ranks}, one for each of a replica"
+            raise ValueError(
+                f"{name}={list(value)!r} has {len(value)} entries; write {world_size}, one for "
+                f"each device as trainer.devices counts them{each}"
+            )
 
     def _check_with_tensor_ranks(self) -> None:
         size = f"tensor_parallel_size={self.tensor_parallel_size}"
@@ -273,6 +305,7 @@ class PipelineSettings:
             self.derive_lengths,
             self.heads_to_try[0],
             self.num_sequence_slices,
+            group.devices.slowness_of(group.stage_ranks),
         )
 
     def may_fuse(self, device: torch.device) -> bool:
@@ -295,19 +328,37 @@ class PipelineSettings:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The most memory of a device that a plan may take; None: any."""
-        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+        """The least memory limit of all devices; None: there is none."""
+        limits = parse_limits(self.memory_limit, "memory_limit", 1)
+        return None if limits is None else min(limits)
 
-    def limit_on(self, device_limit: float | None) -> float | None:
-        """Return the memory limit that was given, else the device's own."""
-        return device_limit if self.limit_bytes is None else self.limit_bytes
+    def limits_on(
+        self, num_ranks: int, devices: Sequence[float] | None = None
+    ) -> Sequence[float] | None:
+        """Return the memory limit of the device at each place of a pipeline; None: any.
 
-    def host_budget(self, num_local_ranks: int) -> HostBudget | None:
-        """Return the most host memory of a rank, one of so many on its machine; None: any."""
-        if self.host_memory_limit is None:
+        Args:
+            num_ranks: Ranks of a pipeline.
+            devices: What the devices have left, for where no limit was given.
+        """
+        given = parse_limits(self.memory_limit, "memory_limit", num_ranks, self.rank_order)
+        return devices if given is None else given
+
+    def host_budget(
+        self, num_local_ranks: int, num_ranks: int = 1, place: int = 0
+    ) -> HostBudget | None:
+        """Return the most host memory of the rank at a place of its pipeline; None: any.
+
+        Args:
+            num_local_ranks: The ranks of its machine, which share its memory.
+            num_ranks: Ranks of a pipeline.
+            place: Its place among these.
+        """
+        name, value = "host_memory_limit", self.host_memory_limit
+        given = parse_limits(value, name, num_ranks, self.rank_order)
+        if given is None:
             return HostBudget.share_of_machine(num_local_ranks)
-        num_bytes = parse_bytes(self.host_memory_limit, "host_memory_limit")
-        return HostBudget.configured(num_bytes, bytes_writer(self.host_memory_limit)(num_bytes))
+        return HostBudget.configured(given[place], bytes_writer(value)(given[place]))
 
     # ``on_accelerator``: whether the devices have a memory of their own.
 

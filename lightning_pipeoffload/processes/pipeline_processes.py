@@ -32,6 +32,7 @@ from lightning_pipeoffload.processes.rank_differences import describe_settings, 
 from lightning_pipeoffload.processes.replica import set_replica
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.device.cuda_settings import prepare_cuda
+from lightning_pipeoffload.runtime.measure.device_speed import find_devices
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -91,7 +92,9 @@ class PipelineProcesses(JointStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        num_ranks = self.settings.num_ranks(self.num_nodes * self.num_processes)
+        world_size = self.num_nodes * self.num_processes
+        self.settings.check_world(world_size)
+        num_ranks = self.settings.num_ranks(world_size)
         self.settings.provisional_schedule(num_ranks)  # raises here, before processes start
         self._launcher = self._make_launcher()
 
@@ -172,6 +175,7 @@ class PipelineProcesses(JointStrategy):
                 self.settings.rank_order,
                 self.settings.tensor_parallel_size,
             )
+            group.devices = find_devices(group, self.settings.cache_folder)
         self.processes.join(group.world, group)
         set_replica(group.replica, group.num_replicas, group.is_reader)
         self.processes.connect()

@@ -33,9 +33,11 @@ def period_to_compare(period: float, copies: bool) -> float:
 
 @dataclass(frozen=True)
 class Option:
-    """A family of schedules in one size, with what is computed again, and the head.
+    """A family of schedules in one size, with what is computed again, the head, and the cut.
 
     Slices of sequences are never chosen, for results depend on their number: all options have it.
+    The cut balances times. Where ranks have unlike memory limits, other cuts are tried too: the
+    fastest of those whose stages' activations of ``num_kept`` microbatches fit; 0: by times alone.
     """
 
     schedule: str
@@ -44,6 +46,7 @@ class Option:
     recompute: str = "none"
     head_weight_grad: str = "W"
     num_sequence_slices: int = 1
+    num_kept: int = 0
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
         """Return the rank of every stage."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import mul
+from typing import Any
 
 from .actions import Kind, ScheduleError
 from .slices import PerStage, Slices, check_fields, cut_positions, of_every_stage
@@ -119,6 +121,14 @@ class Costs:
         """Return the seconds of F, B and W of every stage."""
         names = {Kind.F: "forward", Kind.B: "backward_input", Kind.W: "backward_weight"}
         return {kind: self.per_stage(name, num_stages) for kind, name in names.items()}
+
+    def slowed(self, factors: Sequence[float]) -> Costs:
+        """Return the same costs with each stage's F, B and W that many times as long."""
+        times: dict[str, Any] = {
+            name: tuple(map(mul, self.per_stage(name, len(factors)), factors))
+            for name in COMPUTE_TIMES
+        }
+        return replace(self, **times)
 
     def with_equal_slices(
         self, num_stages: int, num_slices: int, num_tokens: int = _MANY_TOKENS

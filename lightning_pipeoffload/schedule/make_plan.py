@@ -29,6 +29,7 @@ from .families import FAMILIES, Recipe, build_by
 from .passes.last_weights import postpone_weights
 from .passes.offload import OffloadReport, offload_activations
 from .passes.transfer import as_it_runs, split_every_backward, split_fused_backward
+from .rank_limits import RankLimits
 from .schedule import Schedule
 from .search.problem import ROUNDING
 from .simulation.simulate import period_bubble, simulate, steady_period, step_seconds
@@ -84,7 +85,8 @@ class PlanRequest:
         offload: "auto": as little as the memory limit requires; "none"; or a share of the
             activations, as in :func:`offload_activations`.
         memory_beside: Returns the memory of an option's weights, which is subtracted from the
-            limit.
+            limit; or a sequence with what is subtracted on each rank, where ranks differ.
+        name_rank: Names a rank of an option, for refusals, where ranks differ.
         has_barrier: Returns whether all ranks must end a step of an option before any rank begins
             the next one.
         steps_early: Returns whether an option's optimizer steps on the host as gradients become
@@ -108,7 +110,8 @@ class PlanRequest:
     costs_of: Callable[[Option], Costs]
     memory_limit: float | None = None
     offload: str | float = "auto"
-    memory_beside: Callable[[Option], float] = lambda option: 0.0
+    memory_beside: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
+    name_rank: Callable[[Option, int], str] = lambda option, rank: f"rank {rank}"
     has_barrier: Callable[[Option], bool] = lambda option: False
     steps_early: Callable[[Option], bool] = lambda option: False
     host_shortage: Callable[[Schedule, Costs], str] = lambda schedule, costs: ""
@@ -121,11 +124,18 @@ class PlanRequest:
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def limit_of(self, option: Option) -> float | None:
-        """Return the most memory for an option's activations on a rank."""
+    def placement_of(self, option: Option) -> tuple[int, ...]:
+        """Return the rank of every stage."""
+        return self.recipes[option.schedule].placement(self.num_ranks, option.num_chunks)
+
+    def limits_of(self, option: Option) -> RankLimits | None:
+        """Return the most memory for an option's activations on each rank; None: any."""
         if self.memory_limit is None:
             return None
-        return max(0.0, self.memory_limit - self.memory_beside(option))
+        beside = self.memory_beside(option)
+        of_ranks = beside if isinstance(beside, Sequence) else [beside] * self.num_ranks
+        limits = (*(max(0.0, self.memory_limit - taken) for taken in of_ranks),)
+        return RankLimits(limits, self.placement_of(option))
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,7 @@ def make_plan(request: PlanRequest) -> Plan:
     place = {option: index for index, option in enumerate(request.options)}
     candidates = sorted(trials.candidates, key=lambda candidate: place[candidate.option])
     judged = [candidate.judged(best) for candidate in candidates]
-    return Plan(best, best.schedule, trials.costs(best.option), judged)
+    return Plan(best, best.schedule, trials.true_costs(best.option), judged)
 
 
 _ORDERS, _COPIED = ("none", "its own"), ("auto", "paged")
@@ -204,7 +214,7 @@ def _saving(option: Option) -> tuple[int, int, bool]:
 
 
 def _order_of(option: Option) -> tuple[Any, ...]:
-    return option.schedule, option.num_chunks, option.num_sequence_slices
+    return option.schedule, option.num_chunks, option.num_sequence_slices, option.num_kept
 
 
 class _Bound(NamedTuple):
@@ -221,7 +231,8 @@ class _Trials:
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
         self._costs: dict[Any, Costs] = {}
-        self._limits: dict[Any, float | None] = {}
+        self._limits: dict[Any, RankLimits | None] = {}
+        self._counted: dict[Any, Costs] = {}
         self._places = {option: place for place, option in enumerate(request.options)}
         self._bounds: dict[Option, _Bound] = {}
         self._free_orders: dict[Option, Schedule] = {}
@@ -231,28 +242,42 @@ class _Trials:
         self._by_order: defaultdict[Any, list[Candidate]] = defaultdict(list)
         self._num_grouped = 0  # candidates that are in the groups by order
 
-    def costs(self, option: Option) -> Costs:
+    def true_costs(self, option: Option) -> Costs:
+        """Return the costs of an option's stages."""
         key = self._stages_of(option)
         if key not in self._costs:
             self._costs[key] = self._request.costs_of(option)
         return self._costs[key]
 
+    def costs(self, option: Option) -> Costs:
+        """Return the costs to plan by, in which all ranks have the same limit."""
+        key = self._stages_of(option)
+        if key not in self._counted:
+            costs, limits = self.true_costs(option), self._rank_limits(option)
+            self._counted[key] = costs if limits is None else limits.count(costs)
+        return self._counted[key]
+
     def _stages_of(self, option: Option) -> tuple[Any, ...]:
         """Return that of an option by which its stages' costs and weights follow."""
         computed = option.recompute, option.head_weight_grad
         counts = option.num_microbatches, option.num_sequence_slices
-        return self._placement(option), *counts, *computed
+        return self._request.placement_of(option), *counts, *computed, option.num_kept
 
-    def limit(self, option: Option) -> float | None:
-        """Return the most memory for an option's activations on a rank."""
+    def _rank_limits(self, option: Option) -> RankLimits | None:
         key = self._stages_of(option)
         if key not in self._limits:
-            self._limits[key] = self._request.limit_of(option)
+            self._limits[key] = self._request.limits_of(option)
         return self._limits[key]
 
-    def _placement(self, option: Option) -> tuple[int, ...]:
-        recipe = self._request.recipes[option.schedule]
-        return recipe.placement(self._request.num_ranks, option.num_chunks)
+    def limit(self, option: Option) -> float | None:
+        """Return the most memory for an option's activations on a rank, as costs count it."""
+        limits = self._rank_limits(option)
+        return None if limits is None else limits.largest
+
+    def _true_peak(self, option: Option, peaks: Sequence[float]) -> float:
+        """Return the largest memory of a rank."""
+        limits = self._rank_limits(option)
+        return max(peaks) if limits is None else max(map(limits.true, range(len(peaks)), peaks))
 
     def _build(self, option: Option, limit: float | None) -> Schedule:
         request, name = self._request, option.schedule
@@ -359,13 +384,13 @@ class _Trials:
     def _offload(
         self, option: Option, schedule: Schedule, amount: str, limit: float | None
     ) -> tuple[Schedule, OffloadReport]:
-        costs = self.costs(option)
+        true_costs = self.true_costs(option)
 
         def has_room(offloaded: Schedule) -> bool:
-            return not self._request.host_shortage(offloaded, costs)
+            return not self._request.host_shortage(offloaded, true_costs)
 
         apart = split_every_backward(schedule)
-        return offload_activations(apart, costs, amount, limit, has_room)
+        return offload_activations(apart, self.costs(option), amount, limit, has_room)
 
     def try_to_postpone(self) -> None:
         """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
@@ -403,6 +428,10 @@ class _Trials:
         place = self.candidates.index(best)
         answers = self._ask(lambda option: (best.schedule, best.report), [best.option])
         schedule, report = answers[0]
+        limits = self._rank_limits(best.option)
+        if report is not None and limits is not None:
+            peaks = (*map(limits.true, range(len(limits.limits)), report.peak_memory),)
+            report = replace(report, peak_memory=peaks)
         self.candidates[place] = replace(best, schedule=schedule, report=report)
         return self.candidates[place]
 
@@ -413,7 +442,9 @@ class _Trials:
             return None
         option = request.options[0]
         planned = self._offload(option, self._build(option, None), "full", None)
-        return Candidate(option, "full", "", *self._figures(option, planned[0]), *planned)
+        period, bubble, peaks, makespan = self._figures(option, planned[0])
+        figures = period, bubble, self._true_peak(option, peaks), makespan
+        return Candidate(option, "full", "", *figures, *planned)
 
     def _add(
         self,
@@ -423,31 +454,35 @@ class _Trials:
         report: OffloadReport | None = None,
         postponed: int = 0,
     ) -> None:
-        shortage = schedule.has_copies and self._request.host_shortage(schedule, self.costs(option))
+        host_shortage, costs = self._request.host_shortage, self.true_costs(option)
+        shortage = schedule.has_copies and host_shortage(schedule, costs)
         if shortage:
             raise HostShortageError(shortage)
-        figures = self._figures(option, schedule)
-        limit, needed = self.limit(option), figures[2]
+        period, bubble, peaks, makespan = self._figures(option, schedule)
+        limit, needed = self.limit(option), max(peaks)
         # B may leave more than F did, so a plan that fits as it is built may not as it runs.
         if limit is not None and needed > limit * (1 + ROUNDING):
             sentence = f"{{limit}} is less than the {{needed}} that {option.schedule} needs"
             raise MemoryLimitError(sentence, limit, needed)
+        figures = period, bubble, self._true_peak(option, peaks), makespan
         self._new.append(Candidate(option, offload, "", *figures, schedule, report, postponed))
 
-    def _figures(self, option: Option, schedule: Schedule) -> tuple[float, float, float, float]:
-        """Return period, bubble, memory and makespan of a schedule as it is executed."""
+    def _figures(
+        self, option: Option, schedule: Schedule
+    ) -> tuple[float, float, Sequence[float], float]:
+        """Return period, bubble, ranks' memory and makespan of a schedule as it is executed."""
         costs = self.costs(option)
         early = self._request.steps_early(option)
         plan = as_it_runs(schedule, costs, early)
         timeline = simulate(plan, costs)
         period = steady_period(plan, costs, self._request.has_barrier(option))
         bubble = period_bubble(timeline, period)
-        return period, bubble, max(timeline.peak_memory), timeline.makespan
+        return period, bubble, timeline.peak_memory, timeline.makespan
 
     def _refuse(self, option: Option, offload: str, error: ScheduleError) -> None:
         self._error = error
         if isinstance(error, MemoryLimitError):
-            _, _, needed = error.args
+            needed = self._true_need(option, error)
             refused = Candidate(option, offload, "needs more memory", peak_memory=needed)
         elif isinstance(error, HostShortageError):
             refused = Candidate(option, offload, "the hosts have no room for what it offloads")
@@ -458,13 +493,24 @@ class _Trials:
     @property
     def _least_memory(self) -> float:
         """The smallest limit that a refused option keeps."""
-        least = inf
-        for candidate in self.candidates:
-            if not candidate.fits and candidate.peak_memory is not None:
-                least = min(
-                    least, candidate.peak_memory + self._request.memory_beside(candidate.option)
-                )
-        return least
+        refused = [each for each in self.candidates if each.needs_more_memory]
+        needs = (self._needs(each.option, each.peak_memory or 0.0) for each in refused)
+        return min((needed for needed, _, _ in needs), default=inf)
+
+    def _needs(self, option: Option, needed: float) -> tuple[float, float, str]:
+        """Return the limit that activations of such a size need, that which is given, and a name.
+
+        Where ranks have limits of their own, both are those of the rank that has least in
+        proportion, which is named; else the name is "".
+        """
+        request, limits = self._request, self._rank_limits(option)
+        assert request.memory_limit is not None
+        assert limits is not None
+        beside = request.memory_beside(option)
+        if not isinstance(beside, Sequence):
+            return needed + beside, request.memory_limit, ""
+        rank = limits.tightest(self.true_costs(option))
+        return needed, limits.limits[rank], request.name_rank(option, rank)
 
     def may_gain(self, option: Option) -> bool:
         """Return whether a search may gain enough; if not, record the reason."""
@@ -556,7 +602,7 @@ class _Trials:
             costs = self.costs(option)
         except ScheduleError:
             return _Bound()
-        request, placement = self._request, self._placement(option)
+        request, placement = self._request, self._request.placement_of(option)
         seconds, hops = costs.compute(len(placement)), costs.hops(placement)
         if option.num_sequence_slices > 1:  # a rank begins sooner: its work alone is the bound
             work = most_work(seconds, placement, option.num_microbatches)
@@ -579,19 +625,31 @@ class _Trials:
 
     def no_plan(self) -> ScheduleError:
         """Return an error with the reason why there is no plan."""
-        limit = self._request.memory_limit
+        has_limit = self._request.memory_limit is not None
         if not self.candidates or len(self._request.options) == 1:
-            if limit is None or not isinstance(self._error, MemoryLimitError):
+            if not has_limit or not isinstance(self._error, MemoryLimitError):
                 return self._error
-            sentence, _, needed = self._error.args
-            return MemoryLimitError(
-                sentence, limit, needed + self._request.memory_beside(self._request.options[0])
-            )
-        if limit is None or self._least_memory == inf:
+            sentence, option = self._error.args[0], self._request.options[0]
+            needs = self._needs(option, self._true_need(option, self._error))
+        elif not has_limit or self._least_memory == inf:
             return ScheduleError(f"no plan can be made: {self.candidates[0].reason}")
-        count = len(self.candidates)
-        sentence = f"{{limit}} is less than any of {count} plans needs; use at least {{needed}}"
-        return MemoryLimitError(sentence, limit, self._least_memory)
+        else:
+            count = len(self.candidates)
+            sentence = f"{{limit}} is less than any of {count} plans needs; use at least {{needed}}"
+            refused = [each for each in self.candidates if each.needs_more_memory]
+            found = [self._needs(each.option, each.peak_memory or 0.0) for each in refused]
+            needs = min(found, key=lambda each: each[0] / each[1] if each[1] else inf)
+        needed, limit, rank = needs
+        if rank:
+            sentence = sentence.replace("{limit}", f"{{limit}} of {rank}", 1)
+        return MemoryLimitError(sentence, limit, needed)
+
+    def _true_need(self, option: Option, error: MemoryLimitError) -> float:
+        """Return what the tightest rank needs, of what an option needs as costs count it."""
+        needed, limits = error.args[2], self._rank_limits(option)
+        if limits is None:
+            return float(needed)
+        return limits.true(limits.tightest(self.true_costs(option)), needed)
 
 
 def _phases(options: Sequence[Option]) -> Iterator[Sequence[Option]]:

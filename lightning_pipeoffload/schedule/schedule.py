@@ -20,6 +20,7 @@ from .actions import COPIES, FINAL, TRANSFERS, Action, Kind, ScheduleError
 __all__ = [
     "Schedule",
     "loop_placement",
+    "places_of",
     "stages_on",
     "sums_alike",
     "v_placement",
@@ -276,6 +277,15 @@ def v_placement(num_ranks: int, num_chunks: int = 2) -> tuple[int, ...]:
     return tuple(
         rank for chunk in range(num_chunks) for rank in (down[::-1] if chunk % 2 else down)
     )
+
+
+def places_of(placement: Sequence[int]) -> list[int]:
+    """Return the place of each rank's device among the devices of its pipeline, as a user counts.
+
+    The device at place 0 has the last stage. It is its own inverse: also the rank at each place.
+    """
+    num_ranks, last = max(placement) + 1, placement[-1]
+    return [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]
 
 
 def stages_on(placement: tuple[int, ...], rank: int) -> list[int]:

@@ -75,7 +75,7 @@ def test_each_line_that_reads_the_device_is_printed(capsys):
     ],
 )
 def test_what_is_offloaded_is_said(capsys, report, limit, said):
-    print_offload(report, limit)
+    print_offload(report, None if limit is None else [limit] * len(report["peak_memory"]))
     printed = " ".join(capsys.readouterr().out.split())
     assert said in printed
     assert ("No plan fits" in printed) == (limit == 2 << 20)

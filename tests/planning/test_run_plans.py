@@ -134,7 +134,9 @@ def test_a_limit_that_nothing_keeps_is_refused(costs, offload, limit, message):
 @pytest.mark.parametrize("limit", [3 * MIB, MIB // 2, None])
 def test_without_a_limit_the_devices_own_is_kept_as_far_as_can_be(limit):
     settings = PipelineSettings(schedule="1f1b")
-    schedule, report = by_costs(settings, 4, 16, COSTS, MachineLimits(limit))
+    schedule, report = by_costs(
+        settings, 4, 16, COSTS, MachineLimits(None if limit is None else [limit] * 4)
+    )
     assert max(peak_memory(schedule, COSTS)) <= (3 if limit else 4) * MIB
     assert (report is None) == (limit is None)
 
@@ -151,7 +153,8 @@ def test_what_the_hosts_have_no_room_for_is_refused(options):
 def test_what_just_fits_the_hosts_is_taken_and_the_pool_takes_whole_pieces():
     options = {"schedule": "1f1b", "offload": "full"}
     plan, _ = measured(**options)
-    budgets = [HostBudget.configured(int(peak) or 1) for peak in peak_host_memory(plan, COSTS)]
+    peaks = peak_host_memory(plan, COSTS)[::-1]  # the last rank is on device 0
+    budgets = [HostBudget.configured(int(peak) or 1) for peak in peaks]
     assert measured(**options, limits=MachineLimits(hosts=budgets))[0] == plan
     costs = replace(COSTS, activation=1.9 * MIB)
     peak = int(max(peak_host_memory(measured(costs, **options)[0], costs)))
@@ -168,8 +171,10 @@ def test_a_limit_is_kept_by_order_where_the_hosts_have_no_room():
 
 
 def test_where_nothing_fits_the_device_as_much_leaves_as_the_hosts_take():
-    full, _ = measured(schedule="1f1b", limits=MachineLimits(MIB // 2))
-    schedule, report = measured(schedule="1f1b", limits=MachineLimits(MIB // 2, hosts(3 * MIB)))
+    full, _ = measured(schedule="1f1b", limits=MachineLimits([MIB // 2] * 4))
+    schedule, report = measured(
+        schedule="1f1b", limits=MachineLimits([MIB // 2] * 4, hosts(3 * MIB))
+    )
     assert max(peak_host_memory(full, COSTS)) > 3 * MIB
     assert 0 < max(peak_host_memory(schedule, COSTS)) <= 3 * MIB
     assert "or the hosts be full" in report.reason

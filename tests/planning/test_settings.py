@@ -6,6 +6,7 @@ import pytest
 from lightning import Trainer
 
 from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.planning.limits import parse_limits
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule import Schedule, ScheduleError, build, lower
 
@@ -50,6 +51,9 @@ ALSO_BAD = [
     ("timeout", timedelta(0)),
     ("master_weights", True),
     ("memory_limit", "lots"),
+    ("memory_limit", []),
+    ("memory_limit", [1 << 30, 0.5]),
+    ("host_memory_limit", {"0": "8GiB"}),
 ]
 
 
@@ -58,6 +62,56 @@ def test_a_bad_argument_is_refused(name):
     value, message = BAD_ARGUMENTS[name]
     with pytest.raises(ValueError, match=message):
         PipeOffloadStrategy(**{name: value})
+
+
+LISTS = [
+    ({}, 4, r"\['8GiB', '8GiB', '4GiB'\] has 3 entries; write 4, one for each device"),
+    (
+        {"data_parallel_size": 2},
+        4,
+        ".* has 3 entries; write 4, .*, or 2, one for each of a replica",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["memory_limit", "host_memory_limit"])
+@pytest.mark.parametrize(("options", "world_size", "message"), LISTS)
+def test_a_list_of_another_length_is_refused(name, options, world_size, message):
+    settings = PipelineSettings(**{name: ["8GiB", "8GiB", "4GiB"]}, **options)
+    with pytest.raises(ValueError, match=f"{name}={message}"):
+        settings.check_world(world_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": ["8GiB", -5]}, r"memory_limit\[1\]=-5 is no amount of memory; use bytes"),
+        (
+            {"memory_limit": ["8GiB", "4GiB"], "tensor_parallel_size": 2},
+            "is a list, and tensor_parallel_size=2: .* write one number for all",
+        ),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        PipeOffloadStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("value", "order", "limits"),
+    [
+        (None, "pipeline_inner", None),
+        (4096, "pipeline_inner", [4096, 4096]),
+        ([4096, 2048], "pipeline_inner", [4096, 2048]),
+        ([4096, 2048, 8192, 1024], "pipeline_inner", [4096, 1024]),
+        ([4096, 2048, 8192, 1024], "data_inner", [2048, 1024]),
+    ],
+)
+def test_limits_are_by_place_and_of_replicas_the_least(value, order, limits):
+    assert parse_limits(value, "memory_limit", 2, order) == limits
+    settings = PipelineSettings(memory_limit=value, rank_order=order, data_parallel_size=2)
+    settings.check_world(4)
+    assert settings.limits_on(2) == limits
 
 
 @pytest.mark.parametrize(("name", "value"), ALSO_BAD)

@@ -21,6 +21,7 @@ from lightning_pipeoffload.runtime.comm.transport import (
     blaming_peers,
     broadcast_bytes,
 )
+from lightning_pipeoffload.runtime.device.devices import Device, Devices
 from lightning_pipeoffload.runtime.device.marks import unrecorded
 from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
 from lightning_pipeoffload.schedule import Schedule
@@ -43,9 +44,11 @@ class PipelineGroup(RankMesh, HostGroup):
             None where layers are not shared.
         replicas: The counterparts of this process in the other replicas.
         batches: To or from the process of this replica that reads the data.
+        devices: The devices of its pipeline, as far as they are known.
     """
 
     device_mesh: DeviceMesh | None = None
+    devices: Devices
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class PipelineGroup(RankMesh, HostGroup):
         self._connect()
         self.transport = ProcessGroupTransport(self, self._edges(), device)
         self._sharing: dict[tuple[int, ...], Any] = {}
+        self.devices = Devices.of([Device.of(device)] * self.num_ranks)
 
     def _connect(self) -> None:
         self.world = World(self)  # all processes meet here

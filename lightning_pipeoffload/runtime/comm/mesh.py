@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug
 
 from lightning_pipeoffload.schedule import Schedule
+from lightning_pipeoffload.schedule.schedule import places_of
 
 _CPU = torch.device("cpu")
 
@@ -274,6 +275,11 @@ class RankMesh:
     def world_size(self) -> int:
         return self.num_pipelines * self.num_ranks
 
+    @property
+    def device_place(self) -> int:
+        """The place of this process's device among those of its pipeline."""
+        return places_of(self.stage_ranks)[self.rank]
+
     def replica_of(self, global_rank: int) -> int:
         cell = global_rank // self.num_tensor_ranks
         return next(n for n, row in enumerate(self._cells) if cell in row)
@@ -467,8 +473,8 @@ def cells_of(placement: Sequence[int], num_replicas: int, rank_order: str) -> li
         Global ranks, by replica and pipeline rank. With T tensor ranks, n stands for the group of
         global ranks nT to nT + T - 1.
     """
-    num_ranks, last = max(placement) + 1, placement[-1]
-    positions = [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]
+    positions = places_of(placement)
+    num_ranks = len(positions)
     if rank_order == "data_inner":
         return [[place * num_replicas + n for place in positions] for n in range(num_replicas)]
     return [[n * num_ranks + place for place in positions] for n in range(num_replicas)]

@@ -38,12 +38,41 @@ class CutSettings:
     derive_lengths: bool = True  # see derived_records
     head_weight_grad: str = "W"  # or "B": what computes weight gradients behind the blocks
     num_sequence_slices: int = 1  # of a microbatch in training
+    slowness: tuple[float, ...] = ()  # of each stage's rank, see cut
 
     @property
     def places(self) -> tuple[int, ...]:
         """The rank of each stage, for error messages."""
         return self.global_ranks or self.stage_ranks
 
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that stages may take.
+
+    Attributes:
+        sizes: What each segment takes.
+        limits: The most of each stage.
+    """
+
+    sizes: Sequence[float]
+    limits: Sequence[float]
+
+    @cached_property
+    def _total(self) -> list[float]:
+        return [0.0, *accumulate(self.sizes)]
+
+    def fits(self, stage: int, start: int, end: int) -> bool:
+        """Return whether the segments from ``start`` to ``end`` fit a stage.
+
+        The last stage has those behind the last block too.
+        """
+        total = self._total
+        end = len(self.sizes) if stage == len(self.limits) - 1 else end
+        return total[end] - total[start] <= self.limits[stage]
+
+
+ANY_ROOM = Room((), ())
 
 # The weight of parameters relative to time: decides where times are equal or unknown.
 _PARAMETER_SHARE = 1e-3
@@ -191,6 +220,8 @@ def cut(
     costs: SegmentCosts,
     stage_ranks: Sequence[int],
     split: str | Sequence[int] = "auto",
+    slowness: Sequence[float] = (),
+    room: Room = ANY_ROOM,
 ) -> list[Stage]:
     """Cut the chain into stages.
 
@@ -202,6 +233,9 @@ def cut(
             or of the busiest rank where ranks have several stages; where ranks have one stage
             each, the last may have the head alone. "even" gives each stage the same number of
             blocks; or the number of blocks of each stage, of the last perhaps 0.
+        slowness: The time of a block on each stage's rank, as a multiple of the fastest rank's;
+            (): all ranks are alike.
+        room: The memory of stages, which ``split="auto"`` keeps if any cut does.
 
     Raises:
         ValueError: There are fewer blocks than stages, the sum of ``split`` is wrong, or ``split``
@@ -216,7 +250,8 @@ def cut(
             f"{chain.name} has {num_blocks} blocks for {num_stages} stages; use fewer devices or "
             f"num_chunks, or a model of at least {num_stages} blocks{others if proposal else ''}"
         )
-    counts = _count_blocks(costs, num_blocks, stage_ranks, split)
+    ranks = _Ranks(stage_ranks, slowness or [1.0] * num_stages, room)
+    counts = _count_blocks(costs, num_blocks, ranks, split)
     together = counts if split == "auto" else _keep_together(counts, costs.inseparable)
     if split != "even" and together != counts:
         start = min({*accumulate(counts)} - {*accumulate(together)})
@@ -226,6 +261,22 @@ def cut(
             f"split={together}"
         )
     return stages_between(accumulate(together))
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The rank of each stage, how slow it is, and its memory."""
+
+    of_stages: Sequence[int]
+    slowness: Sequence[float]
+    room: Room
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.of_stages)
+
+    def fits(self, stage: int, start: int, end: int) -> bool:
+        return not self.room.limits or self.room.fits(stage, start, end)
 
 
 def _keep_together(counts: list[int], inseparable: Set[int]) -> list[int]:
@@ -252,18 +303,24 @@ def stages_with(stages: Iterable[Stage], segments: Set[int]) -> frozenset[int]:
 
 
 def _count_blocks(
-    costs: SegmentCosts, num_blocks: int, stage_ranks: Sequence[int], split: str | Sequence[int]
+    costs: SegmentCosts,
+    num_blocks: int,
+    ranks: _Ranks,
+    split: str | Sequence[int],
 ) -> list[int]:
-    num_stages = len(stage_ranks)
+    num_stages = ranks.num_stages
     if split == "auto":
         parts, sent = _weights(costs), _weights_of_cuts(costs.sent, num_blocks)
         weights = [*parts[:-2], parts[-2] + parts[-1]]  # what follows the last block is with it
-        heaviest, best = _balance(weights, sent, num_stages, costs.impossible)
+        heaviest, best = _balance(weights, sent, ranks, costs.impossible)
+        if not best and ranks.room.limits:
+            return _count_blocks(costs, num_blocks, replace(ranks, room=ANY_ROOM), split)
         if not best:  # a check says why
-            return _balance(weights, sent, num_stages, frozenset())[1]
-        if len(set(stage_ranks)) < num_stages:
-            return _relieve_ranks(best, weights, stage_ranks, costs.impossible - {num_blocks})
-        lighter, with_head = _balance(parts, sent, num_stages, costs.impossible)
+            return _balance(weights, sent, ranks, frozenset())[1]
+        if len(set(ranks.of_stages)) < num_stages:
+            loads = _RankLoads(weights, ranks)
+            return _relieve_ranks(best, loads, costs.impossible - {num_blocks})
+        lighter, with_head = _balance(parts, sent, ranks, costs.impossible)
         if with_head and with_head[-1] == 1 and lighter < heaviest * (1 - _WORTH_APART):
             return [*with_head[:-1], 0]
         return best
@@ -294,25 +351,33 @@ def _weights_of_cuts(sent: Mapping[int, int], num_blocks: int) -> dict[int, floa
 
 
 def _balance(
-    weights: list[float], sent: Mapping[int, float], num_stages: int, impossible: Set[int]
+    weights: list[float],
+    sent: Mapping[int, float],
+    ranks: _Ranks,
+    impossible: Set[int],
 ) -> tuple[float, list[int]]:
     """Return the least weight of the heaviest stage, and the stages' lengths, as even as possible.
 
-    A cut that sends more than others has some weight of its own. No lengths: no cut is possible.
-    It takes O(stages * blocks^2).
+    Weights count as many times as the stage's rank is slow. A cut that sends more than others has
+    some weight of its own. No lengths: no cut is possible, or none fits. It takes
+    O(stages * blocks^2).
     """
-    total = [0.0, *accumulate(weights)]
+    total, num_stages = [0.0, *accumulate(weights)], ranks.num_stages
 
     @cache
     def best(end: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        times = ranks.slowness[stages - 1]
         if stages == 1:
-            return total[end], total[end] ** 2, (end,)
+            load = times * total[end]
+            return (load, load**2, (end,)) if ranks.fits(0, 0, end) else _NO_CUT
         options = []
         for start in range(stages - 1, end):
-            if start in impossible:
+            if start in impossible or not ranks.fits(stages - 1, start, end):
                 continue
             heaviest, squares, counts = best(start, stages - 1)
-            load = total[end] - total[start] + sent.get(start, 0.0)
+            if not counts:
+                continue
+            load = times * (total[end] - total[start] + sent.get(start, 0.0))
             options.append((max(heaviest, load), squares + load**2, (*counts, end - start)))
         return min(options, default=_NO_CUT)
 
@@ -323,27 +388,31 @@ def _balance(
     return heaviest, list(counts)
 
 
-def _relieve_ranks(
-    counts: list[int], weights: list[float], stage_ranks: Sequence[int], impossible: Set[int]
-) -> list[int]:
-    total = [0.0, *accumulate(weights)]
-    least = _rank_loads(counts, total, stage_ranks)
+def _relieve_ranks(counts: list[int], loads_of: _RankLoads, impossible: Set[int]) -> list[int]:
+    least = loads_of(counts)
     while True:
         moves = (c for c in _single_moves(counts) if impossible.isdisjoint(accumulate(c)))
-        moved = min(moves, key=lambda c: _rank_loads(c, total, stage_ranks))
-        loads = _rank_loads(moved, total, stage_ranks)
+        moved = min(moves, key=loads_of)
+        loads = loads_of(moved)
         if loads >= least:
             return counts
         counts, least = moved, loads
 
 
-def _rank_loads(
-    counts: list[int], total: list[float], stage_ranks: Sequence[int]
-) -> tuple[float, float]:
-    loads = dict.fromkeys(stage_ranks, 0.0)
-    for rank, end, count in zip(stage_ranks, accumulate(counts), counts, strict=True):
-        loads[rank] += total[end] - total[end - count]
-    return round(max(loads.values()), 9), round(sum(load**2 for load in loads.values()), 9)
+class _RankLoads:
+    """Returns, for numbers of blocks, the busiest rank's weight and the sum of squares of all."""
+
+    def __init__(self, weights: list[float], ranks: _Ranks) -> None:
+        self._total, self._fits = [0.0, *accumulate(weights)], ranks.fits
+        self._stages = [*zip(ranks.of_stages, ranks.slowness, strict=True)]
+
+    def __call__(self, counts: list[int]) -> tuple[float, float]:
+        loads = dict.fromkeys((rank for rank, _ in self._stages), 0.0)
+        for stage, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
+            (rank, times), start = self._stages[stage], end - count
+            is_full = not self._fits(stage, start, end)
+            loads[rank] += inf if is_full else times * (self._total[end] - self._total[start])
+        return round(max(loads.values()), 9), round(sum(load**2 for load in loads.values()), 9)
 
 
 def _single_moves(counts: list[int]) -> Iterator[list[int]]:
@@ -357,18 +426,24 @@ def _single_moves(counts: list[int]) -> Iterator[list[int]]:
             yield moved
 
 
-def stage_costs(costs: SegmentCosts, stages: Sequence[Stage]) -> Costs:
-    """Return the costs of each stage, summed over its segments, in units of an average block."""
+def stage_costs(
+    costs: SegmentCosts, stages: Sequence[Stage], slowness: Sequence[float] = ()
+) -> Costs:
+    """Return the costs of each stage, summed over its segments, in units of an average block.
+
+    A unit is the time on the fastest rank; ``slowness`` is as for :func:`cut`.
+    """
 
     def total(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sum(values[segment] for segment in stage.segments) for stage in stages)
 
-    return Costs(
+    summed = Costs(
         forward=total(costs.forward),
         backward_input=total(costs.backward_input),
         backward_weight=total(costs.backward_weight),
         activation=tuple(float(len(stage.blocks)) for stage in stages),
     )
+    return summed.slowed(slowness) if slowness else summed
 
 
 @dataclass(frozen=True)
@@ -379,16 +454,18 @@ class Cut:
         chain: The blocks.
         stages: All stages, in the order of the model.
         segment_costs: The costs of each segment.
+        slowness: As for :func:`cut`.
     """
 
     chain: BlockChain
     stages: list[Stage]
     segment_costs: SegmentCosts
+    slowness: tuple[float, ...] = ()
 
     @cached_property
     def costs(self) -> Costs:
         """The costs of each stage, in units of a block."""
-        return stage_costs(self.segment_costs, self.stages)
+        return stage_costs(self.segment_costs, self.stages, self.slowness)
 
     @cached_property
     def num_parameters(self) -> list[int]:

@@ -83,6 +83,7 @@ def make_blueprint(
     stage_ranks: Sequence[int],
     blocks: str | Sequence[str] | None = None,
     split: str | Sequence[int] = "auto",
+    slowness: Sequence[float] = (),
 ) -> Blueprint | None:
     """Run ``configure`` on shapes, and restore all state.
 
@@ -92,6 +93,7 @@ def make_blueprint(
         stage_ranks: The rank of each stage.
         blocks: See :func:`.block_chain.find_chain`.
         split: See :func:`.partition.cut`.
+        slowness: See there.
 
     Returns:
         None if it makes no parameters, or reads the value of one: then each rank has to make all.
@@ -115,7 +117,7 @@ def make_blueprint(
                 in_brackets(users_line(error)),
             )
             return None
-        return draft.examine(stage_ranks, blocks, split)
+        return draft.examine(stage_ranks, blocks, split, slowness)
 
 
 class _Draft(RegisteredParameters):
@@ -171,6 +173,7 @@ class _Draft(RegisteredParameters):
         stage_ranks: Sequence[int],
         blocks: str | Sequence[str] | None,
         split: str | Sequence[int],
+        slowness: Sequence[float],
     ) -> Blueprint | None:
         """Return the blueprint of the run; None if it has made no parameters."""
         indices = {slot.name: self._index_in(slot) for slot in parameters_in(self._module)}
@@ -178,7 +181,7 @@ class _Draft(RegisteredParameters):
         if all(index < self.num_found for index in registered.values()):
             return None
         chain, segments, costs = costs_of_sizes(self._module, blocks)
-        stages = cut(chain, costs, stage_ranks, split)
+        stages = cut(chain, costs, stage_ranks, split, slowness)
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,

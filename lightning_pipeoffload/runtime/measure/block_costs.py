@@ -22,9 +22,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning_pipeoffload.runtime.comm.transport import Transport
-from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage, cut
+from lightning_pipeoffload.runtime.cut.partition import ANY_ROOM, CutSettings, Room, Stage, cut
 from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.device.devices import Devices
 from lightning_pipeoffload.runtime.device.timing import ActionTimer
+from lightning_pipeoffload.runtime.measure.device_speed import fit_slowness
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
 from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater, SavedMemory
 from lightning_pipeoffload.runtime.run.executor import Executor
@@ -45,7 +47,7 @@ from lightning_pipeoffload.schedule import (
     one_at_a_time,
 )
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
-from lightning_pipeoffload.schedule.schedule import stages_on
+from lightning_pipeoffload.schedule.schedule import places_of, stages_on
 
 _ONE_BYTE_A_SECOND = CopySpeed(1.0, 1.0, 1.0)
 _NUM_MEASURED = 3  # microbatches, of which the median counts
@@ -291,9 +293,11 @@ class BlockMeasurement:
     Attributes:
         bytes_beside: The peak bytes on this rank's device apart from activations.
         num_classes: The number of classes.
+        devices: The devices, once they are compared by blocks; costs are those of the fastest.
     """
 
     bytes_beside = 0
+    devices: Devices | None = None
 
     def __init__(self, pipeline: Pipeline, transport: Transport, classes: Sequence[int]) -> None:
         self.num_classes = len({*classes})
@@ -305,7 +309,7 @@ class BlockMeasurement:
         self._has_head = len(pipeline.chain) not in pipeline.cut.segment_costs.impossible
         classes = [*classes, max(classes) + 1] if self._has_head else classes
         ranks = [self._first_cut.stage_ranks[stage] for stage in stages[: len(classes)]]
-        self._sampled = SampledCut.of(classes, ranks)
+        self._sampled, self._classes = SampledCut.of(classes, ranks), classes
         self._cut = self._cut_into_samples(stages)
         records = pipeline.records.by_key.values()
         self._warm: list[StepRecord] = []
@@ -356,10 +360,36 @@ class BlockMeasurement:
             samples: The measured costs of the sampled stages, of all ranks.
             stages: The costs of whole stages; the overhead is their excess over their blocks.
         """
-        compared = self._cut if self._compares_itself else self._first_cut
+        compared = self._compared
+        samples, stages = self._on_fastest(samples, self._cut), self._on_fastest(stages, compared)
         num_stages = len(compared.stage_ranks)
         costs, beside = costs_of_blocks(self._sampled, samples, stages, num_stages)
         return (costs if self._has_head else _with_free_head(costs, beside)), beside
+
+    def compare(self, devices: Devices, samples: Costs, stages: Costs) -> Devices:
+        """Return the devices with their ratios by blocks of the same class, as far as there are.
+
+        Args:
+            devices: The devices as they are known so far.
+            samples: As for :meth:`costs_of_blocks`.
+            stages: As there.
+        """
+        num_stages, num_blocks = len(self._compared.stage_ranks), len(self._classes)
+        blocks, _ = costs_of_blocks(self._sampled, samples, stages, num_stages)
+        work = [*map(sum, zip(*blocks.compute(num_blocks).values(), strict=True))]
+        keys = zip(self._classes, self._sampled.ranks, strict=True)
+        places = places_of(self._first_cut.stage_ranks)
+        expected = [devices.slowness[place] for place in places]
+        fitted = fit_slowness(dict(zip(keys, work, strict=True)), expected)
+        return devices.with_times([fitted[rank] for rank in places])
+
+    @property
+    def _compared(self) -> CutSettings:
+        return self._cut if self._compares_itself else self._first_cut
+
+    def _on_fastest(self, costs: Costs, cut: CutSettings) -> Costs:
+        slowness = () if self.devices is None else self.devices.slowness_of(cut.stage_ranks)
+        return costs.slowed([1 / times for times in slowness]) if slowness else costs
 
     def _measure(
         self,
@@ -483,9 +513,16 @@ def _scaled(
 
 
 def cut_by_costs(
-    pipeline: Pipeline, segments: Costs, placement: Sequence[int], split: str | Sequence[int]
+    pipeline: Pipeline,
+    segments: Costs,
+    placement: Sequence[int],
+    split: str | Sequence[int],
+    slowness: Sequence[float] = (),
+    room: Room = ANY_ROOM,
 ) -> list[Stage]:
     """Cut the chain so that the measured times of its segments are balanced.
+
+    ``slowness`` and ``room`` are as for :func:`.cut`.
 
     Raises:
         ScheduleError: There are too few blocks, or ``split`` has another number of stages.
@@ -502,7 +539,7 @@ def cut_by_costs(
         parameters=(0,) * num_segments,
     )
     try:
-        return cut(pipeline.chain, costs, placement, split)
+        return cut(pipeline.chain, costs, placement, split, slowness, room)
     except ValueError as error:
         raise ScheduleError(str(error)) from None
 

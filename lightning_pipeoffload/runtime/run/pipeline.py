@@ -438,8 +438,13 @@ class Pipeline:
         together = record.calls.inseparable
         impossible = self._impossible_cuts(slots, record) | together
         costs = self.settings.agree(replace(costs, impossible=impossible, inseparable=together))
-        stages = cut(self.chain, costs, self.settings.stage_ranks, self.settings.split)
-        self.cut = Cut(self.chain, stages, costs)
+        ranks, split, slowness = (
+            self.settings.stage_ranks,
+            self.settings.split,
+            self.settings.slowness,
+        )
+        stages = cut(self.chain, costs, ranks, split, slowness)
+        self.cut = Cut(self.chain, stages, costs, slowness)
 
     def _impossible_cuts(self, slots: list[Slot], record: StepRecord) -> frozenset[int]:
         written = record.weight_writes  # for nothing else does it matter which segments need what

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.called_blocks import as_argument
-from lightning_pipeoffload.runtime.cut.partition import SegmentCosts, cut
+from lightning_pipeoffload.runtime.cut.partition import Room, SegmentCosts, cut
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (
@@ -237,6 +237,35 @@ def test_parameters_decide_where_nothing_is_known_of_time():
     zeros = (0.0,) * 5
     costs = SegmentCosts(zeros, zeros, zeros, (5, 1, 1, 1, 1))
     assert counts_of(cut(chain_of(4), costs, range(2))) == [1, 3]
+
+
+UNLIKE = {
+    "the second half as fast": ([1] * 6, range(2), (1.0, 2.0), [4, 2]),
+    "the first half as fast": ([1] * 6, range(2), (2.0, 1.0), [2, 4]),
+    "four cards": ([1] * 16, range(4), (1.0, 1.5, 2.0, 3.0), [7, 4, 3, 2]),
+    "two stages each": ([1] * 6, [0, 1, 1, 0], (1.0, 2.0, 2.0, 1.0), [2, 1, 1, 2]),
+    "alike": ([1] * 6, range(2), (1.0, 1.0), [3, 3]),
+}
+
+
+@pytest.mark.parametrize(("costs", "ranks", "slowness", "counts"), UNLIKE.values(), ids=UNLIKE)
+def test_a_slow_rank_has_fewer_blocks(costs, ranks, slowness, counts):
+    chain, costs = chain_of(len(costs)), costs_of(*costs, 0)
+    assert counts_of(cut(chain, costs, ranks, "auto", slowness)) == counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "counts"),
+    [
+        (range(2), (8, 2), [6, 2]),
+        (range(2), (3, 8), [3, 5]),
+        ([0, 1, 1, 0], (4, 1, 1, 4), [3, 1, 1, 3]),
+        (range(2), (3, 3), [4, 4]),  # nothing fits
+    ],
+)
+def test_stages_have_no_more_than_there_is_room_for(ranks, limits, counts):
+    room = Room([1] * 8 + [0], limits)
+    assert counts_of(cut(chain_of(8), costs_of(*[1] * 8, 0), ranks, room=room)) == counts
 
 
 REFUSED = [

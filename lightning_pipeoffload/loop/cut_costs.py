@@ -1,0 +1,134 @@
+"""Costs of any cut, by measured blocks, each on its rank's device and within its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.cut.partition import ANY_ROOM, Room, Stage
+from lightning_pipeoffload.runtime.measure.block_costs import (
+    BesideBlocks,
+    costs_of_stages,
+    cut_by_costs,
+    with_head_in_b,
+)
+from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.schedule import Costs, ScheduleError
+from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule.schedule import places_of
+
+ByRecompute = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
+
+
+class CutCosts:
+    """Costs of any cut, from measured blocks; or of the first cut, from operations and shapes.
+
+    Attributes:
+        by_recompute: Costs of each segment, and what of them counts once in a stage; or of each
+            stage of the first cut; by recomputation and number of microbatches.
+        is_measured: Whether they are of blocks, in seconds.
+        limits: The memory limit of the device at each place, once it is known; None: any.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        by_recompute: ByRecompute,
+        settings: PipelineSettings,
+        is_measured: bool,
+    ) -> None:
+        self._pipeline = pipeline
+        self._partition = list(pipeline.cut.stages)
+        self._placement = tuple(pipeline.settings.stage_ranks)
+        self._num_ranks = max(self._placement) + 1
+        self.by_recompute, self._split, self.is_measured = by_recompute, settings.split, is_measured
+        self._is_in_w = settings.heads_to_try[0] == "W"  # as it was measured
+        self._devices = pipeline.group.devices
+        self.limits: Sequence[float] | None = None
+        self._stages: dict[Option, Sequence[Stage]] = {}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether weight gradients of the head are known apart from those of its stage."""
+        if not self.is_measured:
+            return False
+        costs, _ = next(iter(self.by_recompute.values()))
+        return costs.per_stage("weight_residue", len(self._pipeline.chain) + 1)[-1] > 0
+
+    def covers(self, option: Option) -> bool:
+        if self.is_measured:
+            return option.num_chunks * self._num_ranks <= len(self._pipeline.chain)
+        return option.placement(self._num_ranks) == self._placement
+
+    def stages(self, option: Option) -> Sequence[Stage]:
+        if not self.is_measured:
+            return self._partition
+        if option not in self._stages:
+            placement, costs = option.placement(self._num_ranks), self._of(option)[0]
+            slowness, room = self._devices.slowness_of(placement), self._room(option, costs)
+            arguments = self._pipeline, costs, placement, self._split, slowness, room
+            self._stages[option] = cut_by_costs(*arguments)
+        return self._stages[option]
+
+    def _room(self, option: Option, costs: Costs) -> Room:
+        """Return the memory of stages by an option's cut; see :class:`Option`."""
+        if not option.num_kept or self.limits is None:
+            return ANY_ROOM
+        placement = option.placement(self._num_ranks)
+        places = places_of(placement)
+        kept = [option.num_kept] * self._num_ranks
+        if option.num_chunks == 1:  # later ranks keep fewer
+            kept = [min(option.num_kept, self._num_ranks - rank) for rank in range(self._num_ranks)]
+        limits = [
+            self.limits[places[rank]] / (kept[rank] * option.num_chunks) for rank in placement
+        ]
+        return Room(costs.per_stage("activation", len(self._pipeline.chain) + 1), limits)
+
+    def with_cuts(self, wanted: Sequence[Option]) -> list[Option]:
+        """Return options, and with other cuts where ranks have unlike memory limits."""
+        is_free = self._split == "auto" and self.is_measured
+        if self.limits is None or len({*self.limits}) == 1 or not is_free:
+            return [*wanted]
+        found = []
+        for option in wanted:
+            cuts = [replace(option, num_kept=count) for count in (0, self._num_ranks, 1)]
+            known: list[Sequence[Stage]] = []
+            for each in cuts:
+                with suppress(ScheduleError):
+                    if self.stages(each) not in known:
+                        known.append(self.stages(each))
+                        found.append(each)
+        return found
+
+    def in_order(self, places: Sequence[int]) -> CutCosts:
+        """Return the costs on the same devices in another order; see :meth:`.Devices.in_order`."""
+        other = copy(self)
+        other._devices, other._stages = self._devices.in_order(places), {}
+        other.limits = None if self.limits is None else [self.limits[place] for place in places]
+        return other
+
+    def busiest(self, option: Option) -> float:
+        """Return the seconds for which the busiest rank computes a microbatch."""
+        placement = option.placement(self._num_ranks)
+        work = [0.0] * self._num_ranks
+        for times in self.costs_of(option).compute(len(placement)).values():
+            for seconds, rank in zip(times, placement, strict=True):
+                work[rank] += seconds
+        return max(work)
+
+    def costs_of(self, option: Option) -> Costs:
+        costs, beside = self._of(option)
+        if not self.is_measured:
+            return costs
+        stages = self.stages(option)
+        if option.head_weight_grad == "B" and self._is_in_w:
+            costs = with_head_in_b(costs, len(self._pipeline.chain) + 1)
+        of_stages = costs_of_stages(costs, stages, beside)
+        slowness = self._devices.slowness_of(option.placement(self._num_ranks))
+        return of_stages.slowed(slowness) if slowness else of_stages
+
+    def _of(self, option: Option) -> tuple[Costs, BesideBlocks]:
+        return self.by_recompute[option.recompute, option.num_microbatches]

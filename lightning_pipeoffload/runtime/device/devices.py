@@ -1,0 +1,105 @@
+"""The devices of a pipeline, and how much slower some are than others."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_pipeoffload.runtime.device.accelerator import accelerator_module
+from lightning_pipeoffload.schedule.schedule import places_of
+
+# Between devices of one name a smaller ratio counts as none; ranks on CPUs share these.
+_NOISE, _NOISE_OF_CPUS = 1.1, 1.5
+_CPU = "CPU"
+
+
+class Device(NamedTuple):
+    """What is known of a device before it computes.
+
+    Attributes:
+        name: By which its speed is known; of a CPU its architecture.
+        uuid: By which ``CUDA_VISIBLE_DEVICES`` selects it; "" where there is none.
+        node: Its machine.
+    """
+
+    name: str
+    uuid: str
+    node: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """Describe a device of this process."""
+        if device.type == "cpu":
+            return cls(f"{_CPU} {platform.machine()}", "", platform.node())
+        module: Any = accelerator_module()
+        uuid = getattr(module.get_device_properties(device), "uuid", "")
+        return cls(module.get_device_name(device), str(uuid), platform.node())
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a pipeline, by place: in the order in which the user counts them.
+
+    Attributes:
+        each: Each device; of several replicas the first one's, with the names of all.
+        slowness: The time of a block on each, as a multiple of that on the fastest; a replica is as
+            slow as its slowest device at a place. Of alike devices all are 1.
+    """
+
+    each: tuple[Device, ...]
+    slowness: tuple[float, ...]
+
+    @classmethod
+    def of(cls, devices: Sequence[Device]) -> Devices:
+        """Return the devices before it is known how fast they are."""
+        return cls((*devices,), (1.0,) * len(devices))
+
+    def with_times(self, seconds: Sequence[float]) -> Devices:
+        """Return the devices with ratios of times; small ones between equal names are noise.
+
+        Args:
+            seconds: What equal work takes on each, in any unit.
+        """
+        times = [*seconds]
+        for name in {*self.names}:
+            alike = [place for place, other in enumerate(self.names) if other == name]
+            of_name = [times[place] for place in alike]
+            noise = _NOISE_OF_CPUS if name.startswith(_CPU) else _NOISE
+            if max(of_name) < noise * min(of_name):
+                typical = exp(mean(map(log, of_name)))
+                for place in alike:
+                    times[place] = typical
+        least = min(times)
+        return replace(self, slowness=(*(time / least for time in times),))
+
+    def in_order(self, places: Sequence[int]) -> Devices:
+        """Return the same devices in another order: at each place that of ``places``."""
+        each, slowness = ((*(of[p] for p in places),) for of in (self.each, self.slowness))
+        return Devices(each, slowness)  # type: ignore[arg-type]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each."""
+        return tuple(device.name for device in self.each)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all are about as fast."""
+        return max(self.slowness) == 1.0
+
+    @property
+    def have_one_name(self) -> bool:
+        return len({*self.names}) == 1
+
+    def slowness_of(self, placement: Sequence[int]) -> tuple[float, ...]:
+        """Return the slowness of each stage's device; () where all are alike."""
+        if self.are_alike:
+            return ()
+        places = places_of(placement)
+        return tuple(self.slowness[places[rank]] for rank in placement)

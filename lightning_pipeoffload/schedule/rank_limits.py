@@ -1,0 +1,75 @@
+"""Memory limits that differ from rank to rank, as one limit that all of them keep.
+
+The memory of each rank is counted in shares of its own limit, each of which stands for the same
+share of the largest limit. A plan keeps the largest limit by these numbers exactly where each rank
+keeps its own, so builders, searches, copies and the solver know one limit only::
+
+    limits             3   2   1 GiB
+    an activation     .5  .5  .5
+    counted as        .5 .75 1.5    of 3 GiB on every rank
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .costs import Costs
+
+__all__ = ["RankLimits"]
+
+_SIZES = "activation", "weight_input", "weight_residue"
+_LEAST = 1e-12  # of the largest limit, for a rank that has nothing left
+
+
+@dataclass(frozen=True)
+class RankLimits:
+    """The most memory of each rank, in the unit of the costs.
+
+    Attributes:
+        limits: By rank.
+        placement: The rank of every stage.
+    """
+
+    limits: tuple[float, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def largest(self) -> float:
+        """The limit of every rank, by sizes as they are counted."""
+        return max(self.limits)
+
+    def count(self, costs: Costs) -> Costs:
+        """Return the costs with the memory of each rank in shares of its limit."""
+        if len({*self.limits}) == 1:
+            return costs
+        counted: dict[str, Any] = {
+            name: [
+                size / self._share(rank)
+                for size, rank in zip(
+                    costs.per_stage(name, len(self.placement)), self.placement, strict=True
+                )
+            ]
+            for name in _SIZES
+        }
+        return replace(costs, **counted)
+
+    def true(self, rank: int, counted: float) -> float:
+        """Return the memory of a rank that was counted so."""
+        return counted * self._share(rank)
+
+    def _share(self, rank: int) -> float:
+        largest = self.largest
+        return max(self.limits[rank] / largest, _LEAST) if largest else 1.0
+
+    def tightest(self, costs: Costs) -> int:
+        """Return the rank on which one microbatch takes the largest share of the limit.
+
+        Args:
+            costs: As they are, not counted.
+        """
+        taken = [0.0] * len(self.limits)
+        counted = self.count(costs).per_stage("activation", len(self.placement))
+        for size, rank in zip(counted, self.placement, strict=True):
+            taken[rank] += size
+        return taken.index(max(taken))

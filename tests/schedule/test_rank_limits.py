@@ -1,0 +1,82 @@
+"""Memory limits that differ from rank to rank."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
+from lightning_pipeoffload.schedule import Costs, MemoryLimitError, peak_memory
+from lightning_pipeoffload.schedule.make_plan import make_plan
+from lightning_pipeoffload.schedule.passes.transfer import as_it_runs
+from lightning_pipeoffload.schedule.rank_limits import RankLimits
+from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
+from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+
+COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 10.0, 10.0, copy_lanes=2)
+NAMES = ("big", "middle", "small")
+FAST_FIRST = 90.0, 60.0, 30.0
+
+
+def request(memory, schedule="auto", num_ranks=3, **options):
+    work = Work(num_ranks, lambda option: COSTS if option.num_chunks == 1 else halved(option))
+    fixed = Fixed(options_of(schedule, [9], None), **options)
+    return fill_request(work, Machines(memory, names=NAMES), fixed, omits_above=float("inf"))
+
+
+def halved(option):
+    share = 1 / option.num_chunks
+    names = (
+        *("forward", "backward_input", "backward_weight"),
+        *("activation", "weight_residue", "offload", "reload"),
+    )
+    return replace(COSTS, **{name: share * getattr(COSTS, name) for name in names})
+
+
+@pytest.mark.parametrize("offload", ["auto", "none"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb", "zb_v", "interleaved_1f1b", "auto"])
+@pytest.mark.parametrize("memory", [FAST_FIRST, (34.0, 52.0, 70.0)])
+def test_each_rank_keeps_its_own_limit(memory, schedule, offload):
+    asked = request(memory, schedule, offload=offload)
+    too_much = dict.fromkeys(("1f1b", "interleaved_1f1b"), memory == FAST_FIRST)
+    if offload == "none" and too_much.get(schedule):
+        with pytest.raises(MemoryLimitError, match=r"of rank \d, on device \d"):
+            make_plan(asked)
+        return
+    plan = make_plan(asked)
+    peaks = peak_memory(as_it_runs(plan.schedule, plan.costs, False), plan.costs)
+    places = places_of(plan.schedule.placement)
+    limits = [memory[place] for place in places]
+    assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))
+    assert max(peaks) == pytest.approx(plan.best.peak_memory)
+    if plan.report is not None:
+        assert max(plan.report.peak_memory) <= max(memory) * (1 + 1e-9)
+
+
+def test_a_plan_for_unlike_limits_is_no_slower_than_one_for_the_smallest():
+    for schedule in ("zb", "zb_v", "1f1b"):
+        own = make_plan(request((90.0, 60.0, 30.0), schedule)).best.period
+        assert own <= make_plan(request(30.0, schedule)).best.period * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["zb", "auto", "1f1b"])
+def test_equal_limits_are_one_limit(schedule):
+    one, three = make_plan(request(40.0, schedule)), make_plan(request((40.0,) * 3, schedule))
+    assert (one.schedule, one.costs, one.best) == (three.schedule, three.costs, three.best)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "least"), [("1f1b", "at least 17"), ("auto", r"at least 4\.25")]
+)
+def test_what_fits_no_rank_names_that_rank_and_its_device(schedule, least):
+    with pytest.raises(MemoryLimitError, match=least) as refused:
+        make_plan(request((90.0, 90.0, 3.0), schedule))
+    assert "memory_limit (3) of rank " in str(refused.value)
+    assert "on device 2 (small), is less than" in str(refused.value)
+
+
+def test_the_solver_starts_within_each_ranks_limit():
+    limits = RankLimits((60.0, 60.0, 20.0), (0, 1, 2))
+    problem = PlanProblem(8, (0, 1, 2), limits.count(COSTS), limits.largest)
+    peaks = peak_memory(best_of_families(problem), COSTS)
+    assert all(peak <= limit for peak, limit in zip(peaks, limits.limits, strict=True))
