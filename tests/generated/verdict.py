@@ -13,6 +13,7 @@ from tests.generated.choices import consistent, is_random, plain
 from tests.generated.comparison import checkpoints, differences
 from tests.generated.program_source import program_source
 from tests.generated.trial import LIMIT_SECONDS, run_ranks, run_reference
+from tests.support.caches import begin_session
 from tests.support.rank_pool import RankPool
 
 OUTCOMES = ("equal", "refused", "wrong", "crash", "hang", "invalid")
@@ -162,10 +163,11 @@ def choices_of(path):
 
 def print_verdict(path):
     """Judge the file that was started, print what differs and exit with 1 if it is wrong."""
-    pools = Pools()
+    caches, pools = begin_session(), Pools()
     try:
         verdict = judge(Path(path).resolve(), choices_of(path), pools.get)
     finally:
         pools.close()
+        shutil.rmtree(caches, ignore_errors=True)
     print(verdict.outcome, *verdict.lines, sep="\n")
     sys.exit(not verdict.is_right)
