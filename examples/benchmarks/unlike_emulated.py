@@ -7,7 +7,7 @@ Blocks sleep through F, B and W, on each rank as many times as long as its card 
 two cards of which the second, as the user counts them, takes twice as long. There are four blocks
 for each card. "Even" is the best schedule of an even cut, and "best" that of any cut, both by the
 simulator with the blocks' true times; cuts are tried in the order of their busiest ranks until no
-further one can be faster. "Chosen" is the chosen cut and schedule by the same, "planned" what the
+further one can be faster. "Chosen" is the plan that was run by the same, "planned" what the
 run promised before its first step by measured blocks, "measured" the time from one step to the
 next.
 """
@@ -36,7 +36,7 @@ from examples.benchmarks.harness import (
     write_results,
 )
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
-from lightning_pipeoffload.schedule import Costs, ScheduleError
+from lightning_pipeoffload.schedule import Costs, ScheduleError, steady_period
 from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
@@ -107,9 +107,11 @@ def run(name: str, num_microbatches: int) -> dict[str, Any]:
     samples = NotedSamples(num_microbatches, NUM_STEPS + 3)
     trainer.fit(UnlikeModel(slowness), DataLoader(samples, batch_size=num_microbatches))
     report, times = strategy.report(), samples.times[-NUM_STEPS - 1 :]
+    cut, placement = [len(stage["blocks"]) for stage in report["stages"]], strategy.plan.placement
     return {
-        "schedule": report["schedule"],
-        "cut": [len(stage["blocks"]) for stage in report["stages"]],
+        "schedule": f"{report['schedule']} x{report['num_chunks']}",
+        "cut": cut,
+        "chosen": steady_period(strategy.plan, costs_of(cut, placement, slowness)),
         "planned": report["period"],
         "measured": (times[-1] - times[0]) / NUM_STEPS if times else 0.0,
     }
@@ -175,15 +177,12 @@ def row(name: str, num_microbatches: int) -> list[str]:
     with TemporaryDirectory() as caches:  # what was measured on other cards says nothing
         setting, environment = f"{name}/{num_microbatches}", {"XDG_CACHE_HOME": caches}
         found = run_ranks("unlike_emulated", "--run", setting, environment=environment)
-    slowness, cut = factors(name), found["cut"]
-    option = Option(found["schedule"], len(cut) // len(slowness), num_microbatches)
-    placement = option.placement(len(slowness))
-    chosen = period_of(option, len(slowness), costs_of(cut, placement, slowness))
-    seconds = even, best, chosen, found["planned"], found["measured"]
-    shares = chosen / even, chosen / best, found["measured"] / best
+    chosen, measured = found["chosen"], found["measured"]
+    seconds = even, best, chosen, found["planned"], measured
+    shares = chosen / even, chosen / best, measured / best
     return [
-        *(name, str(num_microbatches), f"{option.schedule} x{option.num_chunks}"),
-        " ".join(map(str, cut)),
+        *(name, str(num_microbatches), found["schedule"]),
+        " ".join(map(str, found["cut"])),
         *(f"{each * 1e3:.0f} ms" for each in seconds),
         *(f"{each:.2f}" for each in shares),
     ]

@@ -36,12 +36,16 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
     BlockMeasurement,
     costs_of_pipelines,
 )
+from lightning_pipeoffload.runtime.memory.host_memory import gradient_bytes
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.shapes.quantized_weight import bytes_on_device
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
+from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest
+from lightning_pipeoffload.schedule.schedule import places_of
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +167,7 @@ class AutoChoice:
     def _note_trace(self) -> None:
         self._shared = self._pipeline.shared_segments()
         self._left_out = self._find_recompute_risk()
+        self._first_cut = self._pipeline.cut  # measuring cuts it in other ways
 
     def _choose_again(self, store: ChoiceStore, cut_batch: CutBatch) -> Chosen | None:
         """Plan what an earlier start has chosen; None if there is none, or it does not fit."""
@@ -179,7 +184,7 @@ class AutoChoice:
         by_recompute = {(stored.option.recompute, stored.option.num_microbatches): stored.measured}
         cut_costs = CutCosts(self._pipeline, by_recompute, self._settings, True)
         limits = self._limits(stored.bytes_beside[self._group.global_rank])
-        cut_costs.limits = self._limits_of_places(limits)
+        self._add_limits(cut_costs, limits)
         try:
             chosen = self._decide(cut_costs, limits, [stored.option], must_fit=True)
         except ScheduleError:
@@ -240,7 +245,7 @@ class AutoChoice:
         """Plan the options; of those of an earlier plan only the best again, beside the others."""
         limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
         self._machine_limits = limits
-        cut_costs.limits = self._limits_of_places(limits)
+        self._add_limits(cut_costs, limits)
         wanted = cut_costs.with_cuts(self._options(cut_costs))
         if before is None:
             return self._decide(cut_costs, limits, wanted)
@@ -340,13 +345,29 @@ class AutoChoice:
         if self._settings.optimizer_offload:
             hosts = [None if host is None else host.less(states) for host in limits.hosts]
             return replace(limits, hosts=hosts)
-        if limits.devices is None:
+        if limits.devices is None or limits.names:  # of unlike devices each cut counts its own
             return limits
         return replace(limits, devices=[max(0.0, left - states) for left in limits.devices])
 
-    def _limits_of_places(self, limits: MachineLimits) -> Sequence[float] | None:
+    def _add_limits(self, cut_costs: CutCosts, limits: MachineLimits) -> None:
+        """Let costs of cuts know the limits, and what of unlike devices weights take."""
         own = limits.devices if self._settings.offload == "auto" else None
-        return self._settings.limits_on(self._group.num_ranks, own)
+        cut_costs.limits = self._settings.limits_on(self._group.num_ranks, own)
+        if limits.devices is None or not limits.names or self._settings.memory_limit is not None:
+            return
+        slots = find_slots(self._pipeline.module)
+        trained = [s.tensor for s in slots if s.tensor.requires_grad]
+        held = sum(map(bytes_on_device, slots)) + sum(map(gradient_bytes, trained))
+        on_device = 0.0 if self._settings.optimizer_offload else self._state_bytes()
+        counts, cut = self._first_cut.segment_costs.parameters, self._first_cut
+        of_one = held / (sum(counts) or 1)
+        whole = of_one + on_device * self._group.num_ranks / (sum(counts) or 1)
+        cut_costs.weights = [whole * count for count in counts]
+        taken = [0.0] * self._group.num_ranks
+        places = places_of(self._group.stage_ranks)
+        for stage, count in zip(cut.stages, cut.num_parameters, strict=True):
+            taken[places[self._group.stage_ranks[stage.index]]] += of_one * count
+        cut_costs.taken = taken
 
     def _state_bytes(self) -> float:
         """Return the bytes that optimizers will keep on a rank, where they have nothing yet."""
@@ -414,6 +435,7 @@ class AutoChoice:
         work = Work(
             self._group.num_ranks,
             cut_costs.costs_of,
+            cut_costs.memory_beside,
             has_barrier=partial(self._has_barrier, cut_costs),
         )
         return request_for(settings, work, wanted, limits, must_fit, self._progress.show)

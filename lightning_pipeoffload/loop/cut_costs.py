@@ -31,6 +31,9 @@ class CutCosts:
             stage of the first cut; by recomputation and number of microbatches.
         is_measured: Whether they are of blocks, in seconds.
         limits: The memory limit of the device at each place, once it is known; None: any.
+        weights: Bytes of each segment's parameters, gradients and optimizer states, where limits
+            are what unlike devices have left; else ().
+        taken: Bytes of them on the device at each place that these limits allow for already.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class CutCosts:
         self._is_in_w = settings.heads_to_try[0] == "W"  # as it was measured
         self._devices = pipeline.group.devices
         self.limits: Sequence[float] | None = None
+        self.weights: Sequence[float] = ()
+        self.taken: Sequence[float] = ()
         self._stages: dict[Option, Sequence[Stage]] = {}
 
     @property
@@ -83,9 +88,24 @@ class CutCosts:
         if option.num_chunks == 1:  # later ranks keep fewer
             kept = [min(option.num_kept, self._num_ranks - rank) for rank in range(self._num_ranks)]
         limits = [
-            self.limits[places[rank]] / (kept[rank] * option.num_chunks) for rank in placement
+            (self.limits[place] + (self.taken[place] if self.taken else 0.0)) / option.num_chunks
+            for place in (places[rank] for rank in placement)
         ]
-        return Room(costs.per_stage("activation", len(self._pipeline.chain) + 1), limits)
+        sizes = costs.per_stage("activation", len(self._pipeline.chain) + 1)
+        return Room(sizes, limits, [kept[rank] for rank in placement], self.weights)
+
+    def memory_beside(self, option: Option) -> float | Sequence[float]:
+        """Return what each rank's weights in an option's cut take more than the limits allow for.
+
+        0 where limits are given, or go by the smallest device.
+        """
+        if not self.weights:
+            return 0.0
+        placement = option.placement(self._num_ranks)
+        beside = [-self.taken[place] for place in places_of(placement)]
+        for stage in self.stages(option):
+            beside[placement[stage.index]] += sum(self.weights[s] for s in stage.segments)
+        return beside
 
     def with_cuts(self, wanted: Sequence[Option]) -> list[Option]:
         """Return options, and with other cuts where ranks have unlike memory limits."""
@@ -108,6 +128,7 @@ class CutCosts:
         other = copy(self)
         other._devices, other._stages = self._devices.in_order(places), {}
         other.limits = None if self.limits is None else [self.limits[place] for place in places]
+        other.taken = [self.taken[place] for place in places] if self.taken else ()
         return other
 
     def busiest(self, option: Option) -> float:

@@ -154,6 +154,7 @@ class ModelInParts:
                 self._settings.blocks,
                 self._settings.split,
                 self._group.devices.slowness_of(self._group.stage_ranks),
+                self._group.devices.memory_of(self._group.stage_ranks),
             )
 
     def _configure(self) -> None:

@@ -306,6 +306,7 @@ class PipelineSettings:
             self.heads_to_try[0],
             self.num_sequence_slices,
             group.devices.slowness_of(group.stage_ranks),
+            group.devices.memory_of(group.stage_ranks),
         )
 
     def may_fuse(self, device: torch.device) -> bool:

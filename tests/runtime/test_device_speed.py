@@ -35,6 +35,16 @@ def test_of_alike_devices_stages_have_no_factor():
     assert unlike.slowness_of((0, 1, 1, 0)) == (1.0, 2.0, 2.0, 1.0)
 
 
+def test_memory_counts_where_devices_have_unlike_amounts():
+    def having(*sizes):
+        return Devices.of([Device("a", "", "here", size) for size in sizes])
+
+    assert having(24, 12).memory_of((0, 1)) == (12, 24)
+    assert having(24, 12).memory_of((0, 1, 1, 0)) == (12, 6, 6, 12)
+    assert having(24, 23).memory_of((0, 1)) == ()
+    assert having(0, 0).memory_of((0, 1)) == ()
+
+
 def test_ratios_are_those_of_shared_classes_and_else_as_expected():
     seconds = {(0, 0): 1.0, (0, 1): 2.0, (1, 1): 6.0, (1, 2): 9.0, (2, 3): 5.0}
     fitted = fit_slowness(seconds, [1.0, 1.0, 1.0, 7.0])

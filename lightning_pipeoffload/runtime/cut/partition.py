@@ -39,6 +39,7 @@ class CutSettings:
     head_weight_grad: str = "W"  # or "B": what computes weight gradients behind the blocks
     num_sequence_slices: int = 1  # of a microbatch in training
     slowness: tuple[float, ...] = ()  # of each stage's rank, see cut
+    memory: tuple[float, ...] = ()  # of each stage's device in bytes; (): all have as much
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -46,30 +47,46 @@ class CutSettings:
         return self.global_ranks or self.stage_ranks
 
 
+# Weight, gradient and Adam's two moments in float32; with masters in mixed precision as many.
+_BYTES_OF_PARAMETER = 16
+
+
 @dataclass(frozen=True)
 class Room:
     """The memory that stages may take.
 
     Attributes:
-        sizes: What each segment takes.
+        sizes: What each segment takes, as often as its stage keeps it.
         limits: The most of each stage.
+        kept: How often each stage keeps that; (): once.
+        once: What each segment takes besides, once; (): nothing.
     """
 
     sizes: Sequence[float]
     limits: Sequence[float]
+    kept: Sequence[int] = ()
+    once: Sequence[float] = ()
+
+    @classmethod
+    def of_parameters(cls, counts: Sequence[int], memory: Sequence[float]) -> Room:
+        """Return the room for parameters that train, by the bytes of each stage's device."""
+        if not memory:
+            return ANY_ROOM
+        return cls([_BYTES_OF_PARAMETER * count for count in counts], memory)
 
     @cached_property
-    def _total(self) -> list[float]:
-        return [0.0, *accumulate(self.sizes)]
+    def _totals(self) -> tuple[list[float], list[float]]:
+        once = self.once or [0.0] * len(self.sizes)
+        return [0.0, *accumulate(self.sizes)], [0.0, *accumulate(once)]
 
     def fits(self, stage: int, start: int, end: int) -> bool:
         """Return whether the segments from ``start`` to ``end`` fit a stage.
 
         The last stage has those behind the last block too.
         """
-        total = self._total
         end = len(self.sizes) if stage == len(self.limits) - 1 else end
-        return total[end] - total[start] <= self.limits[stage]
+        sizes, once = (total[end] - total[start] for total in self._totals)
+        return (self.kept[stage] if self.kept else 1) * sizes + once <= self.limits[stage]
 
 
 ANY_ROOM = Room((), ())

@@ -26,11 +26,13 @@ class Device(NamedTuple):
         name: By which its speed is known; of a CPU its architecture.
         uuid: By which ``CUDA_VISIBLE_DEVICES`` selects it; "" where there is none.
         node: Its machine.
+        memory: Bytes; 0 of a CPU, whose ranks share it.
     """
 
     name: str
     uuid: str
     node: str
+    memory: int = 0
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
@@ -39,7 +41,8 @@ class Device(NamedTuple):
             return cls(f"{_CPU} {platform.machine()}", "", platform.node())
         module: Any = accelerator_module()
         uuid = getattr(module.get_device_properties(device), "uuid", "")
-        return cls(module.get_device_name(device), str(uuid), platform.node())
+        memory = torch.accelerator.get_memory_info(device)[1]
+        return cls(module.get_device_name(device), str(uuid), platform.node(), memory)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,14 @@ class Devices:
     @property
     def have_one_name(self) -> bool:
         return len({*self.names}) == 1
+
+    def memory_of(self, placement: Sequence[int]) -> tuple[float, ...]:
+        """Return the bytes of its device that each stage may have; () where all have as many."""
+        sizes = [device.memory for device in self.each]
+        if max(sizes) < _NOISE * min(sizes) or not min(sizes):
+            return ()
+        places = places_of(placement)
+        return tuple(sizes[places[rank]] / [*placement].count(rank) for rank in placement)
 
     def slowness_of(self, placement: Sequence[int]) -> tuple[float, ...]:
         """Return the slowness of each stage's device; () where all are alike."""

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
 from lightning_pipeoffload.runtime.cut.partition import (
+    Room,
     SegmentCosts,
     Stage,
     costs_by_size,
@@ -84,6 +85,7 @@ def make_blueprint(
     blocks: str | Sequence[str] | None = None,
     split: str | Sequence[int] = "auto",
     slowness: Sequence[float] = (),
+    memory: Sequence[float] = (),
 ) -> Blueprint | None:
     """Run ``configure`` on shapes, and restore all state.
 
@@ -94,6 +96,7 @@ def make_blueprint(
         blocks: See :func:`.block_chain.find_chain`.
         split: See :func:`.partition.cut`.
         slowness: See there.
+        memory: Bytes of each stage's device; (): all have as many.
 
     Returns:
         None if it makes no parameters, or reads the value of one: then each rank has to make all.
@@ -117,7 +120,7 @@ def make_blueprint(
                 in_brackets(users_line(error)),
             )
             return None
-        return draft.examine(stage_ranks, blocks, split, slowness)
+        return draft.examine(stage_ranks, blocks, split, slowness, memory)
 
 
 class _Draft(RegisteredParameters):
@@ -174,6 +177,7 @@ class _Draft(RegisteredParameters):
         blocks: str | Sequence[str] | None,
         split: str | Sequence[int],
         slowness: Sequence[float],
+        memory: Sequence[float],
     ) -> Blueprint | None:
         """Return the blueprint of the run; None if it has made no parameters."""
         indices = {slot.name: self._index_in(slot) for slot in parameters_in(self._module)}
@@ -181,7 +185,8 @@ class _Draft(RegisteredParameters):
         if all(index < self.num_found for index in registered.values()):
             return None
         chain, segments, costs = costs_of_sizes(self._module, blocks)
-        stages = cut(chain, costs, stage_ranks, split, slowness)
+        room = Room.of_parameters(costs.parameters, memory)
+        stages = cut(chain, costs, stage_ranks, split, slowness, room)
         owners = self._find_owners(segments, stages)
         return Blueprint(
             self.appeared,

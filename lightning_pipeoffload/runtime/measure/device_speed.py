@@ -39,7 +39,10 @@ def find_devices(group: PipelineGroup, cache: str | None = None) -> Devices:
     _refuse_unlike_shares(group, pipelines)
     counterparts = [*zip(*pipelines, strict=True)]
     joined = [
-        of_rank[0]._replace(name=" or ".join(sorted({each.name for each in of_rank})))
+        of_rank[0]._replace(
+            name=" or ".join(sorted({each.name for each in of_rank})),
+            memory=min(each.memory for each in of_rank),
+        )
         for of_rank in counterparts
     ]
     places = places_of(group.stage_ranks)

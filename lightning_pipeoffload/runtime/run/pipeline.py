@@ -39,6 +39,7 @@ from lightning_pipeoffload.runtime.cut.checks import (
 from lightning_pipeoffload.runtime.cut.partition import (
     Cut,
     CutSettings,
+    Room,
     SegmentCosts,
     SegmentUses,
     cut,
@@ -443,7 +444,8 @@ class Pipeline:
             self.settings.split,
             self.settings.slowness,
         )
-        stages = cut(self.chain, costs, ranks, split, slowness)
+        room = Room.of_parameters(costs.parameters, self.settings.memory)
+        stages = cut(self.chain, costs, ranks, split, slowness, room)
         self.cut = Cut(self.chain, stages, costs, slowness)
 
     def _impossible_cuts(self, slots: list[Slot], record: StepRecord) -> frozenset[int]:

@@ -255,16 +255,19 @@ def test_a_slow_rank_has_fewer_blocks(costs, ranks, slowness, counts):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "limits", "counts"),
+    ("ranks", "limits", "more", "counts"),
     [
-        (range(2), (8, 2), [6, 2]),
-        (range(2), (3, 8), [3, 5]),
-        ([0, 1, 1, 0], (4, 1, 1, 4), [3, 1, 1, 3]),
-        (range(2), (3, 3), [4, 4]),  # nothing fits
+        (range(2), (8, 2), (), [6, 2]),
+        (range(2), (3, 8), (), [3, 5]),
+        (range(2), (9, 5), ([3, 1], [0] * 9), [3, 5]),
+        (range(2), (8, 8), ([1, 1], [1] * 4 + [0] * 5), [4, 4]),
+        (range(2), (6, 8), ([1, 1], [1] * 4 + [0] * 5), [3, 5]),
+        ([0, 1, 1, 0], (4, 1, 1, 4), (), [3, 1, 1, 3]),
+        (range(2), (3, 3), (), [4, 4]),  # nothing fits
     ],
 )
-def test_stages_have_no_more_than_there_is_room_for(ranks, limits, counts):
-    room = Room([1] * 8 + [0], limits)
+def test_stages_have_no_more_than_there_is_room_for(ranks, limits, more, counts):
+    room = Room([1] * 8 + [0], limits, *more)
     assert counts_of(cut(chain_of(8), costs_of(*[1] * 8, 0), ranks, room=room)) == counts
 
 
