@@ -36,24 +36,27 @@ _NUM_NODES = int(os.environ.get("SLURM_NNODES", "1"))  # of an srun of one row, 
 _ROW = "{:>6}{:>12}{:>8}{:>10}{:>10}{:>9}{:>9}"
 
 
-class Samples(Dataset[tuple[Tensor, int]]):
-    """Samples of so many bytes, each with the process that has started the worker.
+class Batches(Dataset[tuple[Tensor, Tensor]]):
+    """Batches of so many bytes, each with the process that has started the worker.
+
+    All are one tensor in shared memory, so that neither workers nor the loader copy anything.
 
     Args:
         count: Their number.
-        num_bytes: The bytes of each.
+        num_bytes: The bytes of each sample.
         seconds: How long it takes to read one.
     """
 
     def __init__(self, count: int, num_bytes: int, seconds: float) -> None:
-        self._count, self._num_bytes, self._seconds = count, num_bytes, seconds
+        self._count, self._seconds = count, seconds
+        self._batch = torch.ones(_SAMPLES, num_bytes, dtype=torch.uint8).share_memory_()
 
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         time.sleep(self._seconds)
-        return torch.zeros(self._num_bytes, dtype=torch.uint8), os.getppid()
+        return self._batch, torch.full((_SAMPLES,), os.getppid())
 
 
 class Sleep(nn.Module):
@@ -99,8 +102,7 @@ class Net(L.LightningModule):
 def seconds_of(given: argparse.Namespace, share: float, step: float) -> tuple[float, int]:
     """Return the seconds of a batch, and the number of processes that have read."""
     num_bytes = int(given.megabytes * 1e6 / _SAMPLES)
-    count = (_NUM_WARM + given.batches) * _SAMPLES
-    data = Samples(count, num_bytes, share * step * given.workers / _SAMPLES)
+    data = Batches(_NUM_WARM + given.batches, num_bytes, share * step * given.workers)
     net = Net(given.ranks, given.seconds)
     trainer = L.Trainer(
         strategy=PipeOffloadStrategy(num_microbatches=_SAMPLES, schedule="zb_h1"),
@@ -113,7 +115,7 @@ def seconds_of(given: argparse.Namespace, share: float, step: float) -> tuple[fl
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(net, DataLoader(data, _SAMPLES, num_workers=given.workers))
+    trainer.fit(net, DataLoader(data, None, num_workers=given.workers))
     starts = net.starts[_NUM_WARM:]
     return statistics.median(b - a for a, b in zip(starts, starts[1:], strict=False)), len(
         net.readers

@@ -300,14 +300,14 @@ class _Read:
         error: Why there is none.
         before: The states of the generators before it was read.
         after: Those that are set at its turn, where reading it ahead has drawn; else None.
-        is_sent: Whether the others have it.
+        wait: Waits until it has been sent and may change; None: it is not sent.
     """
 
     item: Any
     error: Exception | None
     before: dict[str, Any]
     after: dict[str, Any] | None
-    is_sent: bool = False
+    wait: Callable[[], None] | None = None
 
     @property
     def is_end(self) -> bool:
@@ -444,9 +444,8 @@ class _ReadingFetcher(_DataFetcher):
     def _send(self, read: _Read) -> None:
         """Send what is handed out, and what was read ahead."""
         for distance, each in enumerate([read, *self._ready] if self._is_ahead else [read]):
-            if each.is_sent:
+            if each.wait is not None:
                 continue
-            each.is_sent = True
             place, indices, batches = None, None, []
             if each.item is not None:
                 batch, number, loader = each.item
@@ -457,7 +456,9 @@ class _ReadingFetcher(_DataFetcher):
             is_last = each.is_end or (is_last and each.error is None)
             is_followed = self._is_ahead and each.error is None and not is_last
             header = _Batch(self._number, place, indices, is_last, distance > 0, is_followed)
-            self._channel.send(header, [*batches, *self._drawn(each.after)])
+            each.wait = self._channel.send(header, [*batches, *self._drawn(each.after)])
+        if read.wait is not None:
+            read.wait()
 
     def _drawn(self, after: dict[str, Any] | None) -> list[dict[str, Any]]:
         """Return the states of the global generators, where reading has drawn from them."""

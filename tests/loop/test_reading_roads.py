@@ -78,6 +78,13 @@ class Broken(Samples):
         return super().__getitem__(index)
 
 
+class Images(Samples):
+    """Has what is too large for a header."""
+
+    def __getitem__(self, index):
+        return {**sample(index), "image": torch.full((1 << 14,), index)}
+
+
 class BlockSampler(Sampler):
     """Draws the order of each eight samples when it comes to them."""
 
@@ -150,6 +157,10 @@ class Net(L.LightningModule):
         parts = [batch] if "x" in batch else [*batch.values()]
         names = [getattr(part.get("target"), "names", []) for part in parts]
         self.found.append(([part["index"].tolist() for part in parts], names, *numbers))
+        for part in parts:
+            if "image" in part:
+                assert (part["image"] == part["index"][:, None]).all()
+                part["image"].zero_()
         self.readers |= {pid for part in parts for pid in part["reader"].tolist()}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -197,6 +208,8 @@ KINDS = {
     ),
     "replicas": (lambda: loader(shuffle=True, num_workers=1), {}),
     "objects": (lambda: loader(shuffle=True, collate_fn=with_objects), {}),
+    "images": (lambda: loader(Images(), shuffle=True, num_workers=1), {}),
+    "images at their turn": (lambda: loader(Images()), {}),
     # Further ones: what Lightning does with loaders in the middle of a run.
     "made anew": (
         lambda: loader(shuffle=True, num_workers=1),

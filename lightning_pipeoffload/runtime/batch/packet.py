@@ -50,8 +50,9 @@ class Packet:
         batch: Any object that can be pickled; its tensors may be on any device.
 
     Attributes:
-        structure: The bytes that :func:`unpack` needs besides the buffer.
+        structure: The bytes that :class:`Contents` needs besides the buffer.
         num_bytes: The size of the buffer.
+        is_on_host: Whether all tensors are.
 
     Raises:
         TypeError: Something in the batch cannot be pickled.
@@ -74,6 +75,7 @@ class Packet:
         self._parts = parts
         self.structure = pickle.dumps((file.getvalue(), parts, views, len(buffers)), 5)
         self.num_bytes = sum(_aligned(part.num_bytes) for part in parts)
+        self.is_on_host = all(part.device == "cpu" for part in parts)
 
     def _lay_out(self, tensors: Sequence[Tensor]) -> tuple[list[_Part], list[_View]]:
         of_storage: dict[tuple[str, int], list[int]] = {}
@@ -115,23 +117,43 @@ class Packet:
             buffer[start : start + part.num_bytes].copy_(memory)
 
 
-def unpack(structure: bytes, buffer: Tensor, device: torch.device) -> Any:
-    """Rebuild a batch, in memory of its own.
+class Contents:
+    """A packet that has come, from which a batch in memory of its own is rebuilt.
 
     Args:
         structure: That of the packet.
         buffer: The bytes that the packet has written.
-        device: The accelerator that tensors of an accelerator move to.
     """
-    tree, parts, views, num_buffers = pickle.loads(structure)
-    memory = []
-    for start, part in zip(_starts(parts), parts, strict=True):
-        own = torch.empty(part.num_bytes, dtype=torch.uint8, pin_memory=part.is_pinned)
-        own.copy_(buffer[start : start + part.num_bytes])
-        memory.append(own if part.device == "cpu" else own.to(device))
-    tensors = [_rebuild(view, memory[view.part]) for view in views]
-    buffers = [part.numpy() for part in memory[len(memory) - num_buffers :]]
-    return _BatchUnpickler(tree, buffers, tensors).load()
+
+    def __init__(self, structure: bytes, buffer: Tensor) -> None:
+        self._tree, self._parts, self._views, self._num_buffers = pickle.loads(structure)
+        self._buffer: Tensor | None = buffer
+        self._memory = [
+            torch.empty(part.num_bytes, dtype=torch.uint8, pin_memory=part.is_pinned)
+            for part in self._parts
+        ]
+
+    def copy(self) -> None:
+        """Copy the bytes out of the buffer, which is not used afterwards; any thread may."""
+        assert self._buffer is not None
+        with torch.inference_mode():  # the memory may be of an evaluation
+            for start, own in zip(_starts(self._parts), self._memory, strict=True):
+                own.copy_(self._buffer[start : start + own.numel()])
+        self._buffer = None
+
+    def rebuild(self, device: torch.device) -> Any:
+        """Return the batch, whose bytes have been copied.
+
+        Args:
+            device: The accelerator that tensors of an accelerator move to.
+        """
+        memory = [
+            own if part.device == "cpu" else own.to(device)
+            for part, own in zip(self._parts, self._memory, strict=True)
+        ]
+        tensors = [_rebuild(view, memory[view.part]) for view in self._views]
+        buffers = [part.numpy() for part in memory[len(memory) - self._num_buffers :]]
+        return _BatchUnpickler(self._tree, buffers, tensors).load()
 
 
 class _BatchPickler(pickle.Pickler):

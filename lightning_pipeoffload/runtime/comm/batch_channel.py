@@ -15,7 +15,9 @@ shares with them, others receive a message for each::
     on its machine                        frame, slot 0 -- copy --> value, done
     elsewhere                             frame, message -- copy --> value
 
-The reader uses a slot again two messages later, when all have received what was in it.
+The reader uses a slot again two messages later, when all have received what was in it. Both copies
+are made by a thread during the step before; it draws no random numbers, and unpickles nothing of
+the user's.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ import itertools
 import pickle
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch.packet import Packet, unpack
+from lightning_pipeoffload.runtime.batch.packet import Contents, Packet
 from lightning_pipeoffload.runtime.comm.host_group import NO_LIMIT, HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.shared_bytes import MemoryFile, map_file, read_memory_file
@@ -72,9 +75,10 @@ class BatchChannel:
         slots = [_Slot(number, self._group, others, is_mapping) for number in range(2)]
         self._slots = itertools.cycle(slots)
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._coming: list[Received] = []
         self._mappings: list[tuple[Any, Tensor]] = [(None, self._buffer)] * 2
         self._done: Any = None
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._last: Future[None] | None = None  # of what the thread has to do
 
     def _find_mapping(self) -> list[bool]:
         """Return whether each process can map memory of the reader's."""
@@ -85,20 +89,29 @@ class BatchChannel:
             path, token = group.gather((file.path, token))[self._source]
             return group.gather(not self.is_reader and read_memory_file(path) == token)
 
-    def send(self, header: Any, values: Sequence[Any] = ()) -> None:
+    def send(self, header: Any, values: Sequence[Any] = ()) -> Callable[[], None]:
         """Send a header, and the values that belong to it.
+
+        Returns:
+            A function that waits until the values may change.
 
         Raises:
             TypeError: A value cannot be pickled.
         """
         packets = [*map(Packet, values)]
         large = [packet for packet in packets if packet.num_bytes > _MOST_INLINE]
+        slot = next(self._slots)
         with blaming_peers(_LOST):
-            slot = next(self._slots)
             parts = slot.parts([packet.num_bytes for packet in large])
-            for packet, part in zip(large, parts, strict=True):
-                packet.write(part)
-            slot.send(pickle.dumps((header, [*map(_described, packets)], slot.place), 5), parts)
+        message = pickle.dumps((header, [*map(_described, packets)], slot.place), 5)
+        if large or not (self._last is None or self._last.done()):
+            self._last = slot.job = self._thread.submit(slot.send, message, large, parts)
+        else:
+            slot.send(message, large, parts)
+            return _go_on
+        if not all(packet.is_on_host for packet in large):
+            self._last.result()
+        return self._last.result
 
     def receive(self) -> tuple[Any, list[Received]]:
         """Wait for the next header; return it, with the values that belong to it."""
@@ -108,36 +121,38 @@ class BatchChannel:
                 header, described, place = pickle.loads(self._message())
         finally:
             self._waits_since = None
-        while self._coming:  # in memory that is used again
-            self._coming.pop().get()
+        if self._last is not None:
+            self._last.result()  # it copies out of memory that is used again
         sizes = [data for _, data in described if isinstance(data, int)]
         in_slot = bool(sizes) and self._maps_slots and place is not None
         parts = iter(_split(self._mapped(*place) if in_slot else self._room_for(sizes), sizes))
-        values = [self._value(*value, parts, in_slot) for value in described]
-        if in_slot:
-            self._send_done()
-        return header, values
-
-    def _value(
-        self, structure: bytes, data: int | bytes, parts: Iterable[Tensor], in_slot: bool
-    ) -> Received:
-        if not isinstance(data, int):
-            return Received(structure, _tensor_of(data), self._device)
-        part = next(iter(parts))
-        work = None if in_slot else self._group.recv([part], self._source, _VALUE)
-        value = Received(structure, part, self._device, work)
-        if in_slot:
-            value.get()
+        contents, works = [], []
+        for structure, data in described:
+            is_large = isinstance(data, int)
+            part = next(parts) if is_large else _tensor_of(data)
+            contents.append(Contents(structure, part))
+            if is_large and not in_slot:
+                works.append(self._group.recv([part], self._source, _VALUE))
+        if sizes:
+            self._last = self._thread.submit(self._copy, contents, works, in_slot)
         else:
-            self._coming.append(value)
-        return value
+            self._copy(contents, works, in_slot)
+        return header, [Received(each, self._last, self._device) for each in contents]
+
+    def _copy(self, contents: Sequence[Contents], works: Sequence[Any], in_slot: bool) -> None:
+        with blaming_peers(_LOST):
+            for work in works:
+                work.wait()
+            for each in contents:
+                each.copy()
+            if in_slot:
+                self._send_done()
 
     def _send_done(self) -> None:
         done = torch.zeros(1, dtype=torch.uint8)
-        with blaming_peers(_LOST):
-            if self._done is not None:
-                self._done[0].wait()
-            self._done = self._group.send([done], self._source, _DONE), done
+        if self._done is not None:
+            self._done[0].wait()
+        self._done = self._group.send([done], self._source, _DONE), done
 
     def _mapped(self, number: int, path: str, size: int) -> Tensor:
         if self._mappings[number][0] != (path, size):
@@ -173,6 +188,7 @@ class _Slot:
 
     Attributes:
         place: What others map the memory by; None: they receive large values.
+        job: What sends the message; None: nothing that is still to be done.
     """
 
     def __init__(
@@ -182,11 +198,14 @@ class _Slot:
         self._mapping = [rank for rank in others if is_mapping[rank]]
         self._file: MemoryFile | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self.job: Future[None] | None = None
         self._works: list[tuple[Any, Tensor]] = []  # with tensors, which gloo reads until then
         self.place: tuple[int, str, int] | None = None
 
     def parts(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return memory for each of some values, once all have received what was sent before."""
+        if self.job is not None:
+            self.job.result()
         while self._works:
             self._works.pop()[0].wait()
         if sum(sizes) > self._memory.numel():
@@ -204,8 +223,11 @@ class _Slot:
         if old is not None:
             old.close()
 
-    def send(self, message: bytes, parts: Sequence[Tensor]) -> None:
-        """Send a message, and what has been written into the parts."""
+    def send(self, message: bytes, packets: Sequence[Packet], parts: Sequence[Tensor]) -> None:
+        """Send a message, and large values by the memory that they have."""
+        with torch.inference_mode():  # they may be of an evaluation
+            for packet, part in zip(packets, parts, strict=True):
+                packet.write(part)
         frame, room = torch.empty(_FRAME_BYTES, dtype=torch.uint8), _FRAME_BYTES - _LENGTH_BYTES
         head = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:room]
         frame[: len(head)] = _tensor_of(head)
@@ -227,26 +249,19 @@ class Received:
     """A value that is on its way from the reader.
 
     Args:
-        structure: How to rebuild it; see :func:`unpack`.
-        buffer: Its bytes, once they have come.
+        contents: What has come.
+        job: Copies it; None: it has been copied.
         device: The accelerator of this process.
-        work: What receives the bytes; None: they are there.
     """
 
-    def __init__(self, structure: bytes, buffer: Tensor, device: torch.device, work: Any = None):
-        self._structure, self._buffer, self._device, self._work = structure, buffer, device, work
-        self._value: Any = None
-        self._is_there = False
+    def __init__(self, contents: Contents, job: Future[None] | None, device: torch.device) -> None:
+        self._contents, self._job, self._device = contents, job, device
 
     def get(self) -> Any:
         """Wait for it, and return it, in memory of its own."""
-        if not self._is_there:
-            if self._work is not None:
-                with blaming_peers(_LOST):
-                    self._work.wait()
-            self._value = unpack(self._structure, self._buffer, self._device)
-            self._is_there = True
-        return self._value
+        if self._job is not None:
+            self._job.result()
+        return self._contents.rebuild(self._device)
 
 
 def _described(packet: Packet) -> tuple[bytes, int | bytes]:
@@ -273,3 +288,7 @@ def _grown(memory: Tensor, num_bytes: int) -> Tensor:
 
 def _split(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [*memory[: sum(sizes)].split([*sizes])] if sizes else []
+
+
+def _go_on() -> None:
+    """Wait for nothing."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_pipeoffload.runtime.batch.packet import Packet, unpack
+from lightning_pipeoffload.runtime.batch.packet import Contents, Packet
 
 BASE = torch.arange(20)
 BATCH = {
@@ -33,9 +33,10 @@ def sent(batch):
     packet = Packet(batch)
     buffer = torch.full((packet.num_bytes + 8,), 7, dtype=torch.uint8)
     packet.write(buffer)
-    rebuilt = unpack(packet.structure, buffer, torch.device("cpu"))
+    contents = Contents(packet.structure, buffer)
+    contents.copy()
     buffer.zero_()
-    return rebuilt
+    return contents.rebuild(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", BATCH)
