@@ -361,7 +361,7 @@ class _Search:
         changes = {"tensor_parallel_size": size, "strategy.recompute": self._recomputes[0]}
         for name, value in {**changes, "strategy.data_parallel_size": 1}.items():
             OmegaConf.update(config, name, value, force_add=True)
-        planner = ModelPlanner(config, self._say)
+        planner = ModelPlanner(config, self._say, next(iter(self._traced.values()), None))
         self._trace(planner)
         return planner
 

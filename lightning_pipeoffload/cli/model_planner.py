@@ -122,11 +122,22 @@ class ModelPlanner:
         kind_of_product: The kind of its products, one of those of ``device.flops``.
         settings: The strategy's arguments that are given.
 
+    Args:
+        config: Conf/plan.yaml with the command line's overrides.
+        show: Shows what is being done.
+        like: The planner of the same model with another number of tensor ranks, which has traced
+            it.
+
     Raises:
         ValueError: The device is unknown, or the model cannot be built.
     """
 
-    def __init__(self, config: DictConfig, show: Show = lambda text: None) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        show: Show = lambda text: None,
+        like: ModelPlanner | None = None,
+    ) -> None:
         self.device: Device | None = None
         self._show = show
         if config.device is not None:
@@ -135,7 +146,7 @@ class ModelPlanner:
             check_sizes(devices_per_machine=config.devices_per_machine)
             precision = str((config.get("trainer") or {}).get("precision", "32-true"))
             self.kind_of_product = kind_of_product(self.device, precision, config.float16_sums)
-        self._config = config
+        self._config, self._like = config, like
         self._num_chunks, self._count = config.num_chunks, config.num_microbatches
         self.num_slices = config.get("num_sequence_slices", 1)
         chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
@@ -150,7 +161,7 @@ class ModelPlanner:
 
     @cached_property
     def probe(self) -> ModelProbe:
-        return ModelProbe(self._config)
+        return ModelProbe(self._config, self._like and self._like.probe)
 
     @cached_property
     def memory(self) -> float | None:

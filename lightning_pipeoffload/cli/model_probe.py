@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeoffload.cli.configuration import build
 from lightning_pipeoffload.loop.step_calls import StepCalls
@@ -27,6 +27,7 @@ from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.block_classes import classes_of_makes
 from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
 from lightning_pipeoffload.runtime.leaves import leaves_of
@@ -62,6 +63,8 @@ class ModelProbe:
 
     Args:
         config: A configuration with ``model``, ``data`` and ``trainer`` of conf/train.yaml.
+        like: The probe of the same model with another number of tensor ranks. Of blocks that were
+            alike there, and are made alike here, only a few are traced.
 
     Attributes:
         precision: The trainer's precision.
@@ -71,7 +74,7 @@ class ModelProbe:
         ValueError: One of them cannot be built.
     """
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: DictConfig, like: ModelProbe | None = None) -> None:
         seed_everything(SEED, verbose=False)
         asked = str((config.get("trainer") or {}).get("precision"))
         # Lightning has no float16 with autocast on the CPU; bfloat16 has the same shapes.
@@ -94,7 +97,8 @@ class ModelProbe:
         self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _as_made
         self._sizes: dict[str, tuple[BlockChain, SegmentCosts]] = {}
         self.recomputes: Sequence[str] = ()
-        self._is_in_parts: bool | None = None  # not known before
+        self._like = like
+        self._is_in_parts: bool | None = None if like is None else like._is_in_parts
 
     def _make_module(self) -> None:
         with self._making_shapes():
@@ -212,12 +216,66 @@ class ModelProbe:
             each = replace(settings, head_weight_grad="W", **alone)
             wanted = dict.fromkeys((settings.recompute, *self.recomputes))
             self._blocks |= dict.fromkeys(map(key, wanted))
-            with suppress(ValueError):
-                for recompute, needs in self._traces(
-                    (*range(len(chain) + 1),), num_microbatches, each, wanted
-                ):
-                    self._blocks[key(recompute)] = needs, self._num_parameters
+            for recompute, traced in self._traces_of_blocks(chain, num_microbatches, each, wanted):
+                self._blocks[key(recompute)] = traced
         return self._blocks[key(settings.recompute)]
+
+    def _traces_of_blocks(
+        self,
+        chain: BlockChain,
+        num_microbatches: int,
+        settings: PipelineSettings,
+        recomputes: Iterable[str],
+    ) -> list[tuple[str, tuple[MemoryNeeds, list[int]]]]:
+        """Return the needs with each block as a stage, as far as the step can be traced so."""
+        found: list[tuple[str, tuple[MemoryNeeds, list[int]]]] = []
+        places = self._places_of_few(chain)
+        container = container_of(self._module, chain.names) if places else None
+        if container is not None:
+            names = chain.names[: max(places) + 1]
+            few: Any = {"blocks": names, "split": [1] * len(names) + [0]}
+            sizes = (*range(len(names) + 1),), num_microbatches, replace(settings, **few)
+            # The user's code may count its blocks.
+            with suppress(Exception), only_some(container, places):
+                traces = self._traces(*sizes, recomputes)
+                found += self._repeated(traces, [*places, len(names)])
+        if not found:
+            whole = (*range(len(chain) + 1),), num_microbatches, settings
+            with suppress(ValueError):
+                for recompute, needs in self._traces(*whole, recomputes):
+                    found.append((recompute, (needs, self._num_parameters)))
+        return found
+
+    def _places_of_few(self, chain: BlockChain) -> list[int]:
+        """Return where each block has its like if few are traced; empty: all of them are."""
+        rows = [] if self._like is None else self._like._rows_of_blocks(len(chain))
+        if not rows:
+            return []
+        places = places_of_few([*zip(rows, classes_of_makes(chain), strict=True)])
+        return places if max(places) + 1 < len(chain) else []
+
+    def _repeated(
+        self, traces: Iterable[tuple[str, MemoryNeeds]], places: Sequence[int]
+    ) -> Iterator[tuple[str, tuple[MemoryNeeds, list[int]]]]:
+        """Yield the needs of all blocks from those of a few; ``places`` has each one's like."""
+        flops = 0
+        for recompute, needs in traces:
+            num_parameters = [self._num_parameters[place] for place in places]
+            if not flops:
+                work = [
+                    *map(sum, zip(*needs.costs.compute(len(needs.owned)).values(), strict=True))
+                ]
+                left_out = sum(work[place] for place in places) - sum(work)
+                flops, count = self._flops_of_slice
+                self._flops_of_slice = flops + round(left_out * needs.flops_of_one), count
+            yield recompute, (needs.repeated(places), num_parameters)
+
+    def _rows_of_blocks(self, num_blocks: int) -> list[Any]:
+        """Return what each block was found to need; empty: they have not been traced one by one."""
+        found = [needs for needs, _ in filter(None, self._blocks.values())]
+        if not found or any(len(needs.owned) != num_blocks + 1 for needs in found):
+            return []
+        return [*zip(*(needs.rows for needs in found), strict=True)][:num_blocks]
 
     def _find_chain(self, settings: PipelineSettings) -> BlockChain:
         """Return the blocks, for which the step may have to be traced."""
@@ -349,6 +407,43 @@ class ModelProbe:
         except ValueError as error:
             return False, str(error)
         return all(map(may_step_by_bucket, optimizers)), ""
+
+
+def places_of_few(kinds: Sequence[Any]) -> list[int]:
+    """Return for each block the place of one of its kind among the blocks that stay.
+
+    Three stay of each run of one kind: the first also makes what all of them save.
+    """
+    places: list[int] = []
+    for index, kind in enumerate(kinds):
+        is_left_out = index > 2 and all(kind == other for other in kinds[index - 3 : index])
+        places.append(places[-1] if is_left_out else max(places, default=-1) + 1)
+    return places
+
+
+def container_of(
+    module: LightningModule, names: Sequence[str]
+) -> nn.ModuleList | nn.Sequential | None:
+    """Return the list that has these blocks, and no others, in their order; None: there is none."""
+    name, _, number = names[0].rpartition(".")
+    if number != "0" or [*names] != [f"{name}.{index}" for index in range(len(names))]:
+        return None
+    container = module.get_submodule(name)
+    is_list = isinstance(container, nn.ModuleList | nn.Sequential)
+    return container if is_list and len(container) == len(names) else None
+
+
+@contextmanager
+def only_some(container: nn.ModuleList | nn.Sequential, places: Sequence[int]) -> Iterator[None]:
+    """Leave blocks out of a list meanwhile; of those with the same place the first one stays."""
+    blocks = [*container]
+    del container[:]
+    container.extend(blocks[places.index(place)] for place in range(max(places) + 1))
+    try:
+        yield
+    finally:
+        del container[:]
+        container.extend(blocks)
 
 
 def _leave_meta(module: LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
@@ -40,6 +41,7 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 
+_KEPT = ("activation", "weight_input", "weight_residue")
 _MOST_OF = 0.9  # of the bytes of parameters and buffers
 
 OPERATIONS_PER_BYTE = 2000
@@ -220,6 +222,47 @@ class MemoryNeeds:
         )
         return replace(joined, slices=self._slices_of(stages, costs))
 
+    @property
+    def rows(self) -> list[Any]:
+        """What tells stages apart: all that is known of each, without its tensors' identities."""
+        num_stages = len(self.owned)
+        columns = [
+            *(self.costs.per_stage(name, num_stages) for name in (*COMPUTE_TIMES, *_KEPT)),
+            *(self.sent[kind] for kind in (Kind.SEND_F, Kind.SEND_B)),
+            *self.collectives.values(),
+            self.workspace,
+            [sorted(sizes.values()) for sizes in self.owned],
+        ]
+        return [*zip(*columns, strict=True)]
+
+    def repeated(self, places: Sequence[int]) -> MemoryNeeds:
+        """Return the needs of more stages, each like one of these; ``places`` has its index."""
+        num_stages, new = len(self.owned), -1
+        num_owners = Counter(key for sizes in self.owned for key in sizes)
+        owned: list[Mapping[int, tuple[int, int, int]]] = []
+        for index, place in enumerate(places):
+            sizes = dict(self.owned[place])
+            if place in places[:index]:  # its tensors are others, but for those that are shared
+                for key in [key for key in sizes if num_owners[key] == 1]:
+                    sizes[new] = sizes.pop(key)
+                    new -= 1
+            owned.append(sizes)
+
+        def take(column: Sequence[Any]) -> list[Any]:
+            return [column[place] for place in places]
+
+        costs: dict[str, Any] = {
+            name: take(self.costs.per_stage(name, num_stages)) for name in (*COMPUTE_TIMES, *_KEPT)
+        }
+        return replace(
+            self,
+            owned=owned,
+            costs=replace(self.costs, **costs),
+            sent={kind: take(sizes) for kind, sizes in self.sent.items()},
+            workspace=take(self.workspace),
+            collectives={kind: take(sizes) for kind, sizes in self.collectives.items()},
+        )
+
     def _slices_of(self, stages: Sequence[Stage], joined: Costs) -> Slices:
         """Return how costs of stages divide among slices: by attention, and code behind the blocks.
 
@@ -257,10 +300,9 @@ class MemoryNeeds:
         """Return the needs of microbatches with ``factor`` times the samples."""
         if factor == 1:
             return self
-        names = ("activation", "weight_input", "weight_residue")
         num_stages = len(self.owned)
         kept: dict[str, Any] = {
-            n: [size * factor for size in self.costs.per_stage(n, num_stages)] for n in names
+            n: [size * factor for size in self.costs.per_stage(n, num_stages)] for n in _KEPT
         }
         sent = {kind: [int(size * factor) for size in sizes] for kind, sizes in self.sent.items()}
         costs = replace(self.costs, **kept)

@@ -123,17 +123,31 @@ def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
 
     The code after the last block counts as work of the last block.
     """
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
     makes = _makes_of(chain)
+    keys = []
     for index, make in enumerate(makes):
         segments = {index, index + 1} if index == len(chain) - 1 else {index}
-        alike[_work_of(index, segments, record), make.form].append(index)
+        keys.append((_work_of(index, segments, record), make.form))
+    return _classes(makes, keys)
+
+
+def _classes(makes: Sequence[_Make], keys: Sequence[Any]) -> list[int]:
+    """Number the blocks that have the same key, and the same numbers but for counters."""
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for index, key in enumerate(keys):
+        alike[key].append(index)
     classes: dict[Any, int] = {}
-    class_of_block = [0] * len(chain)
+    class_of_block = [0] * len(makes)
     for key, members in sorted(alike.items(), key=lambda item: item[1]):
         for index, numbers in zip(members, _numbers_apart(members, makes), strict=True):
             class_of_block[index] = classes.setdefault((key, numbers), len(classes))
     return class_of_block
+
+
+def classes_of_makes(chain: BlockChain) -> list[int]:
+    """Return the class of each block by how it is made alone, before any step has run."""
+    makes = _makes_of(chain)
+    return _classes(makes, [make.form for make in makes])
 
 
 def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutput]:
