@@ -41,7 +41,7 @@ from lightning_pipeoffload.runtime.tensor_parallel.layers import NothingDistribu
 from lightning_pipeoffload.schedule import Kind, MemoryLimitError, ScheduleError
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
-from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, least_score
 from lightning_pipeoffload.schedule.text import seconds_text
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ would wait even longer for each other.
 _NUM_IN_FULL = 2
 # Layouts with so many F's on all ranks of a pipeline, or fewer, are all planned in full.
 _FEW_FORWARDS = 128
+# With more of them, a layout is planned only if it may be the fastest.
+_MANY_FORWARDS = 1024
+# A plan that takes no longer than so many times the least possible is not looked for any longer.
+_ABOUT_LEAST = 1.002
 # A full plan is looked for that takes so many times as long as the fastest so far, or less.
 _WORTH_A_PLAN = 0.97
 _MORE_MACHINES = (2, 4, 8)
@@ -99,11 +103,20 @@ class OutOfTimeError(KeyboardInterrupt):
 
 
 class _Place(NamedTuple):
-    """A layout to plan, by a planner with its sizes, and the seconds a step takes at least."""
+    """A layout to plan.
+
+    Attributes:
+        layout: The layout.
+        planner: A planner with its sizes.
+        least: Seconds that a step takes at least without copies, by a quick plan; infinite where
+            none fits.
+        work: Seconds that any step takes at least, with even work and no waits.
+    """
 
     layout: Layout
     planner: ModelPlanner
     least: float
+    work: float
 
 
 @dataclass(frozen=True)
@@ -400,19 +413,20 @@ class _Search:
         places = self._plan_quickly(planners, num_nodes, changed or {})
         best, quick = self._best, dict(self._planned)
         scores = {layout: quick[layout].score if layout in quick else inf for layout, *_ in places}
-        places.sort(key=lambda place: (scores[place.layout], place.least))
+        places.sort(key=lambda place: (scores[place.layout], place.least, place.work))
         for number, place in enumerate(places):
             is_near = number < _NUM_IN_FULL and scores[place.layout] <= NEAR * best
             is_near |= _num_forwards(place) <= _FEW_FORWARDS
             is_tight = place.layout not in quick
-            if is_near and not is_tight:
+            is_done = scores[place.layout] <= _ABOUT_LEAST * place.least
+            if is_near and not (is_tight or is_done):
                 self._say("", place.layout)
-                candidate = self._plan(place, SHOWN * best, _ALONE)
+                candidate = self._plan(place, scores[place.layout], _ALONE)
                 if candidate is not None and candidate.score < scores[place.layout]:
                     self._planned[place.layout] = candidate
                     scores[place.layout] = candidate.score
                     best = min(best, candidate.score)
-            if place.least <= best and (is_near or is_tight):
+            if place.work <= best and (is_near or is_tight):
                 self._say("with all schedules and copies, ", place.layout)
                 candidate = self._plan(place, _WORTH_A_PLAN * best, FAMILIES)
                 if candidate is not None and candidate.score * ABOUT_EQUAL < scores[place.layout]:
@@ -449,42 +463,50 @@ class _Search:
     ) -> list[_Place]:
         """Plan the layouts that fit without copies; return all that may become the fastest."""
         places: list[_Place] = []
+        for place in self._places(planners, num_nodes, changed):
+            best = self._best
+            if place.work > SHOWN * best:
+                self._leave_out(place.layout, _SLOW)
+                continue
+            places.append(place)
+            is_large = _num_forwards(place) > _MANY_FORWARDS
+            if place.least > best * (1 if is_large else SHOWN) or place.least == inf:
+                continue  # if it is faster, then with copies
+            self._say("", place.layout)
+            candidate = self._plan(place, SHOWN * best, _SHORTLY)
+            if candidate is not None:
+                self._planned[place.layout] = candidate
+                self._close(place.layout)
+        return places
+
+    def _places(
+        self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
+    ) -> list[_Place]:
+        """Return the layouts of all tensor ranks that are worth it, the most promising first."""
+        places: list[_Place] = []
         for planner in planners:
-            best_of_size = inf
-            for place in self._by_promise(planner, num_nodes, changed):
-                if place.least > SHOWN * self._best:
-                    self._leave_out(place.layout, _SLOW)
-                    best_of_size = min(best_of_size, place.least)
-                    continue
-                places.append(place)
-                self._say("", place.layout)
-                candidate = self._plan(place, SHOWN * self._best, _SHORTLY)
-                if candidate is not None:
-                    self._planned[place.layout] = candidate
-                    best_of_size = min(best_of_size, candidate.score)
-                    self._close(place.layout)
-            size, best = planner.settings.tensor_parallel_size, self._best
+            best = min((place.least for place in places), default=inf)
+            of_size = self._places_of(planner, num_nodes, changed)
+            best_of_size = min((place.least for place in of_size), default=inf)
+            places += of_size
+            size = planner.settings.tensor_parallel_size
             if NEAR * best < best_of_size < inf and size < self._sizes[-1]:
                 self._left_out[f"more than {size} tensor ranks"] = (
                     f"{size} take {best_of_size / best:.2f} times as long as fewer, or longer"
                 )
                 self._close_tensor_ranks(size + 1)
                 break
-        return places
+        return sorted(places, key=lambda place: (place.least, place.layout.num_ranks))
 
     def _leave_out(self, layout: Layout, reason: str) -> None:
         self._left_out[str(layout)] = reason
         self._close(layout)
 
-    def _by_promise(
+    def _places_of(
         self, planner: ModelPlanner, num_nodes: int, changed: Mapping[str, Any]
     ) -> list[_Place]:
-        """Return the layouts of a planner's tensor ranks, the most promising first.
-
-        A step takes at least so long as where work is even and no rank waits. Layouts whose weights
-        hardly fit are last; those whose weights, gradients and states alone do not are left out.
-        """
-        promising: list[tuple[tuple[bool, float, int], _Place]] = []
+        """Return the layouts of a planner's tensor ranks whose weights and states fit."""
+        places = []
         for layout in self._layouts(num_nodes):
             num_ranks, size, num_replicas = layout
             if size != planner.settings.tensor_parallel_size:
@@ -494,31 +516,28 @@ class _Search:
                 self._leave_out(layout, f"the replicas cannot divide num_microbatches ({count})")
                 continue
             settings = replace(self._asked(planner, num_replicas), **changed)
-            in_layout = planner.in_layout(settings)
             option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
             sharded = replace(settings, sharding=self._shardings(settings)[-1])
-            memory = planner.memory
+            in_layout, memory = planner.in_layout(settings), planner.memory
             assert memory is not None
             try:
                 least_bytes = in_layout.least_beside(option, num_ranks, sharded)
                 if least_bytes > memory:
                     self._leave_out(layout, self._needs_more(layout, least_bytes))
                     continue
-                is_too_large = in_layout.memory_beside(option, num_ranks, sharded) > memory
                 times = in_layout.costs_of(option, 1, settings).compute(1).values()
+                work = sum(map(sum, times)) * option.num_microbatches / num_ranks
+                request = self._request(in_layout.in_layout(sharded), layout, _SHORTLY)
+                places.append(_Place(layout, in_layout, max(work, least_score(request)), work))
             except ScheduleError as error:
                 self._leave_out(layout, _first_line(error))
-                continue
-            least = sum(map(sum, times)) * option.num_microbatches / num_ranks
-            place = _Place(layout, in_layout, least)
-            promising.append(((is_too_large, least, num_ranks), place))
-        return [place for _, place in sorted(promising, key=lambda each: each[0])]
+        return places
 
     def _plan(
         self, place: _Place, omits_above: float, recipes: Mapping[str, Recipe]
     ) -> PlannedLayout | None:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
-        layout, planner, _ = place
+        layout, planner, *_ = place
         best: PlannedLayout | None = None
         reason = ""
         for sharding in self._shardings(planner.settings):
@@ -534,7 +553,7 @@ class _Search:
                 except ScheduleError as error:
                     reason = reason or _first_line(error)
                 else:
-                    if best is None or candidate.score * ABOUT_EQUAL < best.score:
+                    if candidate.score * (1 if best is None else ABOUT_EQUAL) <= least:
                         best = candidate
         if best is None:
             self._left_out[str(layout)] = reason if omits_above == inf else _NOT_FASTER
@@ -547,6 +566,22 @@ class _Search:
         omits_above: float,
         recipes: Mapping[str, Recipe],
     ) -> PlannedLayout:
+        request = self._request(planner, layout, recipes, omits_above)
+        plan, needs = planner.plan(request)
+        most, memory = max(rank.device for rank in needs), planner.memory
+        assert memory is not None
+        if most > memory:
+            raise MemoryLimitError("its messages do not fit", memory, most)
+        return PlannedLayout(planner, plan, needs)
+
+    def _request(
+        self,
+        planner: ModelPlanner,
+        layout: Layout,
+        recipes: Mapping[str, Recipe],
+        omits_above: float = inf,
+    ) -> PlanRequest:
+        """Return the request for a layout's plans; without copies unless all recipes are given."""
         settings, name = planner.settings, self._config.strategy.schedule
         is_quick = recipes is not FAMILIES
         wanted = planner.options(name, int(settings.num_microbatches), self._recomputes)
@@ -560,13 +595,7 @@ class _Search:
         if is_quick and settings.offload == "auto":
             tried = replace(settings, offload="none")
         more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **recipes}}
-        request = planner.request(wanted, layout.num_ranks, tried, **more)
-        plan, needs = planner.plan(request)
-        most, memory = max(rank.device for rank in needs), planner.memory
-        assert memory is not None
-        if most > memory:
-            raise MemoryLimitError("its messages do not fit", memory, most)
-        return PlannedLayout(planner, plan, needs)
+        return planner.request(wanted, layout.num_ranks, tried, **more)
 
     def _too_large(self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError) -> str:
         _, limit, needed = error.args

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_pipeoffload.cli.configuration import build
@@ -86,9 +87,12 @@ class ModelProbe:
         self._config = config
         size = config.get("tensor_parallel_size", 1)
         self._mesh = mesh_of_absent_ranks(size) if size > 1 else None
+        self._like = like
         self._make_module()
+        # Not later: errors of the user's code are no reasons against one plan.
+        self._is_in_parts = like._is_in_parts if like else self._makes_parts()
         if self._mesh is not None or is_overridden("configure_model", self._module):
-            self._configure_model()  # its errors are no reasons against one plan
+            self._configure_model()
         self._data: LightningDataModule = build(config, "data")
         self._data.trainer = self._trainer
         self._needs: dict[Any, MemoryNeeds] = {}
@@ -97,8 +101,6 @@ class ModelProbe:
         self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _as_made
         self._sizes: dict[str, tuple[BlockChain, SegmentCosts]] = {}
         self.recomputes: Sequence[str] = ()
-        self._like = like
-        self._is_in_parts: bool | None = None if like is None else like._is_in_parts
 
     def _make_module(self) -> None:
         with self._making_shapes():
@@ -108,6 +110,17 @@ class ModelProbe:
     def _configure_model(self) -> None:
         with self._making_shapes():
             self._configure()
+
+    def _makes_parts(self) -> bool:
+        """Return whether ranks of a run make their own parts, whose cut goes by sizes."""
+        if not is_overridden("configure_model", self._module):
+            return False
+        strategy: Any = OmegaConf.to_container(self._config.strategy, resolve=True)
+        with self._making_shapes():
+            blueprint = make_blueprint(
+                self._module, self._configure, (0,), strategy.get("blocks"), "even"
+            )
+        return blueprint is not None
 
     def _configure(self) -> None:
         if self._mesh is None:
@@ -347,10 +360,6 @@ class ModelProbe:
 
     def _as_made(self, placement: tuple[int, ...], settings: PipelineSettings) -> PipelineSettings:
         """Return settings with the cut of a run that makes the layers of ``configure_model``."""
-        if not is_overridden("configure_model", self._module):
-            return settings
-        if self._is_in_parts is None:
-            self._is_in_parts = self._make_anew(settings.blocks)
         if not self._is_in_parts:
             return settings
         key = placement, str(settings.blocks), str(settings.split)
@@ -370,14 +379,6 @@ class ModelProbe:
             chain, _, costs = costs_of_sizes(self._module, blocks)
             self._sizes[key] = chain, costs
         return self._sizes[key]
-
-    def _make_anew(self, blocks: str | Sequence[str] | None) -> bool:
-        """Return whether ranks of a run make their own parts, whose cut goes by sizes."""
-        self._make_module()  # without the layers that it has now
-        with self._making_shapes():
-            blueprint = make_blueprint(self._module, self._configure, (0,), blocks, "even")
-        self._configure_model()
-        return blueprint is not None
 
     def states(self, master_weights: str | None) -> dict[int, int]:
         """Return the bytes of optimizer state of each parameter, masters among it."""

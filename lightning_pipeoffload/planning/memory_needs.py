@@ -236,7 +236,10 @@ class MemoryNeeds:
         return [*zip(*columns, strict=True)]
 
     def repeated(self, places: Sequence[int]) -> MemoryNeeds:
-        """Return the needs of more stages, each like one of these; ``places`` has its index."""
+        """Return the needs of more stages, each like one of these; ``places`` has its index.
+
+        In both each block is a stage, and the code behind them; times are in the mean F of blocks.
+        """
         num_stages, new = len(self.owned), -1
         num_owners = Counter(key for sizes in self.owned for key in sizes)
         owned: list[Mapping[int, tuple[int, int, int]]] = []
@@ -254,9 +257,13 @@ class MemoryNeeds:
         costs: dict[str, Any] = {
             name: take(self.costs.per_stage(name, num_stages)) for name in (*COMPUTE_TIMES, *_KEPT)
         }
+        unit = sum(costs["forward"][:-1]) / (len(places) - 1) or 1.0
+        for name in COMPUTE_TIMES:
+            costs[name] = [time / unit for time in costs[name]]
         return replace(
             self,
             owned=owned,
+            flops_of_one=self.flops_of_one * unit,
             costs=replace(self.costs, **costs),
             sent={kind: take(sizes) for kind, sizes in self.sent.items()},
             workspace=take(self.workspace),

@@ -42,7 +42,7 @@ from .solver.plan_problem import (
 )
 from .text import bytes_text, share_text
 
-__all__ = ["HostShortageError", "Plan", "PlanRequest", "make_plan"]
+__all__ = ["HostShortageError", "Plan", "PlanRequest", "least_score", "make_plan"]
 
 # A builder that searches for seconds must promise to gain this share of the best plan's period.
 _WORTH_SEARCHING = 0.02
@@ -203,6 +203,13 @@ def make_plan(request: PlanRequest) -> Plan:
     return Plan(best, best.schedule, trials.true_costs(best.option), judged)
 
 
+def least_score(request: PlanRequest) -> float:
+    """Return a lower bound on the scores of all plans without copies; infinite if none can be."""
+    trials = _Trials(request)
+    trials.find_bounds()
+    return trials.least_order
+
+
 _ORDERS, _COPIED = ("none", "its own"), ("auto", "paged")
 _MANY_TIMES = 1e6
 
@@ -310,6 +317,11 @@ class _Trials:
         """Find a lower bound on the period of each option."""
         wanted = self._request.options
         self._bounds = dict(zip(wanted, self._ask(self._bound, wanted), strict=True))
+
+    @property
+    def least_order(self) -> float:
+        """The smallest bound of an order without copies."""
+        return min((bound.order for bound in self._bounds.values() if bound.order), default=inf)
 
     def try_orders(self, options: Sequence[Option]) -> None:
         """Plan the orders of options, those with the best bounds first."""

@@ -5,18 +5,27 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
+from lightning_pipeoffload.cli import model_probe
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving, find_classes
 from lightning_pipeoffload.runtime.measure import shape_memory
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import sent_bytes
-from lightning_pipeoffload.schedule import Kind, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option
+from lightning_pipeoffload.schedule import Kind, ScheduleError, build, lower
+from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
+from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from tests import test_tensor_parallel as fits
 from tests.support.composed import composed
+from tests.support.pairs import slow
 from tests.test_tensor_parallel import LONG, Run, fit, loader
 
 
@@ -72,6 +81,72 @@ def test_blocks_with_alike_shared_layers_are_of_one_class(monkeypatch):
     assert seen
     # The last has the loss as well.
     assert all(len(classes) == 4 and classes[1] == classes[2] for classes in seen)
+
+
+class Deep(LightningModule):
+    """Eight blocks; those in ``whole`` are not shared, and the step may count to eight."""
+
+    def __init__(self, whole=(), counts=False):
+        super().__init__()
+        self.whole, self.counts = whole, counts
+
+    def configure_model(self):
+        if hasattr(self, "blocks"):
+            return
+        self.embed = nn.Embedding(fits.WORDS, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(8)
+        )
+        self.head = nn.Linear(8, fits.WORDS)
+        for index, block in enumerate(self.blocks if self.device_mesh is not None else ()):
+            if index not in self.whole:
+                shared = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(block, self.device_mesh["tensor_parallel"], shared)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.embed(batch[0])
+        for index in range(8 if self.counts else len(self.blocks)):
+            hidden = self.blocks[index](hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("more", "num_traced"),
+    [((), 4), slow((("+model.whole=[3]",), 7)), slow((("+model.counts=true",), 4))],
+)
+def test_a_few_of_alike_blocks_are_traced_for_more_tensor_ranks(more, num_traced, monkeypatch):
+    seen, only_some = [], model_probe.only_some
+
+    def some(container, places):
+        seen.append(max(places) + 1)
+        return only_some(container, places)
+
+    monkeypatch.setattr(model_probe, "only_some", some)
+
+    def planner_of(size, like=None):
+        of = f"+model._target_={__name__}.Deep", *words()[1:-1], f"tensor_parallel_size={size}"
+        planner = ModelPlanner(composed("plan", *of, *more), like=like)
+        planner.probe.recomputes = RECOMPUTATIONS
+        planner.needs_of(Option("zb_h1", 1, 4), 2)
+        return planner
+
+    def needs(planner):
+        for recompute in RECOMPUTATIONS:
+            found = planner.needs_of(Option("zb_v", 2, 4, recompute), 2)
+            yield [sorted(sizes.values()) for sizes in found.owned], found.sent, found.collectives
+            yield found.of_ranks(lower(build("zb_v", 2, 4)))
+            columns = (found.costs.per_stage(name, 4) for name in COMPUTE_TIMES)
+            yield [[round(found.flops_of_one * work) for work in column] for column in columns]
+        yield planner.probe.batch_flops
+
+    with beside_absent_ranks(2):
+        one, alone = planner_of(1), planner_of(2)
+        few = planner_of(2, one)
+        assert seen == [num_traced]
+        assert [*needs(few)] == [*needs(alone)]
 
 
 @pytest.mark.slow
