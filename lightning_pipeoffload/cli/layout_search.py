@@ -67,6 +67,8 @@ _ALONE = {name: FAMILIES[name] for name in QUICK}
 # The search of zb_v takes seconds where there are many ranks and microbatches. A tenth of it tells
 # which layouts are near the fastest.
 _SHORTLY = {**_ALONE, "zb_v": replace(_ALONE["zb_v"], fixed_options={"num_actions": 60_000})}
+# Of a large layout that zb_v stands, with any other schedule.
+_LARGE = {**FAMILIES, "zb_v": _SHORTLY["zb_v"]}
 NEAR = 1.1
 """The fastest, and one more up to so many times as slow, are planned with all schedules.
 
@@ -77,7 +79,8 @@ would wait even longer for each other.
 _NUM_IN_FULL = 2
 # Layouts with so many F's on all ranks of a pipeline, or fewer, are all planned in full.
 _FEW_FORWARDS = 128
-# With more of them, a layout is planned only if it may be the fastest.
+# With more of them, a layout is large: it is planned only if it may be the fastest, and zb_v is
+# searched for a tenth as long.
 _MANY_FORWARDS = 1024
 # A plan that takes no longer than so many times the least possible is not looked for any longer.
 _ABOUT_LEAST = 1.002
@@ -117,6 +120,15 @@ class _Place(NamedTuple):
     planner: ModelPlanner
     least: float
     work: float
+
+    @property
+    def num_forwards(self) -> int:
+        """F's on all ranks of a pipeline."""
+        return self.layout.num_ranks * int(self.planner.settings.num_microbatches)
+
+    @property
+    def is_large(self) -> bool:
+        return self.num_forwards > _MANY_FORWARDS
 
 
 @dataclass(frozen=True)
@@ -416,9 +428,9 @@ class _Search:
         places.sort(key=lambda place: (scores[place.layout], place.least, place.work))
         for number, place in enumerate(places):
             is_near = number < _NUM_IN_FULL and scores[place.layout] <= NEAR * best
-            is_near |= _num_forwards(place) <= _FEW_FORWARDS
+            is_near |= place.num_forwards <= _FEW_FORWARDS
             is_tight = place.layout not in quick
-            is_done = scores[place.layout] <= _ABOUT_LEAST * place.least
+            is_done = scores[place.layout] <= _ABOUT_LEAST * place.least or place.is_large
             if is_near and not (is_tight or is_done):
                 self._say("", place.layout)
                 candidate = self._plan(place, scores[place.layout], _ALONE)
@@ -428,7 +440,8 @@ class _Search:
                     best = min(best, candidate.score)
             if place.work <= best and (is_near or is_tight):
                 self._say("with all schedules and copies, ", place.layout)
-                candidate = self._plan(place, _WORTH_A_PLAN * best, FAMILIES)
+                recipes = _LARGE if place.is_large else FAMILIES
+                candidate = self._plan(place, _WORTH_A_PLAN * best, recipes)
                 if candidate is not None and candidate.score * ABOUT_EQUAL < scores[place.layout]:
                     self._planned[place.layout] = candidate
                     best = min(best, candidate.score)
@@ -469,8 +482,7 @@ class _Search:
                 self._leave_out(place.layout, _SLOW)
                 continue
             places.append(place)
-            is_large = _num_forwards(place) > _MANY_FORWARDS
-            if place.least > best * (1 if is_large else SHOWN) or place.least == inf:
+            if place.least > best * (1 if place.is_large else SHOWN) or place.least == inf:
                 continue  # if it is faster, then with copies
             self._say("", place.layout)
             candidate = self._plan(place, SHOWN * best, _SHORTLY)
@@ -543,7 +555,7 @@ class _Search:
         for sharding in self._shardings(planner.settings):
             if best is not None and not best.plan.is_bound_by_memory:
                 break
-            for order in self._orders(planner, layout)[: None if recipes is FAMILIES else 1]:
+            for order in self._orders(planner, layout)[: 1 if _is_quick(recipes) else None]:
                 changed = replace(planner.settings, sharding=sharding, rank_order=order)
                 least = omits_above if best is None else best.score
                 try:
@@ -583,7 +595,7 @@ class _Search:
     ) -> PlanRequest:
         """Return the request for a layout's plans; without copies unless all recipes are given."""
         settings, name = planner.settings, self._config.strategy.schedule
-        is_quick = recipes is not FAMILIES
+        is_quick = _is_quick(recipes)
         wanted = planner.options(name, int(settings.num_microbatches), self._recomputes)
         if name == "auto":  # searches of many seconds
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
@@ -645,8 +657,8 @@ class _Search:
         self._show(f"{self._beginning}{text}")
 
 
-def _num_forwards(place: _Place) -> int:
-    return place.layout.num_ranks * int(place.planner.settings.num_microbatches)
+def _is_quick(recipes: Mapping[str, Recipe]) -> bool:
+    return len(recipes) < len(FAMILIES)
 
 
 _SLOW = f"takes more than {SHOWN:g} times as long"
