@@ -28,7 +28,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 from lightning.fabric.utilities.data import _set_sampler_epoch  # private: as the loops call it
@@ -43,7 +42,6 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import (
     CombinedLoader,
-    _ModeIterator,  # private: a CombinedLoader has the length of its own
 )
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
@@ -57,8 +55,16 @@ from lightning_pipeoffload.loop.data import (
     epoch_to_read,
     silenced,
 )
+from lightning_pipeoffload.loop.receiving import (
+    MOST_AHEAD,
+    Batch,
+    Inbox,
+    Length,
+    Pass,
+    ReceivingFetcher,
+)
 from lightning_pipeoffload.processes.failure import say
-from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel, Received
+from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel
 from lightning_pipeoffload.runtime.randomness import RandomnessReplay, are_alike
 from lightning_pipeoffload.runtime.users_code.sources import (
     generator_state,
@@ -68,45 +74,7 @@ from lightning_pipeoffload.runtime.users_code.sources import (
 
 _LOOPS = evaluation_loop, fit_loop, prediction_loop
 _LONG_SECONDS = 60
-_MOST_AHEAD = 2  # one is on its way during a step; others take it without waiting for the reader
 _numbers = itertools.count()  # of passes; an interrupted one may leave messages to a later entry
-
-_Message = tuple[Any, list[Received]]  # a header, and what comes with it
-
-
-class _Length(NamedTuple):
-    """The length of a loader; None where it has none."""
-
-    batches: int | None
-
-
-class _Pass(NamedTuple):
-    """The start of a pass through loaders."""
-
-    number: int
-    length: int | None
-    is_done: bool
-
-
-class _Batch(NamedTuple):
-    """What belongs to a batch.
-
-    Attributes:
-        number: That of its pass.
-        place: Its number, and that of its loader; None where the data have ended, or, if it is not
-            the last, where reading has failed.
-        indices: Those of its samples, where prediction writers want them.
-        is_last: Whether none follows.
-        is_ahead: Whether it is sent before its turn.
-        is_followed: Whether another message of the pass comes, before the turn of what it is of.
-    """
-
-    number: int
-    place: tuple[int, int] | None
-    indices: Any
-    is_last: bool
-    is_ahead: bool
-    is_followed: bool
 
 
 class Reading:
@@ -131,8 +99,8 @@ class Reading:
         self._trainer, self.channel, self._checks = trainer, channel, checks
         self._resumed, self._resumes = resumed, resumes
         self._training: _ReadingFetcher | None = None
-        self._length: _Length | None = None
-        self._coming = WeakValueDictionary[int, deque[_Message]]()  # of passes, by number
+        self._length: Length | None = None
+        self._inbox = Inbox(channel)
         self._has_said = False
 
     def join(self, at_end: ExitStack) -> None:
@@ -160,9 +128,9 @@ class Reading:
             return plain(loader, strategy, *args)
         if self.channel.is_reader:
             has_length = plain(loader, strategy, *args)
-            self.channel.send(_Length(len(loader) if has_length else None))
+            self.channel.send(Length(len(loader) if has_length else None))
             return has_length
-        self._length, _ = self.receive(_Length)
+        self._length, _ = self._inbox.receive(Length)
         return False  # the loader of this process may have another length, or none
 
     def _num_batches(
@@ -179,48 +147,13 @@ class Reading:
         if trainer is not self._trainer:
             return plain(trainer, stage)
         if not self.channel.is_reader:
-            return _ReceivingFetcher(self, stage == RunningStage.PREDICTING)
+            return ReceivingFetcher(self._inbox, stage == RunningStage.PREDICTING)
         # Not by the stage: a resumed fit lets a validation that it skips begin in that of training.
         is_training = loop is fit_loop
         fetcher = _ReadingFetcher(self, is_training, stage == RunningStage.PREDICTING)
         if is_training:
             self._training = fetcher
         return fetcher
-
-    # On the others
-
-    def receive(self, kind: type[Any], number: int | None = None) -> _Message:
-        """Receive a header of a kind, and what comes with it.
-
-        What is sent ahead for another pass than that of ``number`` is put aside for it; what a pass
-        that was cut short has left is dropped.
-
-        Raises:
-            RuntimeError: The reader's loop is at another place.
-        """
-        while True:
-            header, values = self.channel.receive()
-            is_aside = isinstance(header, _Batch) and header.is_ahead and header.number != number
-            if isinstance(header, kind) and not is_aside:
-                return header, values
-            coming = self._coming.get(header.number, deque()) if is_aside else None
-            if coming is None or len(coming) == _MOST_AHEAD:
-                raise RuntimeError(
-                    f"global rank {self.channel.reader}, which reads the data, has come to "
-                    f"{_PLACES[type(header)]}, and this rank to {_PLACES[kind]}; give every rank "
-                    f"as many loaders, in the same collection, and let hooks decide alike on all "
-                    f"ranks"
-                )
-            coming.append((header, values))
-
-    def begin_receiving(self) -> tuple[_Pass, deque[_Message]]:
-        """Receive the start of a pass, and return where its batches are put aside."""
-        header, states = self.receive(_Pass)
-        _restore(states)
-        coming = self._coming[header.number] = deque()
-        return header, coming
-
-    # On the reader
 
     def check(self, combined: CombinedLoader, item: Any, is_training: bool) -> None:
         """Check a batch that was read, with its number and that of its loader."""
@@ -349,7 +282,7 @@ class _ReadingFetcher(_DataFetcher):
         self.done = self.done or self._has_ended()
         if self._channel.is_needed:
             self._has_drawn = not are_alike(before, _states(loaders))
-            self._channel.send(_Pass(self._number, self.length, self.done), self._drawn(None))
+            self._channel.send(Pass(self._number, self.length, self.done), self._drawn(None))
         return self
 
     def _go_on(self, resumed: _Resumed, loaders: list[Any]) -> None:
@@ -392,7 +325,7 @@ class _ReadingFetcher(_DataFetcher):
     def _read_ahead(self) -> None:
         if self.length is None and not self._ready:
             self._read()
-        while self._is_ahead and len(self._ready) < _MOST_AHEAD:
+        while self._is_ahead and len(self._ready) < MOST_AHEAD:
             is_over = self._ready and self._ready[-1].item is None
             if is_over or self._is_last(len(self._ready)):
                 break
@@ -455,7 +388,7 @@ class _ReadingFetcher(_DataFetcher):
             is_last = self._is_last(distance) if distance else self.done
             is_last = each.is_end or (is_last and each.error is None)
             is_followed = self._is_ahead and each.error is None and not is_last
-            header = _Batch(self._number, place, indices, is_last, distance > 0, is_followed)
+            header = Batch(self._number, place, indices, is_last, distance > 0, is_followed)
             each.wait = self._channel.send(header, [*batches, *self._drawn(each.after)])
         if read.wait is not None:
             read.wait()
@@ -487,95 +420,6 @@ class _ReadingFetcher(_DataFetcher):
         self._ready.clear()
 
 
-class _ReceivingFetcher(_DataFetcher):
-    """Receives what the reader of the replica hands out."""
-
-    def __init__(self, reading: Reading, predicts: bool) -> None:
-        super().__init__()
-        self._reading, self._predicts = reading, predicts
-        self._number: int | None = None
-        self._coming: deque[_Message] = deque()
-
-    @override
-    def __iter__(self) -> Self:
-        header, self._coming = self._reading.begin_receiving()
-        self._number = header.number
-        # Private: the loader answers by it how many batches it has, and nothing iterates over it.
-        self.combined_loader._iterator = _OfLength(header.length)
-        self.reset()
-        self.done = header.is_done
-        if self._predicts:
-            for loader in self.combined_loader.flattened:
-                _note_indices(loader, None)
-        return self
-
-    @override
-    def __next__(self) -> Any:
-        if self.done:
-            raise StopIteration
-        self._start_profiler()
-        try:
-            if not self._coming:
-                self._receive()
-            header, values = self._coming.popleft()
-            if header.place is None and not header.is_last:
-                self._receive()  # never comes: the reader's failure ends this process too
-            batch = values.pop(0).get() if header.place is not None else None
-            if header.is_followed and not self._coming:
-                self._receive()
-        finally:
-            self._stop_profiler()
-        _restore(values)
-        self.done = header.is_last or (self.length is None and self._ends_here())
-        if header.place is None:
-            raise StopIteration
-        self.fetched += 1
-        number, loader = header.place
-        if self._predicts:
-            _note_indices(self.combined_loader.flattened[loader], header.indices)
-        return batch, number, loader
-
-    def _receive(self) -> None:
-        self._coming.append(self._reading.receive(_Batch, self._number))
-
-    def _ends_here(self) -> bool:
-        """Whether the next message is that the data have ended."""
-        following = self._coming[0][0] if self._coming else None
-        return following is not None and following.is_last and following.place is None
-
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        self._coming = deque()
-
-
-def _restore(states: list[Received]) -> None:
-    """Restore the states of the generators that have come from the reader, if any."""
-    for received in states:
-        RandomnessReplay(received.get()).restore()
-
-
-_PLACES = {
-    _Length: "the length of a loader",
-    _Pass: "the start of a pass through its loaders",
-    _Batch: "the next batch",
-}
-
-
-class _OfLength(_ModeIterator):
-    """Has a length, and no batches."""
-
-    def __init__(self, length: int | None) -> None:
-        super().__init__([])
-        self._length = length
-
-    @override
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("the number of batches is not known")
-        return self._length
-
-
 def _may_be_ahead(loader: Any) -> bool:
     """Whether batches can be read before they are asked for: by workers, without a saved state."""
     has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
@@ -587,17 +431,6 @@ def _indices_of(combined: CombinedLoader, loader: int, number: int) -> Any:
     if not isinstance(sampler, _IndexBatchSamplerWrapper):
         return None
     return sampler.seen_batch_indices[number]
-
-
-def _note_indices(loader: Any, indices: Any) -> None:
-    """Note a batch's indices as the sampler does where it is read; None: a pass begins."""
-    sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(sampler, _IndexBatchSamplerWrapper):
-        return
-    if indices is None:
-        sampler.seen_batch_indices = []
-    else:
-        sampler.seen_batch_indices.append(indices)
 
 
 def _generators_of(loaders: list[Any]) -> list[Any]:

@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_pipeoffload import reads_data
-from lightning_pipeoffload.loop.reading import Reading, _Batch, _Pass
+from lightning_pipeoffload.loop.reading import Reading
+from lightning_pipeoffload.loop.receiving import Batch, Inbox, Pass
 from tests.support import fits
 from tests.support.pairs import pairs, slow, some
 
@@ -388,19 +389,18 @@ def test_a_rank_says_once_that_it_waits_for_the_reader(capfd):
 def receive(sent):
     """Return what a loop within that of training receives, and what is put aside for this one."""
     messages = [(header, []) for header in sent]
-    channel = SimpleNamespace(receive=lambda: messages.pop(0), reader=0)
-    reading = Reading(SimpleNamespace(global_rank=1), channel, None, None, False)
-    _, coming = reading.begin_receiving()
-    header, _ = reading.receive(_Pass)
+    inbox = Inbox(SimpleNamespace(receive=lambda: messages.pop(0), reader=0))
+    _, coming = inbox.begin_pass()
+    header, _ = inbox.receive(Pass)
     return header.number, [header.place[0] for header, _ in coming]
 
 
 def ahead(number, place=0, is_ahead=True):
-    return _Batch(number, (place, 0), None, False, is_ahead, True)
+    return Batch(number, (place, 0), None, False, is_ahead, True)
 
 
 def test_a_loop_within_another_puts_aside_what_was_sent_ahead():
-    training, validation = _Pass(7, 9, False), _Pass(8, 2, False)
+    training, validation = Pass(7, 9, False), Pass(8, 2, False)
     assert receive([training, ahead(7, 3), ahead(6), ahead(7, 4), validation]) == (8, [3, 4])
     elsewhere = "come to the next batch, and this rank to the start of a pass"
     for sent in ([ahead(7)] * 3, [ahead(7, is_ahead=False)]):
