@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
+from math import isclose
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.batch.parts import weigh_parts
 from lightning_pipeoffload.runtime.batch.tree import batch_leaves
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
@@ -35,6 +37,22 @@ _PAIRS = (
     "the loss compares each sample with the others of its microbatch{}, of {} samples, where one "
     'device compares all of a batch; num_microbatches=1 with schedule="1f1b" does too, without '
     "overlap, and larger microbatches, or negatives that the batch holds for each sample, come near"
+)
+_SUM = (
+    "the loss is a sum over the samples of a microbatch{}, and the batch's loss is the mean of its "
+    "{} microbatches', so that it and its gradient are as many times smaller than one device's; "
+    'divide by the number of samples, as reduction="mean" does'
+)
+_COUNT = (
+    "the loss divides by a count of the microbatch{}, of targets or of what a mask leaves, while "
+    "microbatches weigh by samples: where they count unlike numbers, the gradient is not that of "
+    "the batch's mean; give the strategy as microbatch_weight a callable of the microbatch that "
+    "returns this count"
+)
+_NORM = (
+    "{} ({}) computes its statistics over a microbatch, of {} samples, where one device has all {} "
+    'of a batch; num_microbatches=1 with schedule="1f1b" does too, without overlap, larger '
+    "microbatches come near, and GroupNorm or LayerNorm depend on no other sample"
 )
 _OVER_A_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -89,16 +107,59 @@ class MicrobatchWeights:
         if self._weight == "samples" and _has_ignored_labels(batch):
             log.warning(_LABELS_LEFT_OUT)
 
-    def note_class_weights(self, slices: Sequence[Microbatch]) -> None:
-        """Warn where the step's loss is a mean with weights, and microbatches weigh by samples."""
-        lines = [cut.record.class_weights for cut in slices if cut.record.class_weights]
-        if self._weight == "samples" and len(slices) > 1 and lines:
-            log.warning(_CLASS_WEIGHTS.format(in_brackets(lines[0])))
+    def note_differences(
+        self, slices: Sequence[Microbatch], larger: StepRecord | None, num_larger: int
+    ) -> None:
+        """Warn of what microbatches compute otherwise than the whole batch, a line for each kind.
+
+        Args:
+            slices: The first batch's microbatches, several.
+            larger: The record of the step for more samples than the first of them has, where
+                :func:`may_follow_samples` holds of that one's.
+            num_larger: How many.
+        """
+        record, sizes = slices[0].record, [cut.num_samples for cut in slices]
+        for name, part in _norms_over_batch(self._module):
+            if part.training:
+                log.warning(_NORM.format(name, type(part).__name__, sizes[0], sum(sizes)))
+                break
+        weights = [cut.record.class_weights for cut in slices if cut.record.class_weights]
+        if weights and self._weight == "samples":
+            log.warning(_CLASS_WEIGHTS.format(in_brackets(weights[0])))
+        if larger is None:
+            return
+        pairs = _lines_with_pairs(record, sizes[0]) & _lines_with_pairs(larger, num_larger)
+        if pairs:
+            log.warning(_PAIRS.format(in_brackets(min(pairs)), sizes[0]))
+        sums, counts = _compare_terms(record, larger, num_larger / sizes[0])
+        if sums:
+            log.warning(_SUM.format(in_brackets(sums[0]), len(sizes)))
+        if counts and self._weight == "samples":
+            log.warning(_COUNT.format(in_brackets(counts[0])))
 
 
-def note_pairs(line: str, size: int) -> None:
-    """Warn where a loss compares the samples of a microbatch with each other."""
-    log.warning(_PAIRS.format(in_brackets(line), size))
+def _compare_terms(
+    record: StepRecord, larger: StepRecord, ratio: float
+) -> tuple[list[str], list[str]]:
+    """Return the lines whose part of the loss is a sum over samples, or divides by a count."""
+    sums, counts = [], []
+    for line, term in record.loss_terms.items():
+        growth = larger.loss_terms.get(line, term) / term if term else 1
+        if isclose(growth, ratio):
+            sums.append(line)
+        elif not isclose(growth, 1):
+            counts.append(line)
+    return sums, counts
+
+
+def may_follow_samples(record: StepRecord, size: int) -> bool:
+    """Return whether a loss may compare, sum or count the samples of a microbatch of ``size``."""
+    return bool(_lines_with_pairs(record, size)) or any(record.loss_terms)
+
+
+def _lines_with_pairs(record: StepRecord, size: int) -> set[str]:
+    """Return the user's lines behind the blocks that make a tensor of two dimensions of a size."""
+    return {line for count, line in record.pairs if count == size}
 
 
 def count_tokens(part: Any, drops_first: bool) -> Tensor:
@@ -156,7 +217,11 @@ def sees_its_size(pipeline: Pipeline) -> bool:
 
 def least_samples(module: nn.Module) -> int:
     """Return how many samples a microbatch needs: two where statistics are over a batch."""
-    return 1 + any(isinstance(part, _OVER_A_BATCH) for part in module.modules())
+    return 1 + any(True for _ in _norms_over_batch(module))
+
+
+def _norms_over_batch(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return (named for named in module.named_modules() if isinstance(named[1], _OVER_A_BATCH))
 
 
 def _depends(part: nn.Module) -> bool:

@@ -21,7 +21,11 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.compilation import compile_ahead
-from lightning_pipeoffload.loop.microbatches import MicrobatchWeights, least_samples, note_pairs
+from lightning_pipeoffload.loop.microbatches import (
+    MicrobatchWeights,
+    least_samples,
+    may_follow_samples,
+)
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.report import Report
 from lightning_pipeoffload.loop.step_calls import StepInputs
@@ -150,25 +154,21 @@ class Split:
         is_first = not self.plans.microbatch_size
         slices = self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
         self.report.count(inputs.batch, slices)
-        if is_first and self.group.reports:
-            self.weights.note_class_weights(slices)
-        if is_first and len(slices) > 1 and not self.cutter.by_user:
-            pairs = self._lines_with_pairs(inputs, slices[0])
-            if pairs and self.group.reports:
-                note_pairs(pairs[0], slices[0].num_samples)
+        if is_first and len(slices) > 1:
+            self._note_differences(inputs, slices)
         return slices
 
-    def _lines_with_pairs(self, inputs: StepInputs, first: Microbatch) -> list[str]:
-        """Return the user's lines that make a [samples, samples] tensor behind the blocks.
+    def _note_differences(self, inputs: StepInputs, slices: list[Microbatch]) -> None:
+        """Warn where microbatches give other numbers than the whole batch.
 
-        A contrastive loss does. A trace with one sample more tells these from sizes that are equal
-        by chance.
+        A trace with more samples tells what follows their number from what is as large by chance.
         """
-        size = first.num_samples
-        lines = {line for count, line in first.record.pairs if count == size}
-        larger = self.cutter.record_of_first(inputs, size + 1) if lines else None
-        larger_pairs = larger.pairs if larger is not None else ()
-        return sorted(lines & {line for count, line in larger_pairs if count == size + 1})
+        size, larger = slices[0].num_samples, None
+        more = min(2 * size + 1, sum(cut.num_samples for cut in slices))
+        if not self.cutter.by_user and may_follow_samples(slices[0].record, size):
+            larger = self.cutter.record_of_first(inputs, more)
+        if self.group.reports:
+            self.weights.note_differences(slices, larger, more)
 
     def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
         total = self.cutter.count(inputs)

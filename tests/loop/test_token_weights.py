@@ -1,12 +1,13 @@
 """Labels of -100 and weights of classes: gradients and what is logged are one device's."""
 
 import logging
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, ctc_loss
 from torch.utils.data import DataLoader
 from transformers import BartConfig, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.bart.modeling_bart import BartForCausalLM
@@ -174,6 +175,89 @@ def test_samples_that_a_loss_compares_are_noted_once(caplog, make, size, count):
     text = "the loss compares each sample with the others of its microbatch ("
     assert caplog.text.count(text) == count
     assert caplog.text.count("cross_entropy(x @ others.T") == count
+
+
+SUM, COUNT, NORM = "the loss is a sum over the samples", "the loss divides by a count", "statistics"
+
+
+def per_token(module, batch, **options):
+    logits = module.blocks(batch["x"])
+    return cross_entropy(logits, batch["labels"], **options)
+
+
+def of_boxes(module, batch):
+    """A sum over the boxes of all images, divided by their number, as in DETR."""
+    logits, counts = module.blocks(batch["x"]), batch["labels"].tolist()
+    image = torch.tensor([i for i, count in enumerate(counts) for _ in range(count)])
+    return logits[image].abs().sum() / max(1, sum(counts))
+
+
+def of_sounds(module, batch):
+    logits = module.blocks(batch["x"]).expand(4, -1, -1).log_softmax(-1)
+    lengths = torch.full((len(batch["x"]),), 4)
+    return ctc_loss(
+        logits, batch["labels"][:, None].clamp(1), lengths, lengths // 4, reduction="sum"
+    )
+
+
+def of_experts(module, batch):
+    """The fractions of samples that choose each class, as in Mixtral."""
+    logits = module.blocks(batch["x"])
+    counts = torch.zeros(3) + torch.histc(logits.argmax(-1).float(), bins=3, min=0, max=2)
+    return (counts / len(logits) * logits.softmax(-1).sum(0) / len(logits)).sum()
+
+
+LOSSES = {
+    "mean": (per_token, ""),
+    "sum": (partial(per_token, reduction="sum"), SUM),
+    "sum / n": (lambda *a: per_token(*a, reduction="none").sum() / len(a[1]["x"]), ""),
+    "sum / 8": (lambda *a: per_token(*a, reduction="none").sum() / 8, SUM),
+    "masked": (
+        lambda m, b: (m.blocks(b["x"])[:, 0] * b["labels"]).sum() / b["labels"].sum(),
+        COUNT,
+    ),
+    "selected": (lambda m, b: m.blocks(b["x"])[b["labels"] > 0].mean(), COUNT),
+    "selected, over all": (lambda m, b: m.blocks(b["x"])[b["labels"] > 0].sum() / len(b["x"]), ""),
+    "boxes": (of_boxes, COUNT),
+    "a small sum": (lambda *a: per_token(*a) + 1e-3 * a[0].blocks(a[1]["x"]).square().sum(), SUM),
+    "ctc": (of_sounds, SUM),
+    "experts": (of_experts, ""),
+    "a product": (lambda m, b: (x := m.blocks(b["x"]))[:, 0] @ x[:, 1] / len(x), ""),
+}
+
+
+class AnyLoss(Classes):
+    def __init__(self, loss):
+        super().__init__(None)
+        self.loss = loss
+
+    def training_step(self, batch, index):
+        return self.loss(self, batch)
+
+
+def notices(caplog, module):
+    trainer = fits.trainer(1, {"num_microbatches": 4}, max_epochs=1)
+    samples = [{"x": torch.randn(3).double(), "labels": (i + 1) % 3} for i in range(16)]
+    with caplog.at_level(logging.WARNING, "lightning_pipeoffload"):
+        trainer.fit(module, DataLoader(samples, batch_size=8))
+    return [text for text in (SUM, COUNT, NORM) for _ in range(caplog.text.count(text))]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_no_mean_over_samples_is_noted_once(caplog, name):
+    loss, text = LOSSES[name]
+    assert notices(caplog, AnyLoss(loss)) == [text] * bool(text)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_norm_over_the_batch_is_noted_once(caplog, trains):
+    module = AnyLoss(per_token)
+    norms = [nn.BatchNorm1d(3).double() for _ in module.blocks]
+    blocks = zip(module.blocks, norms, strict=True)
+    module.blocks = nn.Sequential(*(nn.Sequential(*pair) for pair in blocks))
+    module.on_train_epoch_start = lambda: [norm.train(trains) for norm in norms]
+    assert notices(caplog, module) == [NORM] * trains
+    assert ("blocks.0.1 (BatchNorm1d)" in caplog.text) == trains
 
 
 def test_which_models_drop_the_first_label():

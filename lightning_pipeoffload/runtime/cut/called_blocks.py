@@ -129,6 +129,8 @@ class CalledChains:
             joined = self._join(self._containers, order[:1], _JOINS * self._work)
             yield [inner for name in joined for inner in self._open(name)]
             yield joined
+            # Also small ones, between which a library may branch by a block's value.
+            yield self._join(self._containers, order[:1], 0)
             yield from (self._containers[path] for path in order)
 
     def _with_copies_beside(self, names: Names) -> Iterator[Names]:

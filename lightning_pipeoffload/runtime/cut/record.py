@@ -25,6 +25,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
+from lightning_pipeoffload.runtime.cut.loss_terms import Terms
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder
 from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
@@ -173,6 +174,9 @@ class StepRecord:
     pairs: set[tuple[int, str]] = field(default_factory=set)
     """Sizes that occur twice in the shape of a result after the blocks, with the line. If one is
     the number of samples, a contrastive loss may compare each sample with all others there."""
+
+    loss_terms: Terms = field(default_factory=dict)
+    """How the loss follows the number of samples, by line; see :mod:`.loss_terms`."""
 
     # Properties that make cuts impossible.
     unrepeatable: LoggedValue | None = None
@@ -370,7 +374,7 @@ _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("lengths", "is_assigned", "has_run"),
     *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
-    "pairs",  # of samples, which are as many at any length
+    *("pairs", "loss_terms"),  # of samples, which are as many at any length
     "drawing",  # of blocks that run in a trace
     "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced

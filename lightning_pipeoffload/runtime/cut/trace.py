@@ -36,12 +36,14 @@ from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
 from lightning_pipeoffload.runtime.cut.checks import (
     CallChecks,
+    CallsError,
     OrderError,
     describe_argument_write,
     is_in_function,
     loss_in,
     refuse_packed,
 )
+from lightning_pipeoffload.runtime.cut.loss_terms import note_terms, terms_of
 from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
     HookedSpan,
@@ -156,6 +158,7 @@ class StepTrace:
         self._before_block: list[tuple[int, Any]] = []
         self._training = torch.is_grad_enabled()
         self._is_in_call = self._is_in_block = self._is_in_chunks = False
+        self._are_chunks_weighed = False
         self._num_in_block = 0
         self._dropped: list[str] = []  # buffers that the operation that runs writes
         self._argument_memory: set[int] = set()  # addresses of the block's arguments
@@ -236,8 +239,10 @@ class StepTrace:
                 ) from None
             if not self.num_imagined or isinstance(error, OrderError):
                 raise error
-        elif self.segment < len(self.chain) or isinstance(error, AddressNeededError):
-            raise ValueError(_explain(error, self.chain, self.segment)) from None
+        elif isinstance(error, AddressNeededError):
+            raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
+        elif self.segment < len(self.chain):  # other blocks may enclose the line
+            raise CallsError(_explain(error, self.chain, self.segment)) from None
         self.record.is_certain = False
         unused = self._values.unused_blocks()
         if unused:
@@ -274,7 +279,7 @@ class StepTrace:
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
             )
-            chunks = AroundChunks(self.around_chunks, self._note_class_weights)
+            chunks = AroundChunks(self.around_chunks, self._note_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
             if self.observes:
@@ -355,6 +360,7 @@ class StepTrace:
             self._note_input_writes(func, args)
         elif segment == len(self.chain) > 0:  # a search for blocks has none
             self._note_pairs(result)
+            note_terms(func, args, result)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         if self._stripped.has_shards and any(weights):
             refuse_weight_on_shard(tensors, weights)
@@ -382,6 +388,10 @@ class StepTrace:
 
     def _note_class_weights(self) -> None:
         self.record.class_weights = calling_line()
+
+    def _note_weights_of_chunks(self) -> None:
+        self._note_class_weights()
+        self._are_chunks_weighed = True
 
     def _note_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
         """Record the segment that uses weights, and writes of buffers.
@@ -485,6 +495,8 @@ class StepTrace:
             return
         loss = loss_in(result)
         refuse_loss_of_shard(loss)
+        if not self._are_chunks_weighed:  # their divisor is noted already
+            self.record.loss_terms = terms_of(loss)
         if self.segment == len(self.chain):
             reach = self._values.reach_back(loss)
             named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
@@ -568,8 +580,6 @@ class ImaginedError(Exception):
 
 
 def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
-    if isinstance(error, AddressNeededError):
-        return f"{error}{in_brackets(users_line(error))}"
     return (
         f"the step cannot be cut into stages, for only one of them has what it needs before "
         f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "

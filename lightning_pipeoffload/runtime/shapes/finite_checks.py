@@ -2,7 +2,8 @@
 
 A step is traced as if all values were finite: else ``if not torch.isfinite(loss).all()`` would take
 the branch for a loss that is not, where an ``isnan`` does not. The outcome of such a check, and of
-what is computed of outcomes alone, is the same number for all elements of a tensor.
+what is computed of outcomes alone, is the same number for all elements of a tensor. So that boxes
+and the like pass a check, ``(x1 >= x0).all()`` holds too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ aten = torch.ops.aten
 _FOUND = {aten.isnan, aten.isinf, aten.isposinf, aten.isneginf}
 _COMPARISONS = {aten.eq: False, aten.ne: True, aten.lt: True, aten.le: True}  # with infinity
 _SUMS = {aten.sum, aten.count_nonzero}
+_ORDERS = {aten.lt, aten.le, aten.gt, aten.ge}
 # They run on one element in place of all.
 _ELEMENTWISE = {
     aten.logical_not, aten.logical_and, aten.logical_or, aten.bitwise_not, aten.bitwise_and,
@@ -54,6 +56,8 @@ def outcome_of(
             return kind is aten.eq  # only NaN differs from itself
         if _is_infinity(args[1]):
             return _COMPARISONS[kind]
+    if kind is aten.all and args[0].is_order:
+        return True
     if not known or None in known:
         return None
     if kind in _SUMS:
@@ -65,6 +69,11 @@ def outcome_of(
     left = iter(known)
     singles = [torch.tensor(next(left)) if isinstance(a, Tensor) else a for a in args]
     return func(*singles).item() if kind is not aten._to_copy else known[0]
+
+
+def is_order(func: torch._ops.OpOverload) -> bool:
+    """Return whether an operation compares the size of elements."""
+    return func.overloadpacket in _ORDERS
 
 
 def _is_infinity(value: Any) -> bool:

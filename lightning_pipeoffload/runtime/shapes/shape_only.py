@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
-from lightning_pipeoffload.runtime.shapes.finite_checks import outcome_of
+from lightning_pipeoffload.runtime.shapes.finite_checks import is_order, outcome_of
 from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,
     advance_generator,
@@ -72,11 +72,13 @@ class ShapeOnly(Tensor):
 
     Attributes:
         outcome: Each element in a trace, if it says whether values are finite; else None.
+        is_order: Whether its elements say, in a trace, which of two values is larger.
     """
 
     meta: Tensor
     origins: frozenset[str]
     outcome: float | None = None
+    is_order = False
 
     @staticmethod
     def __new__(
@@ -292,6 +294,7 @@ def _note_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: An
     operands = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
     known = [leaf.outcome if isinstance(leaf, ShapeOnly) else None for leaf in operands]
     result.outcome = outcome_of(func, args, known, result)
+    result.is_order = is_order(func)
 
 
 def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:

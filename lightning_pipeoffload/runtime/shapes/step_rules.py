@@ -212,6 +212,12 @@ def _one_hot(source: Tensor, num_classes: int = -1) -> Tensor:
     return source.new_empty((*source.shape, count))
 
 
+def _align(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch = log_probs.shape[1:-1]  # none of a single sequence
+    alphas = *batch, log_probs.shape[0], 2 * targets.shape[-1] + 1  # the longest target's
+    return log_probs.new_empty(batch), log_probs.new_empty(alphas)
+
+
 _MAKERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.nonzero.default: _find,
     aten.index.Tensor: _index,
@@ -222,11 +228,13 @@ _MAKERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.bincount.default: _count,
     aten.repeat_interleave.Tensor: _repeat,
     aten.one_hot.default: _one_hot,
+    aten._ctc_loss.default: _align,  # private: what ctc_loss() calls
+    aten._ctc_loss.Tensor: _align,
 }
 
 
 # Names that users know, for operations that torch names differently.
-_USERS_WORDS = {"index": "indexing with a mask"}
+_USERS_WORDS = {"index": "indexing with a mask", "_ctc_loss": "ctc_loss()"}
 
 
 def imagine_sizes(

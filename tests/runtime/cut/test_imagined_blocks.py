@@ -221,7 +221,7 @@ def alarm_behind(m, x):
 
 def two_alarms_behind(m, x):
     x = through(m.blocks, m.embed(x))
-    check(x)
+    assert (x.abs() < 1e9).any(), "too large"
     assert not (x.abs() > 1e9).any()
     return loss_of(m, x) + sum(block.size for block in m.blocks)
 
