@@ -49,6 +49,11 @@ _COUNT = (
     "the batch's mean; give the strategy as microbatch_weight a callable of the microbatch that "
     "returns this count"
 )
+_ROWS_KEPT = (
+    "{}, which the step writes{}, gets a row for each sample of a microbatch, not of the batch: a "
+    "later microbatch that reads it reads those of other samples, as one device does of the batch "
+    'before; for the same as there num_microbatches=1 with schedule="1f1b", without overlap'
+)
 _NORM = (
     "{} ({}) computes its statistics over a microbatch, of {} samples, where one device has all {} "
     'of a batch; num_microbatches=1 with schedule="1f1b" does too, without overlap, larger '
@@ -131,6 +136,10 @@ class MicrobatchWeights:
         pairs = _lines_with_pairs(record, sizes[0]) & _lines_with_pairs(larger, num_larger)
         if pairs:
             log.warning(_PAIRS.format(in_brackets(min(pairs)), sizes[0]))
+        kept = _rows_kept(record, sizes[0]) & _rows_kept(larger, num_larger)
+        if kept:
+            label, line = min(kept)
+            log.warning(_ROWS_KEPT.format(label, in_brackets(line)))
         sums, counts = _compare_terms(record, larger, num_larger / sizes[0])
         if sums:
             log.warning(_SUM.format(in_brackets(sums[0]), len(sizes)))
@@ -153,8 +162,13 @@ def _compare_terms(
 
 
 def may_follow_samples(record: StepRecord, size: int) -> bool:
-    """Return whether a loss may compare, sum or count the samples of a microbatch of ``size``."""
-    return bool(_lines_with_pairs(record, size)) or any(record.loss_terms)
+    """Return whether a step may compare, sum, count or keep the samples of a microbatch."""
+    follows = _lines_with_pairs(record, size) or _rows_kept(record, size)
+    return bool(follows) or any(record.loss_terms)
+
+
+def _rows_kept(record: StepRecord, size: int) -> set[tuple[str, str]]:
+    return {(label, line) for rows, label, line in record.rows_kept if rows == size}
 
 
 def _lines_with_pairs(record: StepRecord, size: int) -> set[str]:

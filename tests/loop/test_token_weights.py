@@ -249,6 +249,44 @@ def test_a_loss_that_is_no_mean_over_samples_is_noted_once(caplog, name):
     assert notices(caplog, AnyLoss(loss)) == [text] * bool(text)
 
 
+class Stateful(AnyLoss):
+    """Adds what it has kept, by the step before, to what its blocks compute."""
+
+    def __init__(self, keep):
+        super().__init__(lambda module, batch: keep(module, module.blocks(batch["x"])))
+        self.tensor, self.named, self.listed = None, {}, []
+
+
+def in_a_tensor(module, x):
+    x = x if module.tensor is None else x + module.tensor
+    module.tensor = x.detach()
+    return x.mean()
+
+
+def in_a_dict(module, x):
+    x = x + module.named.get("x", 0)
+    module.named["x"] = x.detach()
+    return x.mean()
+
+
+def in_a_list(module, x):
+    x = x + module.listed[-1] if module.listed else x
+    module.listed.append(x.detach())
+    return x.mean()
+
+
+def only_the_mean(module, x):
+    module.listed.append(x.detach().mean(0))
+    return x.mean()
+
+
+@pytest.mark.parametrize("keep", [in_a_tensor, in_a_dict, in_a_list, only_the_mean])
+def test_rows_of_samples_that_a_step_keeps_are_noted_once(caplog, keep):
+    notices(caplog, Stateful(keep))
+    text = "gets a row for each sample of a microbatch"
+    assert caplog.text.count(text) == (keep is not only_the_mean)
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_norm_over_the_batch_is_noted_once(caplog, trains):
     module = AnyLoss(per_token)

@@ -175,6 +175,10 @@ class StepRecord:
     """Sizes that occur twice in the shape of a result after the blocks, with the line. If one is
     the number of samples, a contrastive loss may compare each sample with all others there."""
 
+    rows_kept: set[tuple[int, str, str]] = field(default_factory=set)
+    """Of tensors that attributes hold which the step has written: the number of rows, the
+    attribute, and the line."""
+
     loss_terms: Terms = field(default_factory=dict)
     """How the loss follows the number of samples, by line; see :mod:`.loss_terms`."""
 
@@ -374,7 +378,7 @@ _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("lengths", "is_assigned", "has_run"),
     *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
-    *("pairs", "loss_terms"),  # of samples, which are as many at any length
+    *("pairs", "rows_kept", "loss_terms"),  # of samples, which are as many at any length
     "drawing",  # of blocks that run in a trace
     "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced

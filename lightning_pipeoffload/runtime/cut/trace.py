@@ -528,8 +528,15 @@ class StepTrace:
         self._compare_attributes(self.point)
         if self.observes:
             self._writes.finish()
+            self._note_rows_kept()
         if last is not None:
             record.sized_in, record.sizes = last, self.sizes_before(last)
+
+    def _note_rows_kept(self) -> None:
+        for write in self.record.writes:
+            with_rows = [t for t in tensors_in(write.variable.value) if write.is_users and t.dim()]
+            for tensor in with_rows:
+                self.record.rows_kept.add((len(tensor), write.variable.label, write.line))
 
     @contextmanager
     def _finding_hooked_spans(self) -> Iterator[None]:
