@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "plan"]
 
 _FORMATS = ("text", "json")
+_NUM_RANKS = 4  # of conf/plan.yaml
 # What counts beside a device, with the values of conf/plan.yaml.
 _BESIDE_A_DEVICE = {
     **{"host_bandwidth": None, "link": None, "network": None},
@@ -55,6 +56,7 @@ def plan(config: DictConfig) -> None:
                 f"{name} ({config[name]}) counts beside a device; add device=h100 and model=NAME, "
                 f"or leave it out"
             )
+    _check_mixture(config)
     _check_devices(config)
     _check_tensor_ranks(config)
     if config.device is not None or config.get("model") is not None:
@@ -120,6 +122,29 @@ def _check_devices(config: DictConfig) -> None:
         raise ScheduleError(
             f"devices_per_machine ({per_machine}) is devices ({config.devices}) where layouts are "
             f"searched; leave it out"
+        )
+
+
+def _check_mixture(config: DictConfig) -> None:
+    """Check what stands beside a list of devices."""
+    if config.device is None or isinstance(config.device, (str, int)):
+        return
+    count, listed = len(config.device), f"device ({','.join(map(str, config.device))})"
+    if not count:
+        raise ScheduleError("device has no entry; write device=[rtx4090,rtx3090], or one device")
+    if config.devices is not None:
+        raise ScheduleError(
+            f"{listed} is a list, and layouts are searched for one kind of device: leave out "
+            f"devices ({config.devices}), for the list is a pipeline"
+        )
+    if config.num_ranks not in (_NUM_RANKS, count):
+        raise ScheduleError(
+            f"num_ranks ({config.num_ranks}) is not the number of entries of {listed}; leave it out"
+        )
+    if config.tensor_parallel_size != 1:
+        raise ScheduleError(
+            f"tensor_parallel_size ({config.tensor_parallel_size}) shares layers among devices of "
+            f"one name, and {listed} is a list; leave it out"
         )
 
 

@@ -111,7 +111,7 @@ def run(name: str, num_microbatches: int) -> dict[str, Any]:
     return {
         "schedule": f"{report['schedule']} x{report['num_chunks']}",
         "cut": cut,
-        "chosen": steady_period(strategy.plan, costs_of(cut, placement, slowness)),
+        "chosen": steady_period(strategy.plan, costs_of(cut, placement, slowness), False),
         "planned": report["period"],
         "measured": (times[-1] - times[0]) / NUM_STEPS if times else 0.0,
     }

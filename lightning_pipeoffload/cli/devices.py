@@ -5,21 +5,31 @@ they print large. H100: 989 TFLOP/s dense bf16 and fp16, 67 fp32, 67 fp64 in ten
 NVLink 900 GB/s both ways together, PCIe gen 5 of 16 lanes. H200: the same with 141 GB. A100: 312,
 19.5 and 19.5 TFLOP/s, 80 GB, NVLink 600 GB/s, PCIe gen 4. RTX 4090: 165 TFLOP/s dense bf16 and fp16
 with sums in float32, 330 fp16 with sums in float16, 82.6 fp32, 1.3 fp64, 24 GiB, PCIe gen 4, which
-is its link as well. A host's memory is that of two sockets with eight channels each, DDR4-3200
-beside an A100 or RTX 4090 and DDR5-4800 beside an H100 or H200, which eight devices share. Between
-machines each device has a network card: 400 Gbit/s beside an H100 or H200, 200 beside an A100, 100
-beside an RTX 4090.
+is its link as well. RTX 3090: 71 TFLOP/s with sums in float32, 142 in float16, 35.6 fp32, 0.56
+fp64, 24 GiB, the same link; RTX 3060: 25.5, 51, 12.7 and 0.2, 12 GiB. A host's memory is that of
+two sockets with eight channels each, DDR4-3200 beside an A100 or RTX card and DDR5-4800 beside an
+H100 or H200, which eight devices share. Between machines each device has a network card: 400 Gbit/s
+beside an H100 or H200, 200 beside an A100, 100 beside an RTX card.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
 
 from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.schedule import ScheduleError
 
-__all__ = ["DEVICES", "FP16_SUMS", "Device", "device_named", "kind_of_precision", "kind_of_product"]
+__all__ = [
+    "DEVICES",
+    "FP16_SUMS",
+    "Device",
+    "device_named",
+    "joined",
+    "kind_of_precision",
+    "kind_of_product",
+]
 
 
 class Device(NamedTuple):
@@ -49,11 +59,15 @@ FP16_SUMS = "fp16 with sums in float16"
 
 _HOPPER = {"bf16": 989e12, "fp16": 989e12, FP16_SUMS: 989e12, "fp32": 67e12, "fp64": 67e12}
 _ADA = {"bf16": 165.2e12, "fp16": 165.2e12, FP16_SUMS: 330.3e12, "fp32": 82.6e12, "fp64": 1.3e12}
+_GA102 = {"bf16": 71e12, "fp16": 71e12, FP16_SUMS: 142e12, "fp32": 35.6e12, "fp64": 0.56e12}
+_GA106 = {"bf16": 25.5e12, "fp16": 25.5e12, FP16_SUMS: 51e12, "fp32": 12.7e12, "fp64": 0.2e12}
 _AMPERE = {"bf16": 312e12, "fp16": 312e12, FP16_SUMS: 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
 
 DEVICES = {
     device.name: device
     for device in (
+        Device("3060", _GA106, 12 * 2**30, 32e9, 32e9, 12.5e9, 410e9 / 8),
+        Device("3090", _GA102, 24 * 2**30, 32e9, 32e9, 12.5e9, 410e9 / 8),
         Device("4090", _ADA, 24 * 2**30, 32e9, 32e9, 12.5e9, 410e9 / 8),
         Device("a100", _AMPERE, 80e9, 32e9, 300e9, 25e9, 410e9 / 8),
         Device("h100", _HOPPER, 80e9, 64e9, 450e9, 50e9, 614e9 / 8),
@@ -75,7 +89,7 @@ def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
         ScheduleError: There is no such device, or the share is none.
         ValueError: A rate is none.
     """
-    device = DEVICES.get(str(name).lower())
+    device = DEVICES.get(str(name).lower().removeprefix("rtx"))
     if device is None:
         raise ScheduleError(
             f"device ({name}) is unknown; use one of {', '.join(DEVICES)}, or give costs that "
@@ -97,6 +111,17 @@ def device_named(name: Any, efficiency: Any, **rates: Any) -> Device:
         link_rate=device.link_rate * efficiency,
         network_rate=device.network_rate * efficiency,
         host_rate=device.host_rate * efficiency,
+    )
+
+
+def joined(devices: Sequence[Device]) -> Device:
+    """Return one device for unlike ones: the rates of the fastest products, the slowest links."""
+    names = [device.name for device in devices]
+    kinds = devices[0].flops
+    return Device(
+        ", ".join(names) if len({*names}) > 1 else names[0],
+        {kind: max(device.flops[kind] for device in devices) for kind in kinds},
+        *(min(rates) for rates in zip(*(device[2:] for device in devices), strict=True)),
     )
 
 

@@ -29,6 +29,7 @@ from lightning_pipeoffload.schedule import (
 )
 from lightning_pipeoffload.schedule.families import check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
+from lightning_pipeoffload.schedule.schedule import places_of
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = ["estimate_model", "plan_for_device"]
 Result = TypeVar("Result")
 
 _GIB, _MIB = 1 << 30, 1 << 20
+_OTHER_CARDS = "use another order or larger cards, strategy.recompute=full, or smaller microbatches"
 # Slices of sequences are proposed for a gain of this share, and not if shorter than so many tokens.
 _NUMBERS_OF_SLICES, _LEAST_GAIN, _LEAST_TOKENS = (2, 4, 8, 16), 0.05, 512
 _HEADS = {
@@ -84,10 +86,12 @@ def _plan_of_search(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], li
 @_beside_tensor_ranks
 def _plan_of_sizes(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
     check_sizes(num_ranks=config.num_ranks)
-    text = f"Planning {config.strategy.schedule} for {config.num_ranks} ranks"
+    is_one = isinstance(config.device, (str, int))
+    num_ranks = config.num_ranks if is_one else len(config.device)
+    text = f"Planning {config.strategy.schedule} for {num_ranks} ranks"
     with progress(text) as show:
         planner = ModelPlanner(config, show)
-        plan = _plan(planner, config)
+        plan = _plan(planner, config, num_ranks)
     if config.format == "text":
         print_choice(plan, MEASURED)
     return _described_plan(planner, plan, config)
@@ -103,7 +107,7 @@ def _described_plan(
     if config.format == "text":
         Console().print(
             f"{device.name} at {config.efficiency:g} of its data sheet's rates: "
-            f"{planner.flops / 1e12:.4g} TFLOP/s dense (precision {precision}), copies "
+            f"{_rates(planner)} TFLOP/s dense (precision {precision}), copies "
             f"{device.copy_rate / 1e9:.4g} GB/s each way, messages {device.link_rate / 1e9:.4g} "
             f"GB/s, between machines of {planner.devices_per_machine} "
             f"{device.network_rate / 1e9:.4g} GB/s\n",
@@ -118,6 +122,7 @@ def _described_plan(
         "copy_rate": device.copy_rate,
         "link_rate": device.link_rate,
         "device_memory": planner.memory,
+        "devices": [each.name for each in planner.mixture] or [device.name] * num_ranks,
         "taken_by_weights": planner.memory_beside(plan.best.option, num_ranks, planner.settings),
     }
     early = planner.steps_early(planner.settings)
@@ -132,6 +137,11 @@ def _described_plan(
     answer: list[str | Table] = [_table_of_ranks(needs), *_answer(plan, needs, speed, planner)]
     answer += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner)]
     return step, described(plan, with_candidates=True) | figures, answer
+
+
+def _rates(planner: ModelPlanner) -> str:
+    rates = [each.flops[planner.kind_of_product] for each in planner.mixture] or [planner.flops]
+    return ", ".join(f"{rate / 1e12:.4g}" for rate in rates)
 
 
 def _proposed_slices(planner: ModelPlanner, plan: Plan) -> dict[str, Any] | None:
@@ -188,7 +198,7 @@ def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict
     """Return what a buyer compares; MFU is of the data sheet's rate, without recomputation."""
     probe, num_batches = planner.probe, planner.num_batches
     tokens = None if probe.num_tokens is None else num_batches * probe.num_tokens / step.period
-    peak = planner.flops / config.efficiency * step.schedule.num_ranks
+    peak = planner.mean_flops / config.efficiency * step.schedule.num_ranks
     return {
         "samples_per_second": num_batches * probe.batch_size / step.period,
         "tokens_per_second": tokens,
@@ -208,24 +218,41 @@ def _answer(
     rates = [f"{speed['samples_per_second']:.4g} samples/s"]
     rates += [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
     rates.append(f"MFU {share_text(speed['mfu'] or 0.0)} of the data sheet's rate")
-    most = max(rank.device for rank in needs)
+    limits = planner.memories_of(plan.schedule.placement)
+    pairs = [(rank.device, limit) for rank, limit in zip(needs, limits, strict=True)]
+    most, limit = max(pairs, key=lambda pair: pair[0] / pair[1])
     replicas = int(planner.settings.data_parallel_size)
     size, links = planner.settings.tensor_parallel_size, planner.links(planner.settings)
     rate, hosts = links.tensor_rate / 1e9, [rank.host for rank in needs]
-    reserve = planner.device.memory - planner.memory
+    reserve = 0.0 if planner.mixture else planner.device.memory - planner.memory
     beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
     per_machine = links.most_of_a_machine(hosts, plan.schedule.placement)
-    fits = "it fits" if most <= planner.memory else "with its messages it does not fit"
+    fits = "it fits" if most <= limit else "with its messages it does not fit"
     return [
         f"{', '.join(rates)}, with {planner.num_batches * planner.probe.batch_size} samples a step",
         *_about_tensor_ranks(
             len(needs), size, replicas, f"F and B wait for collectives at {rate:.4g} GB/s"
         ),
-        f"the fullest rank needs {bytes_text(most)} of {bytes_text(planner.memory)}{beside}: "
-        f"{fits}",
+        *_about_devices(plan, planner),
+        f"the fullest rank needs {bytes_text(most)} of {bytes_text(limit)}{beside}: {fits}",
         f"host memory: {bytes_text(max(hosts))} of the rank that needs most, "
         f"{bytes_text(per_machine)} of a machine",
     ]
+
+
+def _about_devices(plan: Plan, planner: ModelPlanner) -> list[str]:
+    """Say which device is which rank's, and what it computes, where devices differ."""
+    if not planner.mixture:
+        return []
+    placement, costs = plan.schedule.placement, plan.costs
+    work = [*map(sum, zip(*costs.compute(len(placement)).values(), strict=True))]
+    texts = []
+    for rank, place in enumerate(places_of(placement)):
+        of_rank = sum(work[stage] for stage in plan.schedule.stages_of(rank))
+        busy = of_rank * plan.schedule.num_microbatches / (plan.best.period or 1.0)
+        name = planner.mixture[place].name
+        texts.append(f"rank {rank} on device {place} ({name}, busy for {share_text(busy)})")
+    return [f"devices, in the order of the list: {', '.join(texts)}"]
 
 
 def _about_tensor_ranks(num_ranks: int, size: int, replicas: int, collectives: str) -> list[str]:
@@ -237,10 +264,10 @@ def _about_tensor_ranks(num_ranks: int, size: int, replicas: int, collectives: s
     ]
 
 
-def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
+def _plan(planner: ModelPlanner, config: DictConfig, num_ranks: int) -> Plan:
     recomputes = [config.strategy.recompute]
     wanted = planner.options(config.strategy.schedule, config.num_microbatches, recomputes)
-    request = planner.request(wanted, config.num_ranks, planner.settings)
+    request = planner.request(wanted, num_ranks, planner.settings)
     memory = planner.memory
     assert memory is not None
     try:
@@ -248,10 +275,12 @@ def _plan(planner: ModelPlanner, config: DictConfig) -> Plan:
     except MemoryLimitError as error:
         _, limit, needed = error.args
         write = bytes_writer(config.device_memory)
+        if planner.mixture:
+            raise ScheduleError(f"{error.message(write)}; {_OTHER_CARDS}") from None
         raise ScheduleError(
             f"{config.device} has {write(memory)}, and any such plan needs "
             f"{write(needed + memory - limit)} or more of a device; "
-            f"{planner.advice(planner.settings_named(config.strategy.schedule), config.num_ranks)}"
+            f"{planner.advice(planner.settings_named(config.strategy.schedule), num_ranks)}"
         ) from None
 
 

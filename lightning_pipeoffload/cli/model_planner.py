@@ -12,11 +12,13 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from operator import mul, truediv
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from lightning_pipeoffload.cli.devices import Device, device_named, kind_of_product
+from lightning_pipeoffload.cli.devices import Device, device_named, joined, kind_of_product
 from lightning_pipeoffload.cli.given_plan import (
     SIZES_INSTEAD,
     has_barrier,
@@ -26,7 +28,7 @@ from lightning_pipeoffload.cli.machine_links import Links
 from lightning_pipeoffload.cli.model_probe import ModelProbe
 from lightning_pipeoffload.cli.strategy_settings import settings_of
 from lightning_pipeoffload.planning.figures import PlannedStep
-from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes
+from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes, parse_limits
 from lightning_pipeoffload.planning.memory_needs import (
     OPERATIONS_PER_BYTE,
     MemoryNeeds,
@@ -37,12 +39,14 @@ from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_r
 from lightning_pipeoffload.planning.run_plans import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
+from lightning_pipeoffload.runtime.device.devices import Device as KnownDevice
+from lightning_pipeoffload.runtime.device.devices import Devices
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option, options
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
-from lightning_pipeoffload.schedule.schedule import stages_on
+from lightning_pipeoffload.schedule.schedule import places_of, stages_on
 from lightning_pipeoffload.schedule.slices import of_every_stage
 from lightning_pipeoffload.schedule.text import seconds_text
 
@@ -119,6 +123,7 @@ class ModelPlanner:
 
     Attributes:
         device: The device with the rates that it reaches; None: none is named.
+        mixture: The device at each place of a pipeline, where they differ; else ().
         kind_of_product: The kind of its products, one of those of ``device.flops``.
         settings: The strategy's arguments that are given.
 
@@ -139,10 +144,15 @@ class ModelPlanner:
         like: ModelPlanner | None = None,
     ) -> None:
         self.device: Device | None = None
+        self.mixture: Sequence[Device] = ()
         self._show = show
         if config.device is not None:
             rates = {name: config[name] for name in ("host_bandwidth", "link", "network")}
-            self.device = device_named(config.device, config.efficiency, **rates)
+            is_list = not isinstance(config.device, (str, int))
+            named = [*config.device] if is_list else [config.device]
+            devices = [device_named(name, config.efficiency, **rates) for name in named]
+            self.device = joined(devices)
+            self.mixture = devices if len({*named}) > 1 else ()
             check_sizes(devices_per_machine=config.devices_per_machine)
             precision = str((config.get("trainer") or {}).get("precision", "32-true"))
             self.kind_of_product = kind_of_product(self.device, precision, config.float16_sums)
@@ -161,11 +171,42 @@ class ModelPlanner:
 
     @cached_property
     def probe(self) -> ModelProbe:
-        return ModelProbe(self._config, self._like and self._like.probe)
+        return ModelProbe(self._config, self._like and self._like.probe, self._unlike)
+
+    @cached_property
+    def _unlike(self) -> Devices | None:
+        """The devices of a mixture as a run knows them; None: they are alike."""
+        if not self.mixture:
+            return None
+        sizes = zip(self.mixture, self.memories, strict=True)
+        known = [KnownDevice(device.name, "", "", int(size)) for device, size in sizes]
+        rates = [device.flops[self.kind_of_product] for device in self.mixture]
+        return Devices.of(known).with_times([1 / rate for rate in rates])
+
+    @property
+    def memories(self) -> Sequence[float]:
+        """Bytes of each device of a mixture that plans may use."""
+        if self._config.device_memory is not None:
+            return [parse_bytes(self._config.device_memory, "device_memory")] * len(self.mixture)
+        return [SHARE_PLANNED * device.memory for device in self.mixture]
+
+    def memories_of(self, placement: Sequence[int]) -> Sequence[float]:
+        """Return the bytes of each rank's device that plans may use."""
+        places = places_of(placement)
+        return [self.memories[place] if self.mixture else self.memory or inf for place in places]
+
+    @property
+    def mean_flops(self) -> float:
+        """Operations of a device in a second, of a mixture the mean."""
+        if not self.mixture:
+            return self.flops
+        return mean(device.flops[self.kind_of_product] for device in self.mixture)
 
     @cached_property
     def memory(self) -> float | None:
-        """Bytes of a device that plans may use; None: not known."""
+        """Bytes of a device that plans may use, of a mixture the largest; None: not known."""
+        if self.mixture:
+            return max(self.memories)
         if self._config.device_memory is not None:
             return parse_bytes(self._config.device_memory, "device_memory")
         return None if self.device is None else SHARE_PLANNED * self.device.memory
@@ -211,12 +252,13 @@ class ModelPlanner:
             "recompute": option.recompute,
             "head_weight_grad": option.head_weight_grad,
         }
-        key = placement, option.num_microbatches * self.num_dividing, *varied.values()
+        kept = option.kept(num_ranks)
+        key = placement, option.num_microbatches * self.num_dividing, kept, *varied.values()
         if key not in self._needs:
             settings = replace(self.settings, **varied)
             probe = self.probe  # not inside: what a model cannot be made by is no reason of a plan
             try:
-                needs = probe.joined_needs(placement, self._count, settings)
+                needs = probe.joined_needs(placement, self._count, settings, kept)
             except ScheduleError:
                 raise
             except ValueError as error:
@@ -247,10 +289,17 @@ class ModelPlanner:
         if self.device is None:
             return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
         links, placement = self.links(settings), option.placement(num_ranks)
+        rates = [self.device.copy_rate] * num_stages
+        if self._unlike is not None:
+            of_ranks = places_of(placement)
+            rates = [self.mixture[of_ranks[rank]].copy_rate for rank in placement]
+            slowness = self._unlike.slowness_of(placement) or [1.0] * num_stages
+            for name in COMPUTE_TIMES:
+                compute[name] = [*map(mul, compute[name], slowness)]
         if option.num_sequence_slices > 1:
             compute["slices"] = self._slices(needs, option)
         sizes = needs.costs.per_stage("activation", num_stages)
-        copies = [size / self.device.copy_rate for size in sizes]
+        copies = [*map(truediv, sizes, rates)]
         compute["communication"] = links.message_seconds(needs.sent[Kind.SEND_F], placement)
         if int(settings.data_parallel_size) > 1:
             compute["reduce"] = links.reduce_seconds(needs.gradient_bytes(), placement)
@@ -281,7 +330,11 @@ class ModelPlanner:
     def options(self, name: str, count: int, recomputes: Sequence[str]) -> list[Option]:
         """Return the options of a schedule, or of all families with "auto"."""
         heads = self.settings.heads_to_try
-        return options_of(name, [count], self._num_chunks, recomputes, heads, self.num_slices)
+        wanted = options_of(name, [count], self._num_chunks, recomputes, heads, self.num_slices)
+        if not self.mixture:
+            return wanted
+        counts = 0, len(self.mixture), 1
+        return [replace(option, num_kept=kept) for option in wanted for kept in counts]
 
     def plan(self, request: PlanRequest) -> tuple[Plan, list[RankNeeds]]:
         """Return the fastest plan that fits a device, and what its ranks need with messages.
@@ -292,7 +345,8 @@ class ModelPlanner:
         plan, memory = make_plan(request), self.memory
         assert memory is not None
         needs = self.rank_needs(plan)
-        if max(rank.device for rank in needs) <= memory:
+        limits = self.memories_of(plan.schedule.placement)
+        if all(rank.device <= limit for rank, limit in zip(needs, limits, strict=True)):
             return plan, needs
         messages = max(rank.messages for rank in needs)  # the planner counts none
         plan = make_plan(replace(request, memory_limit=memory - messages))
@@ -306,9 +360,14 @@ class ModelPlanner:
 
     def memory_beside(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
         """Return the bytes of the fullest rank besides activations."""
+        return max(self._beside(option, num_ranks, settings))
+
+    def _beside(
+        self, option: Option, num_ranks: int, settings: PipelineSettings
+    ) -> Sequence[float]:
         needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
         placement = option.placement(num_ranks)
-        return max(needs.taken_by(stages_on(placement, rank)) for rank in range(num_ranks))
+        return [needs.taken_by(stages_on(placement, rank)) for rank in range(num_ranks)]
 
     def least_beside(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
         """Return the bytes besides activations that one rank of any cut has at least."""
@@ -329,8 +388,8 @@ class ModelPlanner:
     @property
     def host_memory(self) -> float:
         """Bytes of host memory that a rank may take."""
-        limit = self.settings.host_memory_limit
-        return inf if limit is None else parse_bytes(limit, "host_memory_limit")
+        limits = parse_limits(self.settings.host_memory_limit, "host_memory_limit", 1)
+        return inf if limits is None else min(limits)
 
     def request(
         self,
@@ -345,11 +404,16 @@ class ModelPlanner:
         work = Work(
             num_ranks,
             lambda option: self.costs_of(option, num_ranks, settings),
-            lambda option: self.memory_beside(option, num_ranks, settings),
+            lambda option: (
+                self._beside(option, num_ranks, settings)
+                if self.mixture
+                else self.memory_beside(option, num_ranks, settings)
+            ),
             lambda option: self._has_barrier,
             self.steps_early(settings),
         )
-        machines = Machines(self.memory, must_fit)
+        names = [device.name for device in self.mixture]
+        machines = Machines(self.memories if names else self.memory, must_fit, names=names)
         fixed = Fixed(wanted, settings.offload, recipes)
         return fill_request(work, machines, fixed, show=self._show, **how)
 

@@ -30,7 +30,14 @@ from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.block_classes import classes_of_makes
 from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
-from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, cut
+from lightning_pipeoffload.runtime.cut.partition import (
+    ANY_ROOM,
+    CutSettings,
+    Room,
+    SegmentCosts,
+    cut,
+)
+from lightning_pipeoffload.runtime.device.devices import Devices
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.making.construction import costs_of_sizes, make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
@@ -66,6 +73,7 @@ class ModelProbe:
         config: A configuration with ``model``, ``data`` and ``trainer`` of conf/train.yaml.
         like: The probe of the same model with another number of tensor ranks. Of blocks that were
             alike there, and are made alike here, only a few are traced.
+        devices: The devices that stages are cut for; None: they are alike.
 
     Attributes:
         precision: The trainer's precision.
@@ -75,7 +83,13 @@ class ModelProbe:
         ValueError: One of them cannot be built.
     """
 
-    def __init__(self, config: DictConfig, like: ModelProbe | None = None) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        like: ModelProbe | None = None,
+        devices: Devices | None = None,
+    ) -> None:
+        self._devices = devices
         seed_everything(SEED, verbose=False)
         asked = str((config.get("trainer") or {}).get("precision"))
         # Lightning has no float16 with autocast on the CPU; bfloat16 has the same shapes.
@@ -196,12 +210,17 @@ class ModelProbe:
         return self._needs[key]
 
     def joined_needs(
-        self, placement: tuple[int, ...], num_microbatches: int, settings: PipelineSettings
+        self,
+        placement: tuple[int, ...],
+        num_microbatches: int,
+        settings: PipelineSettings,
+        kept: Sequence[int] = (),
     ) -> MemoryNeeds:
         """Return what :meth:`needs_of` does, joined from the needs of every segment as a stage.
 
         The model is traced once for all placements. A tensor that several blocks save is counted
-        for each of them, so that a stage may appear a little larger than it is.
+        for each of them, so that a stage may appear a little larger than it is. ``kept`` is of how
+        many microbatches the cut has to fit each stage's activations; (): of any.
         """
         settings = self._as_made(placement, settings)
         chain = self._find_chain(settings)
@@ -211,10 +230,26 @@ class ModelProbe:
         needs, sizes = needs_and_sizes
         forward, for_input, for_weight = needs.costs.compute(len(chain) + 1).values()
         costs = SegmentCosts(forward, for_input, for_weight, tuple(sizes))
-        stages = cut(chain, costs, placement, settings.split)
+        room = self._room(needs, placement, kept)
+        stages = cut(chain, costs, placement, settings.split, self._slowness(placement), room)
         if settings.head_weight_grad == "B":
             needs = replace(needs, costs=with_head_in_b(needs.costs, len(chain) + 1))
         return needs.joined(stages)
+
+    def _slowness(self, placement: Sequence[int]) -> Sequence[float]:
+        return () if self._devices is None else self._devices.slowness_of(placement)
+
+    def _memory(self, placement: Sequence[int]) -> Sequence[float]:
+        return () if self._devices is None else self._devices.memory_of(placement)
+
+    def _room(self, needs: MemoryNeeds, placement: Sequence[int], kept: Sequence[int]) -> Room:
+        """Return the memory of stages, for the needs of segments."""
+        limits = self._memory(placement)
+        if not kept or not limits:
+            return ANY_ROOM
+        sizes = needs.costs.per_stage("activation", len(needs.owned))
+        owned = [sum(map(sum, segment.values())) for segment in needs.owned]
+        return Room(sizes, limits, kept, owned)
 
     def _needs_of_blocks(
         self, chain: BlockChain, num_microbatches: int, settings: PipelineSettings
@@ -365,7 +400,9 @@ class ModelProbe:
         key = placement, str(settings.blocks), str(settings.split)
         if key not in self._own_cuts:
             chain, costs = self._sizes_of_blocks(settings.blocks)
-            stages = cut(chain, costs, placement, settings.split)
+            room = Room.of_parameters(costs.parameters, self._memory(placement))
+            slowness = self._slowness(placement)
+            stages = cut(chain, costs, placement, settings.split, slowness, room)
             self._own_cuts[key] = chain.names, [len(stage.blocks) for stage in stages]
         blocks, split = self._own_cuts[key]
         return replace(settings, blocks=blocks, split=split)

@@ -84,15 +84,12 @@ class CutCosts:
             return ANY_ROOM
         placement = option.placement(self._num_ranks)
         places = places_of(placement)
-        kept = [option.num_kept] * self._num_ranks
-        if option.num_chunks == 1:  # later ranks keep fewer
-            kept = [min(option.num_kept, self._num_ranks - rank) for rank in range(self._num_ranks)]
         limits = [
             (self.limits[place] + (self.taken[place] if self.taken else 0.0)) / option.num_chunks
             for place in (places[rank] for rank in placement)
         ]
         sizes = costs.per_stage("activation", len(self._pipeline.chain) + 1)
-        return Room(sizes, limits, [kept[rank] for rank in placement], self.weights)
+        return Room(sizes, limits, option.kept(self._num_ranks), self.weights)
 
     def memory_beside(self, option: Option) -> float | Sequence[float]:
         """Return what each rank's weights in an option's cut take more than the limits allow for.
@@ -108,9 +105,11 @@ class CutCosts:
         return beside
 
     def with_cuts(self, wanted: Sequence[Option]) -> list[Option]:
-        """Return options, and with other cuts where ranks have unlike memory limits."""
+        """Return options, and with other cuts where a cut by times may not fit unlike devices."""
         is_free = self._split == "auto" and self.is_measured
-        if self.limits is None or len({*self.limits}) == 1 or not is_free:
+        if self.limits is None or not is_free:
+            return [*wanted]
+        if len({*self.limits}) == 1 and self._devices.are_alike:
             return [*wanted]
         found = []
         for option in wanted:

@@ -36,8 +36,9 @@ class Option:
     """A family of schedules in one size, with what is computed again, the head, and the cut.
 
     Slices of sequences are never chosen, for results depend on their number: all options have it.
-    The cut balances times. Where ranks have unlike memory limits, other cuts are tried too: the
-    fastest of those whose stages' activations of ``num_kept`` microbatches fit; 0: by times alone.
+    The cut balances times. Where devices are unlike in speed or memory, other cuts are tried too:
+    the fastest of those whose stages' activations of ``num_kept`` microbatches fit; 0: by times
+    alone.
     """
 
     schedule: str
@@ -47,6 +48,15 @@ class Option:
     head_weight_grad: str = "W"
     num_sequence_slices: int = 1
     num_kept: int = 0
+
+    def kept(self, num_ranks: int) -> tuple[int, ...]:
+        """Return of how many microbatches each stage's activations fit by the cut; (): of any."""
+        placement = self.placement(num_ranks)
+        if not self.num_kept:
+            return ()
+        if self.num_chunks == 1:  # later ranks keep fewer
+            return (*(min(self.num_kept, num_ranks - rank) for rank in placement),)
+        return (self.num_kept,) * len(placement)
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
         """Return the rank of every stage."""

@@ -198,7 +198,7 @@ def test_what_is_copied_is_told(capsys, width, offload, offloaded):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["device=b9"], r"device \(b9\) is unknown; use one of 4090, a100, h100, h200"),
+        (["device=b9"], r"device \(b9\) is unknown; use one of 3060, 3090, 4090, a100, h100, h200"),
         (["efficiency=0"], r"efficiency \(0\) must be a share above 0"),
         (["efficiency=nan"], r"efficiency \(nan\) must be a share"),
         (["memory_limit=3"], r"memory_limit \(3\) follows from the device"),
@@ -320,3 +320,53 @@ def test_slices_without_a_device_or_a_family_that_has_them_are_refused():
     }.items():
         with pytest.raises(ScheduleError, match=message):
             plan(plan_config(*words))
+
+
+MIXTURE = "device=[rtx4090,rtx3090,rtx3060]"
+
+
+def mixed(capsys, *overrides):
+    plan(plan_config("num_ranks=3", *AUTO, *overrides))
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_list_of_one_kind_is_that_kind(capsys):
+    one, three = (mixed(capsys, device) for device in ("device=4090", "device=[4090,4090,4090]"))
+    for name in ("schedule", "period", "tokens_per_second", "mfu", "memory"):
+        assert one[name] == three[name]
+
+
+def test_each_card_of_a_mixture_has_its_share(capsys):
+    found = mixed(capsys, MIXTURE, "model.depth=12")
+    assert found["devices"] == ["4090", "3090", "3060"]
+    slow, middle, fast = found["memory"]["parameters"]  # the last stage is on the first device
+    assert slow < middle < fast
+    alike = mixed(capsys, "device=3060", "model.depth=12")
+    assert found["period"] < 0.7 * alike["period"]
+
+
+def test_a_small_card_of_a_mixture_has_what_fits():
+    config = plan_config("num_ranks=3", *AUTO, MIXTURE, "device_memory=null")
+    planner = ModelPlanner(config)
+    assert planner.memories_of((0, 1, 2)) == pytest.approx([0.9 * n * 2**30 for n in (12, 24, 24)])
+    assert planner.memories_of((0, 1, 2, 2, 1, 0))[0] == planner.memories_of((0, 1, 2))[2]
+    kept = {option.num_kept for option in planner.options("zb_h1", 4, ["none"])}
+    assert kept == {0, 1, 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["num_ranks=2"], r"num_ranks \(2\) is not the number of entries of device \(rtx4090,"),
+        (["tensor_parallel_size=2"], r"tensor_parallel_size \(2\) shares layers .* is a list"),
+        (["devices=8"], r"is a list, and layouts are searched for one kind .* leave out devices"),
+        (["device=[rtx4090,rtx3080]"], r"device \(rtx3080\) is unknown; use one of 3060, 3090,"),
+        (
+            ["device_memory=1MiB"],
+            r"of rank \d, on device \d \(\d+\), is less .* strategy\.recompute",
+        ),
+    ],
+)
+def test_what_a_mixture_cannot_be_is_refused(words, message):
+    with pytest.raises(ScheduleError, match=message):
+        plan(plan_config("num_ranks=4", *AUTO, MIXTURE, *words))

@@ -42,6 +42,7 @@ def test_memory_counts_where_devices_have_unlike_amounts():
     assert having(24, 12).memory_of((0, 1)) == (12, 24)
     assert having(24, 12).memory_of((0, 1, 1, 0)) == (12, 6, 6, 12)
     assert having(24, 23).memory_of((0, 1)) == ()
+    assert having(24, 24).with_times([1, 2]).memory_of((0, 1)) == (24, 24)
     assert having(0, 0).memory_of((0, 1)) == ()
 
 

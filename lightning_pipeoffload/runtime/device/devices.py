@@ -101,9 +101,10 @@ class Devices:
         return len({*self.names}) == 1
 
     def memory_of(self, placement: Sequence[int]) -> tuple[float, ...]:
-        """Return the bytes of its device that each stage may have; () where all have as many."""
+        """Return the bytes of its device that each stage may have; () where devices are alike."""
         sizes = [device.memory for device in self.each]
-        if max(sizes) < _NOISE * min(sizes) or not min(sizes):
+        has_alike_memory = max(sizes) < _NOISE * min(sizes)
+        if (self.are_alike and has_alike_memory) or not min(sizes):
             return ()
         places = places_of(placement)
         return tuple(sizes[places[rank]] / [*placement].count(rank) for rank in placement)
