@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad.calls import (
     PLAIN_CALLS,
     BatchedProduct,
@@ -17,6 +18,7 @@ from lightning_pipeoffload.runtime.weight_grad.calls import (
     Linear,
     MatrixProduct,
 )
+from lightning_pipeoffload.runtime.weight_grad.float8 import Float8Product, float8_function
 from lightning_pipeoffload.runtime.weight_grad.node import apply_deferred
 from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, has_hooks
 
@@ -137,6 +139,17 @@ def _convolution(original: Original) -> Callable[..., Tensor]:
     return kernel
 
 
+def _float8(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def apply(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        if isinstance(x, ShapeOnly):  # a trace, which records a plain product with a weight
+            return x.matmul(weight.to(x.dtype))
+        if type(x) is Tensor and _takes_part(weight, None):
+            return apply_deferred(Float8Product(weight, None, *options), x)
+        return original(x, weight, *options)
+
+    return apply
+
+
 _KERNELS: dict[str, MakeKernel] = {
     "linear": _linear,
     "mm": partial(_product, MatrixProduct),
@@ -158,6 +171,9 @@ def install_kernels(device_type: str) -> None:
     """
     for name, make_kernel in _KERNELS.items():
         install_kernel(name, make_kernel, PLAIN_CALLS[name], device_type)
+    float8 = float8_function()
+    if float8 is not None and "apply" not in vars(float8):
+        float8.apply = staticmethod(_float8(float8.apply))
 
 
 def install_kernel(
@@ -202,6 +218,9 @@ def _original(name: str, key: str, call: Callable[..., Tensor]) -> Original:
 
 def remove_kernels() -> None:
     """Restore the dispatcher's own kernels."""
+    float8 = float8_function()
+    if float8 is not None and "apply" in vars(float8):
+        del float8.apply  # its base has torch's own
     names = {name for name, _ in _libraries}
     while _libraries:
         # Private: a Library unregisters only when it is garbage-collected.
