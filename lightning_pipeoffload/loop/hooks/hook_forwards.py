@@ -7,6 +7,7 @@ ranks have to make the same call; one that makes it alone waits for a while, and
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -36,8 +37,8 @@ _TO_EXPLAIN = timedelta(seconds=5)  # for the others to say what they call, once
 class HookForwards:
     """The calls of a module that is cut, and of its submodules, outside of its steps."""
 
-    def __init__(self, pipeline: Pipeline, meeting: Meeting) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, runs: WholeRuns, meeting: Meeting) -> None:
+        self._pipeline, self._runs = pipeline, runs
         self._group = pipeline.group
         self._meeting = meeting
         self._calls = self._group.make_group("calls in hooks", backend="gloo")
@@ -48,7 +49,6 @@ class HookForwards:
         self._depth = 0
         self._had_gradients = False
         self._running = ExitStack()
-        self._runs: WholeRuns | None = None
         self.watch()
 
     @contextmanager
@@ -83,8 +83,6 @@ class HookForwards:
             return
         self._come_together(name)
         self._had_gradients = torch.is_grad_enabled()
-        if self._runs is None or not self._runs.are_of(self._pipeline.tensors):
-            self._runs = WholeRuns(self._pipeline)
         self._running.enter_context(self._runs.run(None, module).running())
         self._outermost, self._depth = module, 1
 
@@ -96,6 +94,10 @@ class HookForwards:
         if self._depth:
             return None
         self._outermost = None
+        error = sys.exc_info()
+        if result is None and error[1] is not None:  # the forward has failed
+            self._running.__exit__(*error)
+            return None
         self._running.close()
         values = give_values(result)
         return tree_map(_without_backward, values) if self._had_gradients else values

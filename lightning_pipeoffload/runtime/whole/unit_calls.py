@@ -119,7 +119,8 @@ class OwnersCall:
         try:
             sender.dump(output)
             self._is_output = False
-            sender.dump((state.changes(), self._describe_writes(state), drawn))
+            generators = pickle.dumps(drawn)  # with the states' values
+            sender.dump((state.changes(), self._describe_writes(state), generators))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{self._unit.name} returns or keeps what cannot be pickled ({error}); in a step "
@@ -213,13 +214,13 @@ class RemoteCall:
         data = self._values.receive_result(self._subject, self._unit.rank)
         receiver = Receiver(data, self._roots, self._module, self._make)
         output = receiver.load()
-        changes, writes, drawn = receiver.load()
+        changes, writes, generators = receiver.load()
         for tensor, described in writes:
             _write(tensor, self._make_value(described))
         for change in changes:
             apply(change)
         self._call_hooks(output)
-        return output, drawn
+        return output, pickle.loads(generators)
 
     def _call_hooks(self, output: Any) -> None:
         """Call the unit's forward hooks, which the owner has called: they may collect outputs."""
