@@ -10,14 +10,13 @@ from typing import Any
 from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
-from lightning_pipeoffload.runtime.batch.parts import merge_outputs, shape_signature
+from lightning_pipeoffload.runtime.batch.parts import shape_signature
 from lightning_pipeoffload.runtime.batch.structure import batch_size
 from lightning_pipeoffload.runtime.shapes.shape_only import give_values
 from lightning_pipeoffload.runtime.step.autocast import without_fused_layers
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
 from lightning_pipeoffload.runtime.users_code.attributes import GlobalWriteError
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
-from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ class Evaluation:
         self._exchange, self._note, self._send_written = exchange, note, send_written
         self._runs_whole = split.runs_whole
         self._cuts_predictions: dict[int, bool] = {}  # of each loader
-        self._runs: WholeRuns | None = None
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -110,40 +108,25 @@ class Evaluation:
             self._cuts_predictions[inputs.loader] = counts is None or total in counts
         return cutter.cut(inputs, size if self._cuts_predictions[inputs.loader] else total)
 
-    def _whole_runs(self) -> WholeRuns:
-        pipeline = self._split.pipeline
-        if self._runs is None or not self._runs.are_of(pipeline.tensors):
-            self._runs = WholeRuns(pipeline)
-        return self._runs
-
     def _run_whole(
         self, inputs: StepInputs, slices: list[Microbatch] | None
     ) -> tuple[StepOutput, bool]:
         """Run a step on every rank alike, each block of it on its owner.
 
-        Where it may turn out that the step can be cut, it runs by slices, for the same bits.
-
         Returns:
-            The outcome, and whether the step has called the blocks as its trace did.
+            The outcome, and whether the step has called the blocks as the traces of ``slices`` did.
         """
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
-        call = StepCall(is_last=self._group.is_root, is_last_local=True)
-        cuts: list[tuple[Any, int, Sequence[int]]]
-        cuts = [(cut.part, cut.seed, cut.record.calls.blocks) for cut in slices or ()]
-        values, could_be_cut = [], True
-        for part, seed, calls in cuts or [(inputs.batch, inputs.seed, ())]:
-            run = self._whole_runs().run(seed)
-            with run.running():
-                result = inputs.step(part, call)
-            values.append(give_values(result))
-            could_be_cut &= run.calls == [*calls]
+        run = self._split.whole_runs.run(inputs.seed)
+        with run.running():
+            result = inputs.step(
+                inputs.batch, StepCall(is_last=self._group.is_root, is_last_local=True)
+            )
+        values = give_values(result)
         self._exchange.end_batch()
-        of_whole = [_size_of(inputs.batch)], [1.0]
-        sizes, shares = self._split.shares(inputs, slices) if slices else of_whole
-        if not self._group.is_root:
-            return StepOutput(None, sizes, shares), could_be_cut
-        whole = values[0] if len(values) == 1 else merge_outputs(values, shares, sizes)
-        return StepOutput(whole, sizes, shares), could_be_cut
+        could_be_cut = all(run.calls == [*cut.record.calls.blocks] for cut in slices or ())
+        of_root = values if self._group.is_root else None
+        return StepOutput(of_root, [_size_of(inputs.batch)], [1.0]), could_be_cut
 
 
 def _size_of(batch: Any) -> int:

@@ -197,7 +197,8 @@ class Fit:
         join_loops(self._trainer, group, self._at_end)
         self._join_metrics()
         if self._processes.meeting is not None:
-            self._hook_forwards = HookForwards(pipeline, self._processes.meeting)
+            runs, meeting = self.split.whole_runs, self._processes.meeting
+            self._hook_forwards = HookForwards(pipeline, runs, meeting)
             self._at_end.callback(self._hook_forwards.leave)
         if group.num_ranks > 1:
             self._collected = CollectedValues(self._module, pipeline, self._connector)

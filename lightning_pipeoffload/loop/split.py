@@ -43,6 +43,7 @@ from lightning_pipeoffload.runtime.run.gradient_reduction import GradientReducti
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
 from lightning_pipeoffload.schedule import Schedule
 
 
@@ -63,7 +64,8 @@ class Split:
         pipeline: This rank's part of the module.
         executor: Runs this rank's actions.
         cutter: Cuts its batches.
-        measurements: What those actions cost.
+        whole_runs: Runs that are not cut, of steps and in hooks.
+        measurements: What the actions cost.
         plans: Makes the plans.
         report: Describes the run.
         weights: Each microbatch's share of its batch.
@@ -111,7 +113,8 @@ class Split:
         is_divided = settings.num_sharing(group.num_replicas) > 1
         self.pipeline.gradients.divide(self.parameters.replica_of if is_divided else None)
         seconds = self.parameters.host_step_seconds
-        self.measurements = Measurements(self.executor, self.pipeline, seconds)
+        self.whole_runs = WholeRuns(self.pipeline)
+        self.measurements = Measurements(self.executor, self.pipeline, seconds, self.whole_runs)
         self.cutter = BatchCutter(self.pipeline, settings)
         self.plans = Plans(settings, self.pipeline, self.executor, self.measurements, self.cutter)
         self.report = Report(self.pipeline, self.plans, self.measurements)
@@ -257,6 +260,7 @@ class Split:
 
     def begin_training(self, first: Microbatch, num_accumulated: int) -> None:
         """In the first batch, synchronize shared parameters and print the plan."""
+        self.whole_runs.forget()
         self.group.replicas.copy_first(self.pipeline.tensors.distinct(), "weights")
         self.pipeline.gradients.share(self.pipeline.tensors, self.pipeline.records)
         if self.group.num_replicas > 1:
@@ -284,4 +288,5 @@ class Split:
         self.group.replicas.pending.forget()
         self.weights.forget()
         self.cutter.leave()
+        self.whole_runs.forget()
         self.pipeline.detach()

@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.measure.link_speed import (
 from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import Ledger
+from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
 from lightning_pipeoffload.schedule import Costs, Schedule
 from lightning_pipeoffload.schedule.schedule import places_of
 
@@ -41,16 +42,21 @@ class Measurements:
         executor: Runs this rank's actions.
         pipeline: This rank's part of the module.
         step_seconds: Returns the seconds of this rank's optimizer step on the host.
+        whole_runs: Runs of steps that are not cut, and in hooks.
 
     Attributes:
         costs_at_end: Costs of all ranks' stages, once training has ended; None before.
     """
 
     def __init__(
-        self, executor: Executor, pipeline: Pipeline, step_seconds: Callable[[], float]
+        self,
+        executor: Executor,
+        pipeline: Pipeline,
+        step_seconds: Callable[[], float],
+        whole_runs: WholeRuns,
     ) -> None:
         self._executor, self._step_seconds = executor, step_seconds
-        self._pipeline = pipeline
+        self._pipeline, self._whole_runs = pipeline, whole_runs
         self._group = pipeline.group
         self._latencies: dict[int, float] = {}
         self._at_end: dict[str, list[Any]] | None = None
@@ -166,7 +172,8 @@ class Measurements:
         return join_measurements([mine if rank == self._group.rank else missing for rank in ranks])
 
     def _mine(self) -> dict[str, Any]:
-        return measure(self._executor, self._pipeline.weight_flops)
+        remote_bytes = self._whole_runs.peak_remote_bytes
+        return measure(self._executor, self._pipeline.weight_flops, remote_bytes)
 
     def copy_speed(self, may_copy: bool) -> CopySpeed:
         """Return how fast this rank copies while all others do; all ranks call it."""

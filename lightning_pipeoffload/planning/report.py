@@ -76,7 +76,7 @@ def predict(
     }
 
 
-def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
+def measure(executor: Executor, weight_flops: int, remote_bytes: int) -> dict[str, Any]:
     """Return the measured figures of one rank: seconds, bytes, and the operations left for W.
 
     The bubble is the idle share of a step's period, which ends where the next step starts, the
@@ -84,6 +84,8 @@ def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
     ``live_bytes`` are those of the last step after each action that can change them: seconds since
     the step's start on the host's clock, bytes on the device, on the host, and in pending copies.
     ``message_buffer_bytes`` are those of buffers that messages over NCCL go through; gloo has none.
+    ``peak_remote_weight_bytes`` are the most of other ranks' weights that the rank has held in a
+    step that ran whole, or in a call in a hook: what is small outside of the blocks, no block.
     """
     memories = [m for runner in executor.stages.values() for m in runner.memories.values()]
     deferred = sum(memory.deferred_flops or 0 for memory in memories)
@@ -96,6 +98,7 @@ def measure(executor: Executor, weight_flops: int) -> dict[str, Any]:
         "offloaded_bytes": ledger.offloaded_bytes,
         "peak_host_bytes": ledger.peak_host_bytes,
         "message_buffer_bytes": executor.transport.buffer_bytes,
+        "peak_remote_weight_bytes": remote_bytes,
         "live_bytes": [(entry.seconds, *entry.held) for entry in ledger.entries],
         "deferred_flops": deferred,
         "weight_flops": weight_flops,

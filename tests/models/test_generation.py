@@ -1,13 +1,16 @@
 """A model generates in steps and hooks: one device's tokens, and no rank gets another's blocks."""
 
 import types
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
 import transformers as hf
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 
+from lightning_pipeoffload import tensor_parallel_plan
 from tests.support import fits
 from tests.support.pairs import first
 
@@ -124,7 +127,35 @@ class OwnModel(torch.nn.Module):
         return input_ids
 
 
+class CountingBlock(OwnBlock):
+    """Counts in a buffer that it writes in place, and in one that it assigns and that grows."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.register_buffer("seen", torch.zeros(32))
+        self.register_buffer("lengths", torch.zeros(1))
+
+    def forward(self, x, cache):
+        if not self.training:
+            self.seen += x.detach().mean((0, 1))
+            self.lengths = torch.cat([self.lengths, self.lengths[-1:] + x.shape[1]])
+        return super().forward(x, cache)
+
+
+class CountingModel(OwnModel):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(map(CountingBlock, range(4)))
+        self.register_buffer("num_calls", torch.zeros(20))
+
+    def logits(self, ids, cache):
+        if not self.training:
+            self.num_calls += 1
+        return super().logits(ids, cache)
+
+
 _MAKE = {
+    "counting": CountingModel,
     "own": OwnModel,
     "whisper": _whisper,
     "llama": _llama,
@@ -140,14 +171,17 @@ _MAKE = {
 class Writer(L.LightningModule):
     """Generates in a validation step, at an epoch's end and in predictions."""
 
-    def __init__(self, kind, how):
+    def __init__(self, kind, how, in_hooks=None):
         super().__init__()
-        torch.manual_seed(3)
-        self.model = _MAKE[kind]().double()
-        self.model.generation_config.update(pad_token_id=0, eos_token_id=96)
-        self.kind, self.how = kind, how
+        self.kind, self.how, self.in_hooks = kind, how, in_hooks or {}
         self.texts = []
         self.at_end = []
+        self.make_model()
+
+    def make_model(self):
+        torch.manual_seed(3)
+        self.model = _MAKE[self.kind]().double()
+        self.model.generation_config.update(pad_token_id=0, eos_token_id=96)
 
     def sounds(self, ids):
         return torch.sin(ids.double()[:, None] * torch.arange(1, 9)[:, None]).repeat(1, 1, 2)
@@ -162,7 +196,7 @@ class Writer(L.LightningModule):
 
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx:
-            self.at_end.append(self.write(torch.arange(1, 7).view(1, 6)))
+            self.at_end.append(self.write(torch.arange(1, 7).view(1, 6), **self.in_hooks))
 
     def training_step(self, batch, batch_idx):
         if self.kind == "whisper":
@@ -177,19 +211,35 @@ class Writer(L.LightningModule):
 
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking:
-            self.at_end.append(self.write(torch.arange(2, 8).view(1, 6)))
+            self.at_end.append(self.write(torch.arange(2, 8).view(1, 6), **self.in_hooks))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def _run(num_devices, kind, how, schedule, road):
+class SharedWriter(Writer):
+    """Its layers are divided over tensor ranks."""
+
+    def make_model(self):
+        self.model = None
+
+    def configure_model(self):
+        if self.model is None:
+            super().make_model()
+            if self.device_mesh is not None:
+                mesh = self.device_mesh["tensor_parallel"]
+                parallelize_module(self.model, mesh, tensor_parallel_plan(self.model))
+
+
+def _run(
+    num_devices, kind, how, schedule, road, make=Writer, in_hooks=None, train_size=4, **options
+):
     L.seed_everything(1, verbose=False)
-    module, loader = Writer(kind, how), DataLoader(torch.randint(1, 96, (8, 6)), 4)
-    options = {"schedule": schedule, "num_microbatches": 2} if num_devices else {}
+    module, loader = make(kind, how, in_hooks), DataLoader(torch.randint(1, 96, (8, 6)), 4)
+    options |= {"schedule": schedule, "num_microbatches": 2}
     trainer = fits.trainer(num_devices, options, max_epochs=1, num_sanity_val_steps=0)
     if road == "fit":
-        trainer.fit(module, loader, loader)
+        trainer.fit(module, DataLoader(loader.dataset, train_size), loader)
     else:
         trainer.validate(module, loader, verbose=False)
     predicted = trainer.predict(module, loader)
@@ -221,6 +271,46 @@ def test_the_tokens_are_those_of_one_device(ranks, kind, how, num_ranks, schedul
     assert of_root == plain
     for texts, at_end, _ in others:
         assert (texts, at_end) == plain[:2]
+
+
+def _validated_buffers(num_devices):
+    L.seed_everything(1, verbose=False)
+    module, loader = Writer("counting", {}), DataLoader(torch.randint(1, 96, (8, 6)), 4)
+    trainer = fits.trainer(num_devices)
+    for _ in range(2):
+        trainer.validate(module, loader, verbose=False)
+    return {name: value.clone() for name, value in module.named_buffers()}
+
+
+def test_what_blocks_write_before_training_is_on_all_ranks(ranks):
+    (expected,) = ranks(1).run(_validated_buffers, 0)
+    for found in ranks(2).run(_validated_buffers, 2):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_tensor_ranks_are_one_stage(ranks):
+    shared = partial(_run, kind="llama", how=BEAMS, schedule="zb_h1", road="fit", make=SharedWriter)
+    (plain,) = ranks(1).run(shared, 0)
+    for texts, at_end, _ in ranks(4).run(partial(shared, tensor_parallel_size=2), 4):
+        assert (texts, at_end) == plain[:2]
+
+
+def test_replicas_generate_each_for_its_own_samples(ranks):
+    # Samples are shuffled for training in replicas, so one batch has all.
+    run = partial(_run, kind="llama", how={}, schedule="zb_h1", road="fit")
+    (plain,) = ranks(1).run(partial(run, train_size=8), 0)
+    of_ranks = ranks(4).run(partial(run, data_parallel_size=2), 4)
+    for rank, (texts, at_end, _) in enumerate(of_ranks):
+        assert (texts, at_end) == (plain[0][rank // 2 :: 2], plain[1])
+
+
+@pytest.mark.slow
+def test_tokens_that_a_hook_samples_are_those_of_one_device(ranks):
+    run = partial(_run, kind="llama", how={}, schedule="zb_h1", road="fit", in_hooks=SAMPLED)
+    (plain,) = ranks(1).run(run, 0)
+    for _, at_end, _ in ranks(2).run(run, 2):
+        assert at_end == plain[1]
 
 
 @pytest.mark.slow

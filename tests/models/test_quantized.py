@@ -301,6 +301,35 @@ def test_adapters_of_a_4_bit_base_train_as_on_one_device(
         assert_alike(found, expected)
 
 
+class Writes(WithPeft):
+    """Validated by what it generates."""
+
+    def validation_step(self, batch, batch_idx):
+        self.texts += self.model.generate(
+            input_ids=batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=4,
+            do_sample=False,
+            pad_token_id=0,
+        ).tolist()
+
+
+def fit_and_write(path, num_devices):
+    L.seed_everything(7, verbose=False)
+    module, trainer = Writes(path, ["q_proj", "v_proj"]), trainer_of(num_devices)
+    module.texts = []
+    trainer.fit(module, make_batches(), make_batches())
+    return module.texts
+
+
+@pytest.mark.slow
+def test_a_4_bit_base_with_adapters_generates_the_tokens_of_one_device(ranks, tmp_path):
+    path = write("llama", tmp_path / "base")
+    expected = fit_and_write(path, 0)
+    for texts in ranks(2).run(partial(fit_and_write, path, 2)):
+        assert texts == expected
+
+
 @pytest.mark.parametrize(
     ("in_parts", "fewer"), [(QUANTIZED_BEFORE, 2), slow((QUANTIZED_BY_RANKS, 1))]
 )

@@ -80,11 +80,23 @@ class HostGroup:
         votes = self.gather(decision)
         return all(votes) if unanimous else any(votes)
 
-    def agree_on_any(self, decision: bool) -> bool:
-        """Return whether any process passes True; cheaper than :meth:`agree`."""
+    def agree_on_any(self, decision: bool, patience: timedelta | None = None) -> bool:
+        """Return whether any process passes True; cheaper than :meth:`agree`.
+
+        Args:
+            decision: What this process passes.
+            patience: How long it waits for the others; None: as long as in other collectives.
+
+        Raises:
+            RuntimeError: Another process has not come within ``patience``.
+        """
+        if self.num_processes == 1:
+            return decision
         votes = torch.tensor([int(decision)])
         with blaming_peers("lost a rank while deciding together"):
-            dist.all_reduce(votes, dist.ReduceOp.MAX, self.host_group)
+            work = dist.all_reduce(votes, dist.ReduceOp.MAX, self.host_group, async_op=True)
+            assert work is not None
+            work.wait(*([] if patience is None else [patience]))
         return bool(votes)
 
     def start_sharing(self, number: int, src: int) -> Callable[[], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -10,8 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm.transport import PeerLostError
 from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput, HeldState, HeldValue
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+
+PATIENCE = timedelta(minutes=5)
+"""How long a rank that has ended its run waits for the others, which may run other code."""
+
+_CALL_THE_SAME = (
+    "in a step that runs whole and in a hook, code outside of the blocks has to do the same on all "
+    "ranks; call them outside of `if trainer.is_global_zero`"
+)
 
 
 class Wanted(NamedTuple):
@@ -50,6 +60,7 @@ class Values:
         self._num_values = 0
         self._outputs: WeakValueDictionary[int, HeldOutput] = WeakValueDictionary()
         self._weights: set[int] = set()
+        self._weight_bytes = 0
         self._states: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._fetched: list[HeldState] = []
         self.running: tuple[str, int] | None = None
@@ -116,7 +127,13 @@ class Values:
         received = self._group.copy_to_devices(value, held.holder)
         if held.value is None:
             held.value = received
+            self._weight_bytes += received.nbytes if held.number in self._weights else 0
         held.is_everywhere = True
+
+    def take_weight_bytes(self) -> int:
+        """Return the bytes of other ranks' weights that code has read since the last call."""
+        taken, self._weight_bytes = self._weight_bytes, 0
+        return taken
 
     def _request(self, held: HeldValue) -> None:
         """Ask, from within a unit, for a value of another rank; the others wait for the header."""
@@ -158,9 +175,8 @@ class Values:
                 other = " on other shapes" if header.subject[0] == subject[0] else ""
                 raise RuntimeError(
                     f"this rank calls {subject[0]}{in_brackets(calling_line())} where global rank "
-                    f"{self._group.global_ranks[owner]} has run {header.subject[0]}{other}: in a "
-                    f"step that runs whole and in a hook, code outside of the blocks has to do the "
-                    f"same on all ranks; call them outside of `if trainer.is_global_zero`"
+                    f"{self._group.global_ranks[owner]} has run {header.subject[0]}{other}; "
+                    f"{_CALL_THE_SAME}"
                 )
             self._num_headers += 1
             if header.wanted is None:
@@ -183,10 +199,23 @@ class Values:
         self._group.copy_to_devices(tensor, wanted.holder)
 
     def share_outputs(self) -> None:
-        """Send the outputs that still exist on all ranks, at the end of a run, to all."""
+        """Send the outputs that still exist on all ranks, at the end of a run, to all.
+
+        Raises:
+            RuntimeError: Another rank has not ended its run, so it may wait for this one's blocks.
+        """
         outputs = [held for held in self._outputs.values() if held.number not in self._weights]
         alive = [held.number for held in outputs if not held.is_everywhere]
-        if self._group.agree_on_any(bool(alive)):
+        try:
+            have_some = self._group.agree_on_any(bool(alive), PATIENCE)
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"this rank has ended its step, and another one has not for "
+                f"{PATIENCE.total_seconds():.0f} s; {_CALL_THE_SAME}"
+            ) from error
+        if have_some:
             of_ranks = self._group.gather(alive)
             for number in sorted(set(alive).intersection(*of_ranks)):
                 self.share(self._outputs[number])

@@ -6,8 +6,9 @@ all ranks. A block, and a module outside of the blocks that is as large, runs on
 its parameters stay there. Then the owner sends one header to the others, which do not run it: the
 structure of what it returned, with shapes, and what it changed in its arguments and attributes. The
 values of its result follow where code outside needs them: at once behind the last of several blocks
-of one owner, else when that code reads them. What is small outside of the blocks is sent to all
-ranks once for a run.
+of one owner, else when that code reads them. They go to all ranks, not to the next owner alone:
+what code between two owners reads is not known before, and they are some kB for each token. What is
+small outside of the blocks is sent to all ranks once for a run.
 """
 
 from __future__ import annotations
@@ -27,12 +28,48 @@ from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput
 from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
 from lightning_pipeoffload.runtime.users_code.sources import Generators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
+from lightning_pipeoffload.runtime.whole.root_values import RootValues
 from lightning_pipeoffload.runtime.whole.unit_calls import OwnersCall, RemoteCall, Unit
 from lightning_pipeoffload.runtime.whole.values import Values
 
 
 class WholeRuns:
-    """The runs of one entry of the trainer with a module that is cut in one way.
+    """The runs with a module, in steps and in hooks.
+
+    Args:
+        pipeline: The module and its ranks.
+
+    Attributes:
+        peak_remote_bytes: The most bytes of other ranks' weights that this rank has held in a run
+            since the module was cut.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._layout: UnitLayout | None = None
+        self.peak_remote_bytes = 0
+
+    def run(self, seed: int | None, part: nn.Module | None = None) -> WholeRun:
+        """Prepare a run.
+
+        Args:
+            seed: The seed of the step's random numbers; None: the generators are not seeded.
+            part: The module that is called; None: the whole module.
+        """
+        if self._layout is None or not self._layout.is_of(self._pipeline.tensors):
+            self._layout = UnitLayout(self._pipeline)
+        return WholeRun(self._layout, seed, self._note_bytes, part)
+
+    def _note_bytes(self, num_bytes: int) -> None:
+        self.peak_remote_bytes = max(self.peak_remote_bytes, num_bytes)
+
+    def forget(self) -> None:
+        """Free copies of values of a module that is not cut."""
+        self._layout = None
+
+
+class UnitLayout:
+    """Which rank runs which unit of a module that is cut in one way.
 
     Args:
         pipeline: The module and its ranks.
@@ -63,22 +100,12 @@ class WholeRuns:
         self.large = [*self._large_modules(sum(sizes) / len(sizes))] if sizes else []
         self.generators = Generators(module)
         self._scopes: dict[int, Scope] = {}
-        # Copies of the root's values while the module is whole, with what they were copied from.
-        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self.root_values = RootValues(group)
 
-    def are_of(self, tensors: Any) -> bool:
-        """Whether the module is still cut as it was when these were made."""
+    def is_of(self, tensors: Any) -> bool:
+        """Whether the module is still cut as it was when this was made."""
         is_same = self.tensors is tensors and self._owners is tensors.owners
         return is_same and self._was_split == tensors.is_split
-
-    def run(self, seed: int | None, part: nn.Module | None = None) -> WholeRun:
-        """Prepare a run.
-
-        Args:
-            seed: The seed of the step's random numbers; None: the generators are not seeded.
-            part: The module that is called; None: the whole module.
-        """
-        return WholeRun(self, seed, part)
 
     def _large_modules(self, least: float) -> Iterator[Unit]:
         """Yield the largest modules without blocks that have one owner and ``least`` bytes."""
@@ -104,29 +131,29 @@ class WholeRuns:
         names = [*self.names.values()]
         return names.index(name) < names.index(self.chain.names[0])
 
-    def value_of(self, slot: Slot, owner: int | None) -> Tensor:
-        """Return the value of a tensor on this rank's device; all ranks call it.
+    @contextmanager
+    def with_values(self, scope: Scope) -> Iterator[int]:
+        """Give each rank the values that it needs for a run; all ranks enter.
 
-        While the module is whole on all ranks, the root's values count, which are sent once.
-
-        Args:
-            slot: The slot of the tensor.
-            owner: The rank that needs the value; None: all do.
+        Yields:
+            The bytes of other ranks' weights that this rank has got.
         """
-        tensors, tensor = self.tensors, slot.tensor
-        if tensors.is_split:
-            if owner is not None or tensors.is_everywhere(slot.name):
-                return tensor
-            quantize(tensor, tensor.device)
-            return self.group.copy_to_devices(tensor, tensors.owner_of(slot.name))
-        version = 0 if tensor.is_inference() else tensor._version
-        known, of_version, copied = self._copies.get(slot.name, (None, 0, tensor))
-        if known is not tensor or of_version != version:
-            quantize(tensor, tensor.device)
-            copied = self.group.copy_to_devices(tensor, None)
-            copied = copied if owner in (None, self.group.rank) else tensor
-            self._copies[slot.name] = tensor, version, copied
-        return copied
+        if self.tensors.is_split:
+            remote = [slot for slot in scope.lent if not self.tensors.is_everywhere(slot.name)]
+            rank, owner_of = self.group.rank, self.tensors.owner_of
+            with swapped([(slot, self._copied(slot)) for slot in remote]):
+                yield _size([slot for slot in remote if owner_of(slot.name) != rank])
+        else:
+            units = *scope.blocks.values(), *scope.large
+            needed: list[tuple[Slot, int | None]] = [(slot, None) for slot in scope.lent]
+            needed += [(slot, unit.rank) for unit in units for slot in unit.slots]
+            with self.root_values.in_place(needed):
+                yield 0
+
+    def _copied(self, slot: Slot) -> Tensor:
+        tensor = slot.tensor
+        quantize(tensor, tensor.device)
+        return self.group.copy_to_devices(tensor, self.tensors.owner_of(slot.name))
 
     def scope(self, part: nn.Module | None) -> Scope:
         """Return the units in a module, and the slots of its other tensors.
@@ -160,32 +187,31 @@ class Scope(NamedTuple):
     large: list[Unit]
     lent: list[Slot]
 
-    def values_needed(self, is_split: bool) -> Iterator[tuple[list[Slot], int | None]]:
-        """Yield slots, and the rank that needs their values; None: all ranks do.
-
-        Where the module is split, the owners of units have theirs.
-        """
-        yield self.lent, None
-        for unit in (*self.blocks.values(), *self.large) if not is_split else ():
-            yield unit.slots, unit.rank
-
 
 class WholeRun:
     """One run of a step, or of a module that a hook calls, on every rank.
 
     Args:
-        runs: The runs before it.
+        layout: Which rank runs what.
         seed: The seed of the step's random numbers; None: the generators are not seeded.
+        note_bytes: Gets the bytes of other ranks' weights that this rank has held, at the end.
         part: The module that is called; None: the whole module.
 
     Attributes:
         calls: The block of each call.
     """
 
-    def __init__(self, runs: WholeRuns, seed: int | None, part: nn.Module | None = None) -> None:
-        self._runs, self._group, self._seed = runs, runs.group, seed
-        self._scope = runs.scope(part)
-        self._generators = runs.generators
+    def __init__(
+        self,
+        layout: UnitLayout,
+        seed: int | None,
+        note_bytes: Callable[[int], None],
+        part: nn.Module | None = None,
+    ) -> None:
+        self._layout, self._group = layout, layout.group
+        self._seed, self._note_bytes = seed, note_bytes
+        self._scope = layout.scope(part)
+        self._generators = layout.generators
         self.calls: list[int] = []
         self._num_held = 0
 
@@ -194,17 +220,16 @@ class WholeRun:
         """Run the step within the context, without gradients."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self._runs.chain.running(self))
-            value_of = self._runs.value_of
-            for slots, rank in self._scope.values_needed(self._runs.tensors.is_split):
-                stack.enter_context(swapped((slot, value_of(slot, rank)) for slot in slots))
+            stack.enter_context(self._layout.chain.running(self))
+            num_lent = stack.enter_context(self._layout.with_values(self._scope))
             for unit in self._scope.large if self._group.num_ranks > 1 else ():
                 stack.enter_context(self._on_its_owner(unit))
             stack.enter_context(self._generators.kept())
             self._seed_segment()
             yield
-            if self._num_held:
-                self._runs.values.share_outputs()
+            if self._num_held or self._seed is not None:  # ranks begin a hook's call together
+                self._layout.values.share_outputs()
+            self._note_bytes(num_lent + self._layout.values.take_weight_bytes())
 
     @contextmanager
     def _on_its_owner(self, unit: Unit) -> Iterator[None]:
@@ -212,7 +237,7 @@ class WholeRun:
         assert unit.rank is not None
         real = [(slot, slot.tensor) for slot in unit.slots]
         stand_ins = [
-            (slot, self._runs.values.weight(value, slot.name, unit.rank)) for slot, value in real
+            (slot, self._layout.values.weight(value, slot.name, unit.rank)) for slot, value in real
         ]
         space, forward = vars(unit.module), unit.module.forward
         before = space.get("forward")
@@ -241,7 +266,7 @@ class WholeRun:
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on its owner; return what it returns on all ranks."""
-        plain, unit = self._runs.chain.plain_call(index), self._scope.blocks.get(index)
+        plain, unit = self._layout.chain.plain_call(index), self._scope.blocks.get(index)
         output = plain(*args, **kwargs) if unit is None else self._call(unit, plain, args, kwargs)
         self.calls.append(index)
         self._seed_segment()
@@ -252,7 +277,7 @@ class WholeRun:
     ) -> Any:
         if unit.rank is None or self._group.num_ranks == 1:
             return plain(*args, **kwargs)
-        runs, values = self._runs, self._runs.values
+        layout, values = self._layout, self._layout.values
         for leaf in leaves_of((args, kwargs)):
             if isinstance(leaf, HeldOutput) and leaf.holder != unit.rank:
                 values.fetch(leaf)
@@ -260,8 +285,8 @@ class WholeRun:
         subject = unit.name, _checksum(args, kwargs)
         self._num_held += unit.is_followed
         if self._group.rank == unit.rank:
-            return OwnersCall(values, self._group, runs.names, unit, roots, subject).run(plain)[0]
-        remote = RemoteCall(values, self._group, runs.module, unit, roots, subject)
+            return OwnersCall(values, self._group, layout.names, unit, roots, subject).run(plain)[0]
+        remote = RemoteCall(values, self._group, layout.module, unit, roots, subject)
         output, drawn = remote.receive()
         if drawn is not None and self._seed is None:
             drawn.restore()
