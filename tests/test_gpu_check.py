@@ -33,7 +33,7 @@ ALONE = [
     gpu_parts.exactness, gpu_parts.casts, gpu_parts.offload,
     gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors, gpu_fits.fits, gpu_fits.quantized,
     gpu_fits.host_step, gpu_triton.triton_kernels, gpu_llama.liger, gpu_slices.block_slices,
-    gpu_roads.sliced_llama, gpu_roads.called_twice,
+    gpu_llama.float8, gpu_roads.sliced_llama, gpu_roads.called_twice,
 ]  # fmt: skip
 IN_PAIRS = [
     gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,

@@ -95,6 +95,7 @@ PARTS = [
     Part(gpu_fits.host_step, 50),
     Part(gpu_spin.spinning_messages, 40),
     Part(gpu_llama.liger, 45),
+    Part(gpu_llama.float8, 60),
     Part(gpu_slices.block_slices, 12),
     Part(gpu_triton.triton_kernels, 12),
     Part(gpu_llama.products, 10),

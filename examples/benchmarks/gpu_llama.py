@@ -361,6 +361,39 @@ def liger(device: torch.device) -> Iterator[str]:
     assert abs(losses[0] - losses[1]) < TOLERANCE
 
 
+@needing("transformers", "torchao")
+def float8(device: torch.device) -> Iterator[str]:
+    """Float8 layers of torchao: plain and compiled, over one stage compiled, and eager for W."""
+
+    def prepare(module: Llama) -> None:
+        from torchao.float8 import (  # noqa: PLC0415
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+
+        config = Float8LinearConfig(emulate=not is_accelerated(device))
+        convert_to_float8_training(module.model.model, config=config)
+
+    options = {"num_microbatches": Size.on(device).num_microbatches, "schedule": "zb_h1"}
+    over_stage = PipeOffloadStrategy(compile=_compile_with(device) or True, **options)
+    variants: dict[str, tuple[Any, bool, Any]] = {
+        "plain bfloat16, compiled": ("auto", True, lambda module: None),
+        "plain float8, compiled": ("auto", True, prepare),
+        "zb_h1 float8, compiled": (over_stage, True, prepare),
+        "zb_h1 float8, W apart": (PipeOffloadStrategy(**options), False, prepare),
+    }
+    seconds, losses = [], []
+    for name, (strategy, compiles, change) in variants.items():
+        steps, trainer = fit(device, strategy, compiles, num_warm=3, prepare=change)
+        seconds.append(steps.seconds)
+        losses.append(loss_of(trainer))
+        share = seconds[0] / steps.seconds
+        yield f"{name}: {share:.3f} of bfloat16; {figures(device, steps, trainer)}"
+        del trainer
+    yield f"zb_h1: {seconds[1] / seconds[2]:.3f} of plain float8, both compiled"
+    assert all(abs(loss - losses[1]) < TOLERANCE for loss in losses[2:])
+
+
 TOLERANCE = 2e-3  # of losses in bfloat16, between orders of additions
 
 

@@ -39,7 +39,11 @@ class DeferredCall:
     Attributes:
         trained_weights: The weights whose gradients :meth:`accumulate` adds to.
         version: Counts the writes to the weight until this call.
+        is_kernel: Whether :meth:`forward` calls one operation of torch, whose autograd kernel is
+            this package's; else several, which need their own.
     """
+
+    is_kernel = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *options: Any) -> None:
         self.weight = weight

@@ -41,6 +41,8 @@ class _Context:
 class Float8Product(DeferredCall):
     """``x @ weight`` in float8 with x ``[..., in]``, weight ``[in, out]``."""
 
+    is_kernel = False
+
     @override
     def forward(self, x: Tensor) -> Tensor:
         self._function, self._context = float8_function(), _Context()

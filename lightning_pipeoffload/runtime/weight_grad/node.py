@@ -190,7 +190,10 @@ class _Deferred(DirectFunction):
         if saver is None:
             ctx.save_for_backward(x)
         ctx.deferred = call, saver, saved
-        with _below_autograd(), torch._C.DisableTorchFunction():
+        with (
+            _below_autograd() if call.is_kernel else nullcontext(),
+            torch._C.DisableTorchFunction(),
+        ):
             return call.forward(x)
 
     @staticmethod
