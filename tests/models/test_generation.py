@@ -36,9 +36,10 @@ def _mamba():
     return hf.MambaForCausalLM(hf.MambaConfig(**_DECODER, state_size=8))
 
 
-def _gpt2():
-    config = hf.GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=4, n_head=4)
-    return hf.GPT2LMHeadModel(config)
+def _gpt2(dropout=0.0):
+    sizes = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **drops))
 
 
 def _t5():
@@ -163,6 +164,7 @@ _MAKE = {
     "mixtral": _mixtral,
     "mamba": _mamba,
     "gpt2": _gpt2,
+    "dropping gpt2": partial(_gpt2, 0.1),
     "t5": _t5,
     "bart": _bart,
 }
@@ -314,7 +316,9 @@ def test_tokens_that_a_hook_samples_are_those_of_one_device(ranks):
 
 
 @pytest.mark.slow
-def test_sampled_tokens_do_not_depend_on_the_number_of_ranks(ranks):
-    (one,) = ranks(1).run(_run, 1, "llama", SAMPLED, "zb_h1", "fit")
-    of_root, *_ = ranks(2).run(_run, 2, "llama", SAMPLED, "zb_h1", "fit")
+@pytest.mark.parametrize("kind", ["llama", "dropping gpt2"])
+def test_sampled_tokens_do_not_depend_on_the_number_of_ranks(ranks, kind):
+    """The second one draws in hooks too, where the model still drops out."""
+    (one,) = ranks(1).run(_run, 1, kind, SAMPLED, "zb_h1", "fit")
+    of_root, *_ = ranks(2).run(_run, 2, kind, SAMPLED, "zb_h1", "fit")
     assert of_root == one
