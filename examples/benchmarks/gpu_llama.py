@@ -374,7 +374,8 @@ def float8(device: torch.device) -> Iterator[str]:
         config = Float8LinearConfig(emulate=not is_accelerated(device))
         convert_to_float8_training(module.model.model, config=config)
 
-    options = {"num_microbatches": Size.on(device).num_microbatches, "schedule": "zb_h1"}
+    count = Size.on(device).num_microbatches
+    options: dict[str, Any] = {"num_microbatches": count, "schedule": "zb_h1"}
     over_stage = PipeOffloadStrategy(compile=_compile_with(device) or True, **options)
     variants: dict[str, tuple[Any, bool, Any]] = {
         "plain bfloat16, compiled": ("auto", True, lambda module: None),
