@@ -472,7 +472,8 @@ def _update_both(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     metrics: tuple[Any, Any] = call.target, call.copy
     states = tree_leaves([metric.metric_state for metric in _metrics_of(call.target)])
     is_inference = any(isinstance(state, Tensor) and state.is_inference() for state in states)
-    # Those of a metric that was reset in inference mode, while the step runs outside of it.
+    # A metric's forward in an evaluation makes its states in inference mode. In a training step its
+    # forward would make new ones; update writes into these, which only inference mode allows.
     with torch.inference_mode() if is_inference else nullcontext():
         for metric in metrics:
             metric.update(*args, **kwargs)
