@@ -81,7 +81,7 @@ _NUM_IN_FULL = 2
 _FEW_FORWARDS = 128
 # With more of them, a layout is large: it is planned only if it may be the fastest, and zb_v is
 # searched for a tenth as long.
-_MANY_FORWARDS = 1024
+_MANY_FORWARDS = 512
 # A plan that takes no longer than so many times the least possible is not looked for any longer.
 _ABOUT_LEAST = 1.002
 # A full plan is looked for that takes so many times as long as the fastest so far, or less.
@@ -110,21 +110,22 @@ class _Place(NamedTuple):
 
     Attributes:
         layout: The layout.
-        planner: A planner with its sizes.
+        planners: Planners with its sizes: one, or two where optimizer states that replicas divide
+            may gain nothing, which is the second.
         least: Seconds that a step takes at least without copies, by a quick plan; infinite where
             none fits.
         work: Seconds that any step takes at least, with even work and no waits.
     """
 
     layout: Layout
-    planner: ModelPlanner
+    planners: Sequence[ModelPlanner]
     least: float
     work: float
 
     @property
     def num_forwards(self) -> int:
         """F's on all ranks of a pipeline."""
-        return self.layout.num_ranks * int(self.planner.settings.num_microbatches)
+        return self.layout.num_ranks * int(self.planners[0].settings.num_microbatches)
 
     @property
     def is_large(self) -> bool:
@@ -438,7 +439,7 @@ class _Search:
                     self._planned[place.layout] = candidate
                     scores[place.layout] = candidate.score
                     best = min(best, candidate.score)
-            if place.work <= best and (is_near or is_tight):
+            if self._may_gain(place, best) and (is_near or is_tight):
                 self._say("with all schedules and copies, ", place.layout)
                 recipes = _LARGE if place.is_large else FAMILIES
                 candidate = self._plan(place, _WORTH_A_PLAN * best, recipes)
@@ -448,6 +449,13 @@ class _Search:
             self._close(place.layout)
         self._beginning = ""
         return self._by_speed()
+
+    def _may_gain(self, place: _Place, best: float) -> bool:
+        """Whether planning a layout in full is worth it, by its bounds."""
+        planned = self._planned.get(place.layout)
+        if planned is None or not place.is_large or planned.plan.best.option.recompute == "full":
+            return place.work <= (_WORTH_A_PLAN if place.is_large else 1) * best
+        return place.least <= _WORTH_A_PLAN * best  # copies would spare no work
 
     @property
     def _best(self) -> float:
@@ -529,9 +537,11 @@ class _Search:
                 continue
             settings = replace(self._asked(planner, num_replicas), **changed)
             option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
-            sharded = replace(settings, sharding=self._shardings(settings)[-1])
             in_layout, memory = planner.in_layout(settings), planner.memory
             assert memory is not None
+            *_, sharded = all_settings = [
+                replace(settings, sharding=sharding) for sharding in self._shardings(settings)
+            ]
             try:
                 least_bytes = in_layout.least_beside(option, num_ranks, sharded)
                 if least_bytes > memory:
@@ -539,24 +549,29 @@ class _Search:
                     continue
                 times = in_layout.costs_of(option, 1, settings).compute(1).values()
                 work = sum(map(sum, times)) * option.num_microbatches / num_ranks
-                request = self._request(in_layout.in_layout(sharded), layout, _SHORTLY)
-                places.append(_Place(layout, in_layout, max(work, least_score(request)), work))
+                planners = [planner.in_layout(each) for each in all_settings]
+                bounds = [least_score(self._request(each, layout, _SHORTLY)) for each in planners]
             except ScheduleError as error:
                 self._leave_out(layout, _first_line(error))
+                continue
+            least = max(work, bounds[-1])
+            if bounds[0] > least * ABOUT_EQUAL:  # more memory makes no plan slower
+                planners = planners[-1:]
+            places.append(_Place(layout, planners, least, work))
         return places
 
     def _plan(
         self, place: _Place, omits_above: float, recipes: Mapping[str, Recipe]
     ) -> PlannedLayout | None:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
-        layout, planner, *_ = place
         best: PlannedLayout | None = None
-        reason = ""
-        for sharding in self._shardings(planner.settings):
+        layout, reason = place.layout, ""
+        orders = self._orders(place.planners[0], layout)[: 1 if _is_quick(recipes) else None]
+        for planner in place.planners:
             if best is not None and not best.plan.is_bound_by_memory:
                 break
-            for order in self._orders(planner, layout)[: 1 if _is_quick(recipes) else None]:
-                changed = replace(planner.settings, sharding=sharding, rank_order=order)
+            for order in orders:
+                changed = replace(planner.settings, rank_order=order)
                 least = omits_above if best is None else best.score
                 try:
                     candidate = self._plan_of(planner.in_layout(changed), layout, least, recipes)

@@ -243,6 +243,7 @@ class _Trials:
         self._places = {option: place for place, option in enumerate(request.options)}
         self._bounds: dict[Option, _Bound] = {}
         self._free_orders: dict[Option, Schedule] = {}
+        self._free_periods: dict[Option, float] = {}  # of orders that others give their copies
         self._error = ScheduleError("no plan can be made: there are no blocks for any")
         self.candidates: list[Candidate] = []
         self._new: list[Candidate] = []  # of the job that runs
@@ -602,11 +603,12 @@ class _Trials:
         if not order or self._request.omits_above is None:
             return 0.0
         free = replace(option, schedule=order)
-        try:
-            period = self._figures(free, self._build(free, None))[0]
-        except ScheduleError:
-            return 0.0
-        return period_to_compare(period, copies=True)
+        if free not in self._free_periods:
+            try:
+                self._free_periods[free] = self._figures(free, self._build(free, None))[0]
+            except ScheduleError:
+                self._free_periods[free] = 0.0
+        return period_to_compare(self._free_periods[free], copies=True)
 
     def _bound(self, option: Option) -> _Bound:
         """Return lower bounds on the period of an option; 0 if its stages are unknown."""
