@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column
 
-from lightning_pipeoffload.cli.layout_search import NEAR, QUICK, SHOWN, PlannedLayout, SearchResult
+from lightning_pipeoffload.cli.layout_search import NEAR, QUICK, SHOWN
+from lightning_pipeoffload.cli.layouts import PlannedLayout, SearchResult
 from lightning_pipeoffload.planning.figures import bare_table, lines_by_reason
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text

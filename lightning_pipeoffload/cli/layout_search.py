@@ -2,10 +2,10 @@
 
 The sizes of a layout are its pipeline ranks, tensor ranks and replicas, whose product is the number
 of devices. Those whose weights, gradients and optimizer states do not fit are left out before they
-are planned. The others are planned with a few schedules and a short search, the most promising
-first; then, if they are among the fastest, small, or do not fit so, with the whole search, any
-schedule and offload. Plans that cannot become the fastest are skipped. The model is traced once for
-each number of tensor ranks, from few to many, until more are slower.
+are planned. The others are planned with a few schedules and a short search, those with the smallest
+bound on the time of a step first; then, if they are among the fastest, small, or do not fit so,
+with the whole search, any schedule and offload. Plans that cannot become the fastest are skipped.
+The model is traced for each number of tensor ranks, from few to many, until more are slower.
 
 Ctrl-C, or the end of the seconds that are given, ends the search with what it has planned.
 
@@ -19,12 +19,18 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from lightning_pipeoffload.cli.layouts import (
+    Layout,
+    LayoutToPlan,
+    PlannedLayout,
+    SearchResult,
+)
 from lightning_pipeoffload.cli.model_planner import (
     ABOUT_EQUAL,
     HOST_STEP,
@@ -34,29 +40,19 @@ from lightning_pipeoffload.cli.model_planner import (
 )
 from lightning_pipeoffload.cli.plan_output import progress
 from lightning_pipeoffload.planning.limits import bytes_writer
-from lightning_pipeoffload.planning.memory_needs import RankNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
 from lightning_pipeoffload.runtime.tensor_parallel.layers import NothingDistributedError
 from lightning_pipeoffload.schedule import Kind, MemoryLimitError, ScheduleError
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
-from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, least_score
+from lightning_pipeoffload.schedule.make_plan import PlanRequest, least_score
 from lightning_pipeoffload.schedule.text import seconds_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = [
-    "NEAR",
-    "QUICK",
-    "SHOWN",
-    "Layout",
-    "OutOfTimeError",
-    "PlannedLayout",
-    "SearchResult",
-    "layouts_by_speed",
-]
+__all__ = ["NEAR", "QUICK", "SHOWN", "OutOfTimeError", "layouts_by_speed"]
 
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
 SHOWN = 1.2
@@ -79,9 +75,6 @@ would wait even longer for each other.
 _NUM_IN_FULL = 2
 # Layouts with so many F's on all ranks of a pipeline, or fewer, are all planned in full.
 _FEW_FORWARDS = 128
-# With more of them, a layout is large: it is planned only if it may be the fastest, and zb_v is
-# searched for a tenth as long.
-_MANY_FORWARDS = 512
 # A plan that takes no longer than so many times the least possible is not looked for any longer.
 _ABOUT_LEAST = 1.002
 # A full plan is looked for that takes so many times as long as the fastest so far, or less.
@@ -90,99 +83,8 @@ _MORE_MACHINES = (2, 4, 8)
 _WORDS = {"master_weights": MASTERS, "optimizer_offload": HOST_STEP}
 
 
-class Layout(NamedTuple):
-    """How many ranks a pipeline has, how many share each layer, and how many replicas there are."""
-
-    num_ranks: int
-    num_tensor_ranks: int
-    num_replicas: int
-
-    def __str__(self) -> str:
-        return " x ".join(map(str, self))
-
-
 class OutOfTimeError(KeyboardInterrupt):
     """The time that a search may take is over; as Ctrl-C it ends the search wherever it is."""
-
-
-class _Place(NamedTuple):
-    """A layout to plan.
-
-    Attributes:
-        layout: The layout.
-        planners: Planners with its sizes: one, or two where optimizer states that replicas divide
-            may gain nothing, which is the second.
-        least: Seconds that a step takes at least without copies, by a quick plan; infinite where
-            none fits.
-        work: Seconds that any step takes at least, with even work and no waits.
-    """
-
-    layout: Layout
-    planners: Sequence[ModelPlanner]
-    least: float
-    work: float
-
-    @property
-    def num_forwards(self) -> int:
-        """F's on all ranks of a pipeline."""
-        return self.layout.num_ranks * int(self.planners[0].settings.num_microbatches)
-
-    @property
-    def is_large(self) -> bool:
-        return self.num_forwards > _MANY_FORWARDS
-
-
-@dataclass(frozen=True)
-class PlannedLayout:
-    """The fastest plan of a layout that fits.
-
-    Attributes:
-        planner: The planner of this layout, whose settings have its sizes.
-        plan: The plan.
-        needs: The memory of each rank.
-    """
-
-    planner: ModelPlanner
-    plan: Plan
-    needs: Sequence[RankNeeds]
-
-    @property
-    def settings(self) -> PipelineSettings:
-        return self.planner.settings
-
-    @property
-    def layout(self) -> Layout:
-        num_replicas = int(self.settings.data_parallel_size)
-        return Layout(len(self.needs), self.settings.tensor_parallel_size, num_replicas)
-
-    @property
-    def period(self) -> float:
-        return self.plan.best.period or 0.0
-
-    @property
-    def score(self) -> float:
-        return self.plan.best.score
-
-    @property
-    def order(self) -> tuple[int, bool, float]:
-        """The order among layouts that take about as long: the simplest first."""
-        tensor_ranks = self.settings.tensor_parallel_size
-        return tensor_ranks, self.settings.sharding != "none", self.score
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The layouts that a search has planned, and those that it has left out.
-
-    Attributes:
-        layouts: Those that fit, first the one to take, then by their speed.
-        left_out: Other layouts, or numbers of tensor ranks, and why each is left out.
-        not_planned: Layouts that a search that was stopped has not planned, or not with copies.
-    """
-
-    layouts: Sequence[PlannedLayout]
-    left_out: Sequence[tuple[str, str]]
-    not_planned: Sequence[Layout] = ()
 
 
 @contextmanager
@@ -450,7 +352,7 @@ class _Search:
         self._beginning = ""
         return self._by_speed()
 
-    def _may_gain(self, place: _Place, best: float) -> bool:
+    def _may_gain(self, place: LayoutToPlan, best: float) -> bool:
         """Whether planning a layout in full is worth it, by its bounds."""
         planned = self._planned.get(place.layout)
         if planned is None or not place.is_large or planned.plan.best.option.recompute == "full":
@@ -481,9 +383,9 @@ class _Search:
 
     def _plan_quickly(
         self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[_Place]:
+    ) -> list[LayoutToPlan]:
         """Plan the layouts that fit without copies; return all that may become the fastest."""
-        places: list[_Place] = []
+        places: list[LayoutToPlan] = []
         for place in self._places(planners, num_nodes, changed):
             best = self._best
             if place.work > SHOWN * best:
@@ -501,9 +403,9 @@ class _Search:
 
     def _places(
         self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[_Place]:
+    ) -> list[LayoutToPlan]:
         """Return the layouts of all tensor ranks that are worth it, the most promising first."""
-        places: list[_Place] = []
+        places: list[LayoutToPlan] = []
         for planner in planners:
             best = min((place.least for place in places), default=inf)
             of_size = self._places_of(planner, num_nodes, changed)
@@ -524,7 +426,7 @@ class _Search:
 
     def _places_of(
         self, planner: ModelPlanner, num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[_Place]:
+    ) -> list[LayoutToPlan]:
         """Return the layouts of a planner's tensor ranks whose weights and states fit."""
         places = []
         for layout in self._layouts(num_nodes):
@@ -557,11 +459,11 @@ class _Search:
             least = max(work, bounds[-1])
             if bounds[0] > least * ABOUT_EQUAL:  # more memory makes no plan slower
                 planners = planners[-1:]
-            places.append(_Place(layout, planners, least, work))
+            places.append(LayoutToPlan(layout, planners, least, work))
         return places
 
     def _plan(
-        self, place: _Place, omits_above: float, recipes: Mapping[str, Recipe]
+        self, place: LayoutToPlan, omits_above: float, recipes: Mapping[str, Recipe]
     ) -> PlannedLayout | None:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
         best: PlannedLayout | None = None
