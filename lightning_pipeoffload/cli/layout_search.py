@@ -333,15 +333,19 @@ class _Search:
             is_near = number < _NUM_IN_FULL and scores[place.layout] <= NEAR * best
             is_near |= place.num_forwards <= _FEW_FORWARDS
             is_tight = place.layout not in quick
-            is_done = scores[place.layout] <= _ABOUT_LEAST * place.least or place.is_large
-            if is_near and not (is_tight or is_done):
+            if place.is_large and best < inf:
+                if is_tight:
+                    self._leave_out(place.layout, _WITH_COPIES)
+                continue
+            most = min(best, scores[place.layout] / _ABOUT_LEAST)
+            if is_near and not is_tight and place.least < most:
                 self._say("", place.layout)
                 candidate = self._plan(place, scores[place.layout], _ALONE)
                 if candidate is not None and candidate.score < scores[place.layout]:
                     self._planned[place.layout] = candidate
                     scores[place.layout] = candidate.score
                     best = min(best, candidate.score)
-            if self._may_gain(place, best) and (is_near or is_tight):
+            if place.work <= best and (is_near or is_tight):
                 self._say("with all schedules and copies, ", place.layout)
                 recipes = _LARGE if place.is_large else FAMILIES
                 candidate = self._plan(place, _WORTH_A_PLAN * best, recipes)
@@ -351,13 +355,6 @@ class _Search:
             self._close(place.layout)
         self._beginning = ""
         return self._by_speed()
-
-    def _may_gain(self, place: LayoutToPlan, best: float) -> bool:
-        """Whether planning a layout in full is worth it, by its bounds."""
-        planned = self._planned.get(place.layout)
-        if planned is None or not place.is_large or planned.plan.best.option.recompute == "full":
-            return place.work <= (_WORTH_A_PLAN if place.is_large else 1) * best
-        return place.least <= _WORTH_A_PLAN * best  # copies would spare no work
 
     @property
     def _best(self) -> float:
@@ -579,6 +576,7 @@ def _is_quick(recipes: Mapping[str, Recipe]) -> bool:
 
 
 _SLOW = f"takes more than {SHOWN:g} times as long"
+_WITH_COPIES = "no quick plan without copies is faster, and large layouts are planned with none"
 _NOT_FASTER = "no plan that fits is faster than those shown"
 
 
