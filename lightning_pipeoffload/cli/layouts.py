@@ -12,7 +12,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule.make_plan import Plan
 
 # With more F's on all ranks of a pipeline a layout is large.
-_MANY_FORWARDS = 512
+_MANY_FORWARDS = 256
 
 
 class Layout(NamedTuple):
