@@ -7,10 +7,12 @@ from collections.abc import Callable
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.report import print_gain
+from lightning_pipeoffload.planning.request import Machines
 from lightning_pipeoffload.planning.run_plans import keeps_limits, rank_limits
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
+from lightning_pipeoffload.schedule.schedule import places_of
 from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
@@ -56,7 +58,12 @@ class SolverSearch:
             None if of_ranks is None else of_ranks.largest,
             self._training.has_barrier(),
         )
-        start = self._start(problem)
+        try:
+            start = self._start(problem)
+        except MemoryLimitError as error:
+            assert of_ranks is not None
+            refused = of_ranks.true_error(error, costs, _name_rank(used, limits))
+            raise ScheduleError(refused.message(bytes_writer(settings.memory_limit))) from None
         self._adopt(start, costs, limits)
         if not settings.solver_seconds:
             return
@@ -72,16 +79,17 @@ class SolverSearch:
 
     def _start(self, problem: PlanProblem) -> Schedule:
         """Return the families' best plan for a problem, found on one process for all."""
-        start, error = None, ""
+        found: Schedule | MemoryLimitError | None = None
         if self._group.reports:
             try:
-                start = best_of_families(problem)
-            except MemoryLimitError as refused:
-                error = refused.message(bytes_writer(self._training.current.settings.memory_limit))
-        start, error = self._group.world.broadcast((start, error), 0)
-        if start is None:
-            raise ScheduleError(error)
-        return start
+                found = best_of_families(problem)
+            except MemoryLimitError as error:
+                found = error
+        found = self._group.world.broadcast(found, 0)
+        if isinstance(found, MemoryLimitError):
+            raise found
+        assert found is not None
+        return found
 
     @property
     def has_news(self) -> bool:
@@ -128,3 +136,8 @@ class SolverSearch:
         if self._solver is not None:
             self._solver.close()
             self._solver = None
+
+
+def _name_rank(schedule: Schedule, limits: MachineLimits) -> Callable[[int], str]:
+    machines, places = Machines(names=limits.names), places_of(schedule.placement)
+    return lambda rank: f"rank {rank}, on {machines.name_of(places[rank])},"

@@ -11,9 +11,11 @@ keeps its own, so builders, searches, copies and the solver know one limit only:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .actions import MemoryLimitError
 from .costs import Costs
 
 __all__ = ["RankLimits"]
@@ -61,6 +63,23 @@ class RankLimits:
     def _share(self, rank: int) -> float:
         largest = self.largest
         return max(self.limits[rank] / largest, _LEAST) if largest else 1.0
+
+    def true_error(
+        self, error: MemoryLimitError, costs: Costs, name_rank: Callable[[int], str]
+    ) -> MemoryLimitError:
+        """Return a refusal by counted sizes as one of the rank that has least in proportion.
+
+        Args:
+            error: The refusal.
+            costs: As they are, not counted.
+            name_rank: Returns a rank's name for the message.
+        """
+        if len({*self.limits}) == 1:
+            return error
+        sentence, _, needed = error.args
+        rank = self.tightest(costs)
+        named = sentence.replace("{limit}", f"{{limit}} of {name_rank(rank)}", 1)
+        return MemoryLimitError(named, self.limits[rank], self.true(rank, needed))
 
     def tightest(self, costs: Costs) -> int:
         """Return the rank on which one microbatch takes the largest share of the limit.

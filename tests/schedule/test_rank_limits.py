@@ -75,6 +75,15 @@ def test_what_fits_no_rank_names_that_rank_and_its_device(schedule, least):
     assert "on device 2 (small), is less than" in str(refused.value)
 
 
+def test_what_the_solver_refuses_names_the_rank_with_its_own_numbers():
+    limits = RankLimits((60.0, 60.0, 10.0), (0, 1, 2))
+    with pytest.raises(MemoryLimitError) as refused:
+        best_of_families(PlanProblem(8, (0, 1, 2), limits.count(COSTS), limits.largest))
+    error = limits.true_error(refused.value, COSTS, "rank {}".format)
+    assert str(error).startswith("memory_limit (10) of rank 2 is less than any of ")
+    assert str(error).endswith("use at least 17")
+
+
 def test_the_solver_starts_within_each_ranks_limit():
     limits = RankLimits((60.0, 60.0, 20.0), (0, 1, 2))
     problem = PlanProblem(8, (0, 1, 2), limits.count(COSTS), limits.largest)
