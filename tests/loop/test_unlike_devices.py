@@ -1,6 +1,8 @@
 """Fits over ranks that are not alike: in speed, as blocks that sleep, and in memory."""
 
+import os
 import time
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -8,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pipeoffload.runtime.device.devices import Device
+from lightning_pipeoffload.runtime.measure import device_speed
 from tests.support import fits
-from tests.support.auto_fits import fit
+from tests.support.auto_fits import MODULES, fit
 from tests.support.pairs import slow
 
 
@@ -77,3 +81,32 @@ def test_a_limit_that_fits_nothing_names_the_device(ranks, tmp_path):
     options = {"memory_limit": ["600KiB", "10KiB"], "recompute": "cheap"}
     with pytest.raises(Exception, match=r"memory_limit .* of rank \d, on device 1, is less than"):
         ranks(2).run(fit, 2, str(tmp_path / "a.ckpt"), "wide", options)
+
+
+def fit_named(num_devices, form, folder):
+    """Fit where the second device has another name, and takes three times as long by a product."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", 0))
+
+    def describe(cls, device):
+        return cls(("fast", "slow")[rank], "", "here")
+
+    def seconds_of_product(device):
+        return (1.0, 3.0)[rank]
+
+    with (
+        mock.patch.object(Device, "of", classmethod(describe)),
+        mock.patch.object(device_speed, "_seconds_of_product", seconds_of_product),
+    ):
+        L.seed_everything(7, workers=True, verbose=False)
+        options = {"schedule": "zb_h1", "plan_cache": folder}
+        trainer = fits.trainer(num_devices, options, max_steps=1, limit_val_batches=0)
+        trainer.fit(MODULES[form](), fits.loader())
+    return trainer.strategy.report()
+
+
+@pytest.mark.parametrize("form", ["plain", "late"])
+def test_the_first_cut_goes_by_a_product_where_names_differ(ranks, tmp_path, form):
+    report = ranks(2).run(fit_named, 2, form, str(tmp_path))[0]
+    assert [each["name"] for each in report["devices"]] == ["slow", "fast"]
+    assert [each["slowness"] for each in report["devices"]] == [3.0, 1.0]
+    assert [len(stage["blocks"]) for stage in report["stages"]] == [2, 6]

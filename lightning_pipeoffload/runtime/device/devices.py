@@ -74,7 +74,7 @@ class Devices:
             alike = [place for place, other in enumerate(self.names) if other == name]
             of_name = [times[place] for place in alike]
             noise = _NOISE_OF_CPUS if name.startswith(_CPU) else _NOISE
-            if max(of_name) < noise * min(of_name):
+            if len(alike) > 1 and max(of_name) < noise * min(of_name):
                 typical = exp(mean(map(log, of_name)))
                 for place in alike:
                     times[place] = typical
