@@ -133,6 +133,7 @@ class MetricCalls:
         self.traced_bytes = 0
         self._key: list[int] | None = None
         self._targets: list[nn.Module] = []
+        self._unregistered: set[int] = set()  # of those, in lists, tuples and dicts
         self._trackers: list[nn.Module] = []
         self._calls: dict[tuple[int, str, int], _Call] = {}
         self._of_microbatch: list[_Call] = []
@@ -189,12 +190,14 @@ class MetricCalls:
         key = [*map(id, self._module._modules.values()), len(attributes)]
         if key != self._key:
             self._key, modules = key, [*self._module.modules()]
+            registered = {*map(id, modules)}
             for value in attributes.values():
                 if isinstance(value, list | tuple | dict):
                     modules += [leaf for leaf in tree_leaves(value) if _is_metric(leaf)]
             self._trackers = [part for part in modules if isinstance(part, MetricTracker)]
             inner = [part for child in filter(_is_metric, modules) for part in child.modules()]
             self._targets = [part for part in inner if _is_metric(part)]
+            self._unregistered = {*map(id, self._targets)} - registered
         targets = self._targets + [
             part for tracker in self._trackers for part in tracker.modules() if _is_metric(part)
         ]
@@ -275,6 +278,8 @@ class MetricCalls:
         if method in ("forward", "update") and not is_exact_apart(target, args, kwargs):
             tensors = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
             self.traced_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
+        if id(target) in self._unregistered:  # of which the trace puts no state back
+            plain = getattr(_copied(target), method)
         try:
             return self._inside(partial(plain, *args, **kwargs))
         except (Exception, ValueNeededError) as error:

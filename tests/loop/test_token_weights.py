@@ -249,6 +249,21 @@ def test_a_loss_that_is_no_mean_over_samples_is_noted_once(caplog, name):
     assert notices(caplog, AnyLoss(loss)) == [text] * bool(text)
 
 
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_running_statistics_are_those_of_accumulated_gradients(momentum):
+    found = []
+    for devices, size, more in ((0, 2, {"accumulate_grad_batches": 4}), (1, 8, {})):
+        L.seed_everything(7, verbose=False)
+        module = AnyLoss(per_token)
+        module.blocks.append(nn.BatchNorm1d(3, momentum=momentum).double())
+        samples = [{"x": x, "labels": i % 3} for i, x in enumerate(torch.randn(16, 3).double())]
+        trainer = fits.trainer(devices, {"num_microbatches": 4}, max_epochs=2, **more)
+        trainer.fit(module, DataLoader(samples, batch_size=size))
+        found.append(module.state_dict())
+    assert found[0]["blocks.4.num_batches_tracked"] == 16
+    torch.testing.assert_close(*found, rtol=0, atol=1e-15)
+
+
 class Stateful(AnyLoss):
     """Adds what it has kept, by the step before, to what its blocks compute."""
 

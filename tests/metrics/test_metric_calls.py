@@ -319,6 +319,20 @@ def test_metrics_in_lists_and_of_the_cpu():
     torch.testing.assert_close(*([m.compute() for m in metrics] for metrics in metrics_list))
 
 
+def test_a_trace_counts_what_is_kept_and_leaves_a_metric_in_a_dict_as_it_was():
+    def step(self, part):
+        self.named["accuracy"].update(part.binary, part.truth)
+        self.log("value", self.named["accuracy"].compute())
+
+    module = Net(step)
+    module.named = {"accuracy": BinaryAccuracy()}
+    capture, part = LogCapture(module), next(parts_of(next(batches())))
+    with capture.capturing(keep=False):
+        module.step(module, part)
+    assert module.named["accuracy"].update_count == 0
+    assert capture.metrics.traced_bytes == part.binary.nbytes + part.truth.nbytes
+
+
 def test_one_tensor_of_all_microbatches_stays_one():
     class Weighted(MeanSquaredError):
         def update(self, preds, target, weights, name="mse"):
