@@ -460,7 +460,8 @@ class AutoChoice:
         if self._group.reports:
             wanted = self._options(cut_costs)
             if chosen is None or chosen.plan is None:
-                period, wanted = inf, [o for o in wanted if o.schedule in _QUICK]
+                quick = [option for option in wanted if option.schedule in _QUICK]
+                period, wanted = inf, quick or wanted
             else:
                 period = chosen.plan.best.period or inf
                 wanted = [replace(chosen.plan.best.option, num_kept=0)]
