@@ -100,7 +100,8 @@ _BY_LAYOUT = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "clone
 _MEAN = 1  # of at::Reduction
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
-_MOST_IMAGINED_IN_NOTES = 8
+_MOST_IMAGINED_IN_NOTES = 8  # of an evaluation
+_MOST_IMAGINED_IN_TRAINING_NOTES = 16
 _MOST_IMAGINED = 1000  # values in a block, and behind the blocks: a loop may never end
 
 
@@ -468,9 +469,9 @@ class StepTrace:
             self._num_in_block += 1
             self.record.imagined.setdefault(self.segment, calling_line())
             return self._imagined
-        # To note the calls of an evaluation, which has no blocks yet, a few values are enough.
-        notes_only = not len(self.chain) and not self._training
-        most = _MOST_IMAGINED_IN_NOTES if notes_only else _MOST_IMAGINED
+        most = _MOST_IMAGINED
+        if not len(self.chain):  # to note calls a few values are enough: a step may write text
+            most = _MOST_IMAGINED_IN_TRAINING_NOTES if self._training else _MOST_IMAGINED_IN_NOTES
         if self.segment < len(self.chain) or self.num_imagined >= most:
             return None
         self._imagine_behind()
