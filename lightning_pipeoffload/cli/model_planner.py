@@ -171,7 +171,8 @@ class ModelPlanner:
 
     @cached_property
     def probe(self) -> ModelProbe:
-        return ModelProbe(self._config, self._like and self._like.probe, self._unlike)
+        like = None if self._like is None else self._like.probe
+        return ModelProbe(self._config, like, self._unlike)
 
     @cached_property
     def _unlike(self) -> Devices | None:

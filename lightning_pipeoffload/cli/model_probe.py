@@ -102,9 +102,10 @@ class ModelProbe:
         size = config.get("tensor_parallel_size", 1)
         self._mesh = mesh_of_absent_ranks(size) if size > 1 else None
         self._like = like
+        self._flops_of_slice = 0, 0  # of the last trace: of a slice, and how many there are
         self._make_module()
         # Not later: errors of the user's code are no reasons against one plan.
-        self._is_in_parts = like._is_in_parts if like else self._makes_parts()
+        self._is_in_parts: bool = like._is_in_parts if like else self._makes_parts()
         if self._mesh is not None or is_overridden("configure_model", self._module):
             self._configure_model()
         self._data: LightningDataModule = build(config, "data")
@@ -467,8 +468,9 @@ def container_of(
     if number != "0" or [*names] != [f"{name}.{index}" for index in range(len(names))]:
         return None
     container = module.get_submodule(name)
-    is_list = isinstance(container, nn.ModuleList | nn.Sequential)
-    return container if is_list and len(container) == len(names) else None
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return None
+    return container if len(container) == len(names) else None
 
 
 @contextmanager
