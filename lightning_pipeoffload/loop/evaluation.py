@@ -44,6 +44,7 @@ class Evaluation:
         self._split, self._group = split, split.group
         self._exchange, self._note, self._send_written = exchange, note, send_written
         self._runs_whole = split.runs_whole
+        self._generating: set[str] = set()  # kinds of steps
         self._cuts_predictions: dict[int, bool] = {}  # of each loader
 
     def run(self, inputs: StepInputs) -> StepOutput:
@@ -108,6 +109,18 @@ class Evaluation:
             self._cuts_predictions[inputs.loader] = counts is None or total in counts
         return cutter.cut(inputs, size if self._cuts_predictions[inputs.loader] else total)
 
+    def _num_shared_calls(self, kind: str, slices: list[Microbatch] | None) -> int:
+        """Return in how many calls of blocks all ranks get what these keep in their arguments.
+
+        The code after the blocks of one pass may read it. The caches of a step that goes through
+        the blocks again and again, as one that generates, stay on their owners from its next batch
+        on.
+        """
+        if kind in self._generating:
+            return 0
+        traced = (len(cut.record.calls.blocks) for cut in slices or ())
+        return max(traced, default=len(self._split.pipeline.chain))
+
     def _run_whole(
         self, inputs: StepInputs, slices: list[Microbatch] | None
     ) -> tuple[StepOutput, bool]:
@@ -117,13 +130,16 @@ class Evaluation:
             The outcome, and whether the step has called the blocks as the traces of ``slices`` did.
         """
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
-        run = self._split.whole_runs.run(inputs.seed)
+        num_shared = self._num_shared_calls(inputs.kind, slices)
+        run = self._split.whole_runs.run(inputs.seed, num_shared_calls=num_shared)
         with run.running():
             result = inputs.step(
                 inputs.batch, StepCall(is_last=self._group.is_root, is_last_local=True)
             )
         values = give_values(result)
         self._exchange.end_batch()
+        if len(run.calls) > num_shared:
+            self._generating.add(inputs.kind)
         could_be_cut = all(run.calls == [*cut.record.calls.blocks] for cut in slices or ())
         of_root = values if self._group.is_root else None
         return StepOutput(of_root, [_size_of(inputs.batch)], [1.0]), could_be_cut

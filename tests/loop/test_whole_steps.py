@@ -136,6 +136,38 @@ def test_what_has_no_rule_for_shapes_runs_whole_and_what_fills_its_class_is_refu
         assert message.startswith("the step writes Failing.seen (a list), which a Python module")
 
 
+class KeepingBlock(fits.Block):
+    def forward(self, x):
+        self.latest = super().forward(x)
+        return self.latest
+
+
+class Keeping(fits.Net):
+    """Reads after the blocks what these keep, and branches on a value."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0, depth=4)
+        self.blocks = torch.nn.ModuleList(KeepingBlock(0.0) for _ in range(4)).double()
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch) + sum(block.latest.mean() for block in self.blocks)
+        if loss > 1e9:
+            loss = loss / 2
+        self.log("val_loss", loss)
+
+
+def _validate_keeping(num_devices):
+    L.seed_everything(7, verbose=False)
+    trainer = fits.trainer(num_devices, {}, max_epochs=1)
+    trainer.validate(Keeping(), fits.loader(), verbose=False)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+def test_what_blocks_keep_is_there_after_the_blocks_of_a_step_that_may_run_whole(ranks):
+    (plain,) = ranks(1).run(_validate_keeping, 0)
+    assert ranks(2).run(_validate_keeping, 2) == [pytest.approx(plain)] * 2
+
+
 class FailsOnce(fits.Net):
     """Its first trace of a validation step fails on one rank, as where a file was late there."""
 

@@ -120,7 +120,7 @@ class ReachedState:
 
 def _counting_writes(tensor: Tensor, holder: Any, key: Any, contents: Any) -> Tensor:
     """Put a tensor with the same memory in place of an inference tensor, which counts no writes."""
-    if isinstance(holder, tuple):
+    if isinstance(holder, tuple) or tensor.is_nested:
         return tensor
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -217,6 +217,8 @@ class Sender(pickle.Pickler):
         place = self._state.place_of(obj)
         if place is not None:
             return "place", place
+        if isinstance(obj, Tensor) and obj.is_nested:  # of torch's encoder with a padding mask
+            return "nested", [self._describe(part) for part in obj.unbind()]
         if isinstance(obj, Tensor):
             return "tensor", self._describe(obj)
         if isinstance(obj, nn.Module) and id(obj) in self._name_of:
@@ -249,4 +251,6 @@ class Receiver(pickle.Unpickler):
         kind, argument = pid
         if kind == "place":
             return find_place(self._roots, argument)
+        if kind == "nested":
+            return torch.nested.as_nested_tensor([self._make(part) for part in argument])
         return self._make(argument) if kind == "tensor" else self._module.get_submodule(argument)

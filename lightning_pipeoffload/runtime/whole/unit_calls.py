@@ -71,7 +71,13 @@ class OwnersCall:
         unit: The unit.
         roots: The arguments and modules that it can change, as :class:`ReachedState` needs them.
         subject: The unit's name, and the checksum of its arguments.
+
+    Attributes:
+        shares_state: Whether all ranks get the values of what the unit keeps in its arguments and
+            attributes; else these stay on this rank.
     """
+
+    shares_state = False
 
     def __init__(
         self,
@@ -89,7 +95,7 @@ class OwnersCall:
         self._num_described = 0
         self._stay: dict[int, HeldOutput] = {}  # what is returned in place of an output
         self._leaves: set[int] = set()
-        self._is_output = True
+        self._is_output = False
         self._keeps_outputs = unit.is_followed and not unit.module._forward_hooks
 
     def run(self, plain: Callable[..., Any]) -> tuple[Any, RandomnessReplay | None]:
@@ -117,10 +123,12 @@ class OwnersCall:
     def _pickled(self, output: Any, state: ReachedState, drawn: RandomnessReplay | None) -> bytes:
         sender = Sender(state, self._names, self._describe)
         try:
-            sender.dump(output)
-            self._is_output = False
+            # First what it keeps: an output among that is a plain tensor here, which code reads
+            # without asking the other ranks, so they all get its value.
             generators = pickle.dumps(drawn)  # with the states' values
             sender.dump((state.changes(), self._describe_writes(state), generators))
+            self._is_output = True
+            sender.dump(output)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{self._unit.name} returns or keeps what cannot be pickled ({error}); in a step "
@@ -149,9 +157,9 @@ class OwnersCall:
                 f"{self._unit.name} returns or keeps a tensor whose value another rank has "
                 f"({', '.join(tensor.origins)}), in a step that runs whole or in a hook"
             )
-        is_kept = not self._is_output
-        stays = self._keeps_outputs and id(tensor) in self._leaves
-        if tensor.numel() <= _SMALL or not (is_kept or stays):
+        is_kept, is_leaf = not self._is_output, id(tensor) in self._leaves
+        stays = not (is_leaf or self.shares_state) if is_kept else self._keeps_outputs and is_leaf
+        if tensor.numel() <= _SMALL or not stays:
             return self._describe_value(tensor)
         number = self._values.next_number()
         if is_kept:
@@ -213,8 +221,8 @@ class RemoteCall:
         assert self._unit.rank is not None
         data = self._values.receive_result(self._subject, self._unit.rank)
         receiver = Receiver(data, self._roots, self._module, self._make)
-        output = receiver.load()
         changes, writes, generators = receiver.load()
+        output = receiver.load()
         for tensor, described in writes:
             _write(tensor, self._make_value(described))
         for change in changes:

@@ -49,16 +49,20 @@ class WholeRuns:
         self._layout: UnitLayout | None = None
         self.peak_remote_bytes = 0
 
-    def run(self, seed: int | None, part: nn.Module | None = None) -> WholeRun:
+    def run(
+        self, seed: int | None, part: nn.Module | None = None, num_shared_calls: int = 0
+    ) -> WholeRun:
         """Prepare a run.
 
         Args:
             seed: The seed of the step's random numbers; None: the generators are not seeded.
             part: The module that is called; None: the whole module.
+            num_shared_calls: In so many calls of blocks, the first ones, all ranks get the values
+                of what a block keeps in its arguments and attributes; later it stays on its owner.
         """
         if self._layout is None or not self._layout.is_of(self._pipeline.tensors):
             self._layout = UnitLayout(self._pipeline)
-        return WholeRun(self._layout, seed, self._note_bytes, part)
+        return WholeRun(self._layout, seed, self._note_bytes, part, num_shared_calls)
 
     def _note_bytes(self, num_bytes: int) -> None:
         self.peak_remote_bytes = max(self.peak_remote_bytes, num_bytes)
@@ -196,6 +200,7 @@ class WholeRun:
         seed: The seed of the step's random numbers; None: the generators are not seeded.
         note_bytes: Gets the bytes of other ranks' weights that this rank has held, at the end.
         part: The module that is called; None: the whole module.
+        num_shared_calls: See :meth:`WholeRuns.run`.
 
     Attributes:
         calls: The block of each call.
@@ -207,8 +212,10 @@ class WholeRun:
         seed: int | None,
         note_bytes: Callable[[int], None],
         part: nn.Module | None = None,
+        num_shared_calls: int = 0,
     ) -> None:
         self._layout, self._group = layout, layout.group
+        self._num_shared_calls = num_shared_calls
         self._seed, self._note_bytes = seed, note_bytes
         self._scope = layout.scope(part)
         self._generators = layout.generators
@@ -285,7 +292,9 @@ class WholeRun:
         subject = unit.name, _checksum(args, kwargs)
         self._num_held += unit.is_followed
         if self._group.rank == unit.rank:
-            return OwnersCall(values, self._group, layout.names, unit, roots, subject).run(plain)[0]
+            call = OwnersCall(values, self._group, layout.names, unit, roots, subject)
+            call.shares_state = len(self.calls) < self._num_shared_calls
+            return call.run(plain)[0]
         remote = RemoteCall(values, self._group, layout.module, unit, roots, subject)
         output, drawn = remote.receive()
         if drawn is not None and self._seed is None:
@@ -295,7 +304,8 @@ class WholeRun:
 
 def _checksum(*arguments: Any) -> int:
     """Return a checksum of the shapes of all tensors among arguments."""
-    shapes = [tuple(leaf.shape) for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+    shapes = [(*leaf.shape,) if not leaf.is_nested else leaf.dim() for leaf in tensors]
     return zlib.crc32(repr(shapes).encode())
 
 
