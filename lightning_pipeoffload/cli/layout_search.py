@@ -391,12 +391,18 @@ class _Search:
             places.append(place)
             if place.least > best * (1 if place.is_large else SHOWN) or place.least == inf:
                 continue  # if it is faster, then with copies
+            self._has_quick_plan(place)
+        return places
+
+    def _has_quick_plan(self, place: LayoutToPlan) -> bool:
+        """Plan a layout without copies, if that has not been done; return whether it fits so."""
+        if place.layout not in self._planned:
             self._say("", place.layout)
-            candidate = self._plan(place, SHOWN * best, _SHORTLY)
+            candidate = self._plan(place, SHOWN * self._best, _SHORTLY)
             if candidate is not None:
                 self._planned[place.layout] = candidate
                 self._close(place.layout)
-        return places
+        return place.layout in self._planned
 
     def _places(
         self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
@@ -404,12 +410,14 @@ class _Search:
         """Return the layouts of all tensor ranks that are worth it, the most promising first."""
         places: list[LayoutToPlan] = []
         for planner in planners:
-            best = min((place.least for place in places), default=inf)
+            first = min(places, key=lambda place: place.least, default=None)
             of_size = self._places_of(planner, num_nodes, changed)
             best_of_size = min((place.least for place in of_size), default=inf)
             places += of_size
-            size = planner.settings.tensor_parallel_size
-            if NEAR * best < best_of_size < inf and size < self._sizes[-1]:
+            size, best = planner.settings.tensor_parallel_size, first.least if first else inf
+            is_slower = NEAR * best < best_of_size < inf and size < self._sizes[-1]
+            # A bound does not say that a layout fits.
+            if is_slower and first is not None and self._has_quick_plan(first):
                 self._left_out[f"more than {size} tensor ranks"] = (
                     f"{size} take {best_of_size / best:.2f} times as long as fewer, or longer"
                 )
