@@ -125,8 +125,8 @@ class OwnersCall:
         try:
             # First what it keeps: an output among that is a plain tensor here, which code reads
             # without asking the other ranks, so they all get its value.
-            generators = pickle.dumps(drawn)  # with the states' values
-            sender.dump((state.changes(), self._describe_writes(state), generators))
+            sender.dump(state.changes())
+            sender.dump((self._describe_writes(state), pickle.dumps(drawn)))
             self._is_output = True
             sender.dump(output)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -221,10 +221,12 @@ class RemoteCall:
         assert self._unit.rank is not None
         data = self._values.receive_result(self._subject, self._unit.rank)
         receiver = Receiver(data, self._roots, self._module, self._make)
-        changes, writes, generators = receiver.load()
-        output = receiver.load()
+        # Values come in this order. Objects are found where they were before the changes.
+        changes = receiver.load()
+        writes, generators = receiver.load()
         for tensor, described in writes:
             _write(tensor, self._make_value(described))
+        output = receiver.load()
         for change in changes:
             apply(change)
         self._call_hooks(output)
