@@ -152,7 +152,7 @@ OWNERS = [
     (torch.utils.checkpoint.CheckpointFunction._backward_cls, "_forward_cls"),
     (torch.cuda, "_sleep"),
     (dist.distributed_c10d, "_abort_process_group _world"),
-    (torch.ops.aten, "_local_scalar_dense _to_copy _unique2"),
+    (torch.ops.aten, "_local_scalar_dense _to_copy _unique2 _unsafe_view _ctc_loss"),
     (torch.amp.GradScaler("cpu"), "_scale _growth_tracker _unscale_grads_"),
     (torch.ops.aten.add.Tensor, "_schema _dispatch_cache"),
     (CausalBias, "_dispatch"),
