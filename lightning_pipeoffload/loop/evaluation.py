@@ -44,7 +44,6 @@ class Evaluation:
         self._split, self._group = split, split.group
         self._exchange, self._note, self._send_written = exchange, note, send_written
         self._runs_whole = split.runs_whole
-        self._generating: set[str] = set()  # kinds of steps
         self._cuts_predictions: dict[int, bool] = {}  # of each loader
 
     def run(self, inputs: StepInputs) -> StepOutput:
@@ -116,7 +115,7 @@ class Evaluation:
         the blocks again and again, as one that generates, stay on their owners from its next batch
         on.
         """
-        if kind in self._generating:
+        if kind in self._split.generating:
             return 0
         traced = (len(cut.record.calls.blocks) for cut in slices or ())
         return max(traced, default=len(self._split.pipeline.chain))
@@ -139,7 +138,7 @@ class Evaluation:
         values = give_values(result)
         self._exchange.end_batch()
         if len(run.calls) > num_shared:
-            self._generating.add(inputs.kind)
+            self._split.generating.add(inputs.kind)
         could_be_cut = all(run.calls == [*cut.record.calls.blocks] for cut in slices or ())
         of_root = values if self._group.is_root else None
         return StepOutput(of_root, [_size_of(inputs.batch)], [1.0]), could_be_cut

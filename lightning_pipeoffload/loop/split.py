@@ -73,6 +73,7 @@ class Split:
         state: The module and the optimizers as checkpoints have them.
         reduction: Averages gradients over the replicas; None where there is one.
         runs_whole: Whether evaluation batches run whole on every rank, by kind of step and shapes.
+        generating: The kinds of steps that went through their blocks again and again.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Split:
         self.weights = MicrobatchWeights(module, settings.microbatch_weight)
         self.reduction: GradientReduction | None = None
         self.runs_whole: dict[Hashable, bool] = {}
+        self.generating: set[str] = set()
         self.state = SplitState(self.pipeline, self.parameters, masters)
 
     def _settle(self) -> None:

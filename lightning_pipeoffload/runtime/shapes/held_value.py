@@ -23,11 +23,12 @@ from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 
 _DESCRIBING = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "itemsize")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_sparse", "is_nested")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "grad")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__),
     *(Tensor.storage_offset, Tensor.get_device, Tensor.is_inference, Tensor.ndimension),
+    Tensor.itemsize.__get__,  # type: ignore[attr-defined] # a property
 }
 
 
