@@ -40,11 +40,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.benchmarks.auto_choice import LINKS, SHARES, SLOW_STAGE, plans_by_hand
-from examples.benchmarks.emulated import TimedSamples
+from examples.benchmarks.emulated import TimedStrategy, alike_samples
 from examples.benchmarks.harness import FEATURES, EmulatedModel, quiet_trainer, sleep_on_time
 from examples.benchmarks.late_lane import LateLane
 from examples.benchmarks.offload_emulated import SavingBlock
-from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
+from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.runtime.device.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
@@ -204,7 +204,7 @@ def slow_copies(speed: CopySpeed) -> Iterator[None]:
 
 def train(setting: Setting, num_steps: int, schedule: str | Schedule) -> Run:
     """Train, and measure so many steps; a schedule that is given keeps the limit already."""
-    strategy = PipeOffloadStrategy(
+    strategy = TimedStrategy(
         schedule=schedule,
         num_microbatches=setting.num_microbatches,
         memory_limit=setting.memory_limit if schedule == "auto" else None,
@@ -216,11 +216,12 @@ def train(setting: Setting, num_steps: int, schedule: str | Schedule) -> Run:
         max_epochs=1,
     )
     num_batches = NUM_TO_SETTLE + num_steps + 1
-    samples = TimedSamples(setting.num_microbatches, num_batches, torch.zeros(ROWS, FEATURES))
+    size = setting.num_microbatches
+    samples = alike_samples(size * num_batches, torch.zeros(ROWS, FEATURES))
     model = MixingModel(setting.block_seconds)
     with slow_copies(setting.speed):
-        trainer.fit(model, DataLoader(samples, batch_size=setting.num_microbatches))
-    return Run(samples.times.take(num_steps).wall, strategy.report())
+        trainer.fit(model, DataLoader(samples, batch_size=size))
+    return Run(strategy.times.take(num_steps).wall, strategy.report())
 
 
 def measure(setting: Setting, num_steps: int, num_hands: int) -> tuple[Run, dict[str, Run]]:

@@ -44,7 +44,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from examples.benchmarks.harness import (
     FEATURES,
@@ -178,39 +178,36 @@ class BareLoop:
         return self._module.training_step(part, 0)
 
 
-class TimedSamples(Dataset[Tensor]):
-    """Samples of a run of ours, of which the first one of each batch notes that a step begins.
+class TimedStrategy(PipeOffloadStrategy):
+    """Notes on each rank when the step of a batch begins.
 
     A hook would not do: steps wait where hooks might read what they have not finished.
 
     Args:
-        batch_size: Samples of a batch.
-        num_batches: Batches of an epoch.
-        sample: Each of the samples.
         has_barrier: As of ``StepTimes``.
+        options: As of the strategy.
 
     Attributes:
         times: When steps began.
-        before_epoch: Called before the first sample is read.
+        before_epoch: Called before the first step of an epoch.
     """
 
-    def __init__(
-        self, batch_size: int, num_batches: int, sample: Tensor, has_barrier: bool = False
-    ) -> None:
-        self._batch_size, self._num_samples = batch_size, batch_size * num_batches
-        self._sample = sample
+    def __init__(self, has_barrier: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         self.times = StepTimes(has_barrier)
         self.before_epoch: Callable[[], None] = lambda: None
 
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index == 0:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Run the batch."""
+        if not batch_idx:
             self.before_epoch()
-        if index % self._batch_size == 0:
-            self.times.note()
-        return self._sample
+        self.times.note()
+        return super().training_step(batch, batch_idx)
+
+
+def alike_samples(count: int, sample: Tensor) -> Any:
+    """Return a dataset with so many times the same sample."""
+    return sample.expand(count, *sample.shape)
 
 
 class TakingTurns(Callback):
@@ -221,18 +218,18 @@ class TakingTurns(Callback):
         tried: What it took of torch's schedules that were tried.
     """
 
-    def __init__(self, setup: Setup, samples: TimedSamples) -> None:
-        self._setup, self._samples = setup, samples
+    def __init__(self, setup: Setup, strategy: TimedStrategy) -> None:
+        self._setup, self._strategy = setup, strategy
         self.runs: dict[str, list[Moment]] = {}
         self.tried: dict[str, Moment] = {}
         self._others: dict[str, Contender] = {}
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Keep what a step of ours took."""
-        own = self._samples.times.take(self._setup.num_steps)
+        own = self._strategy.times.take(self._setup.num_steps)
         if trainer.current_epoch:
             self.runs.setdefault("ours", []).append(own)
-        self._samples.before_epoch = partial(self._run_others, trainer)
+        self._strategy.before_epoch = partial(self._run_others, trainer)
 
     def _run_others(self, trainer: Trainer) -> None:
         # Private: outside of the Trainer's steps calls of modules are watched, which takes time.
@@ -260,14 +257,14 @@ class TakingTurns(Callback):
 def measure(setup: Setup) -> dict[str, Any]:
     """Train on this rank; return what a step took, of all ranks, on each."""
     size, num_batches = setup.num_microbatches, setup.num_steps + 2
-    samples = TimedSamples(size, num_batches, torch.zeros(FEATURES), setup.has_barrier)
-    turns = TakingTurns(setup, samples)
-    strategy = PipeOffloadStrategy(
+    strategy = TimedStrategy(
+        setup.has_barrier,
         schedule=setup.schedule,
         num_microbatches=setup.num_microbatches,
         split="even",
         optimizer_sync=setup.optimizer_sync,
     )
+    turns = TakingTurns(setup, strategy)
     trainer = quiet_trainer(
         devices=setup.num_ranks,
         strategy=strategy,
@@ -277,6 +274,7 @@ def measure(setup: Setup) -> dict[str, Any]:
     )
     num_blocks = setup.num_chunks * setup.num_ranks
     model = EmulatedModel(num_blocks, setup.seconds, setup.weight_share)
+    samples = alike_samples(size * num_batches, torch.zeros(FEATURES))
     trainer.fit(model, DataLoader(samples, batch_size=size))
     return {
         "schedule": strategy.report()["schedule"],

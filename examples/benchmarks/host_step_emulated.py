@@ -25,7 +25,7 @@ from rich.table import Table
 from torch.optim import sgd
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.emulated import TimedSamples
+from examples.benchmarks.emulated import TimedStrategy, alike_samples
 from examples.benchmarks.harness import (
     FEATURES,
     EmulatedModel,
@@ -33,7 +33,6 @@ from examples.benchmarks.harness import (
     run_ranks,
     write_results,
 )
-from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.optimizers import host_step
 from lightning_pipeoffload.schedule import Costs, build, tails
 from lightning_pipeoffload.schedule.simulation.simulate import steady_period
@@ -63,8 +62,8 @@ def measure(given: argparse.Namespace, schedule: str, percent: float) -> list[fl
     if percent:
         step_sleeps(step / NUM_WEIGHTS)
     num_chunks = build(schedule, p, m).num_chunks
-    samples = TimedSamples(m, given.steps + WARM_UP, torch.zeros(FEATURES))
-    strategy = PipeOffloadStrategy(
+    samples = alike_samples(m * (given.steps + WARM_UP), torch.zeros(FEATURES))
+    strategy = TimedStrategy(
         schedule=schedule, num_microbatches=m, split="even", optimizer_offload=percent > 0
     )
     trainer = quiet_trainer(
@@ -80,7 +79,7 @@ def measure(given: argparse.Namespace, schedule: str, percent: float) -> list[fl
     of_stage = Costs(f, b, w, step=step / num_chunks)
     planned = steady_period(strategy.plan, of_stage, given.clip)
     tail = min((len(tail.weights) for rank in strategy.plan for tail in tails(rank)), default=0)
-    return [samples.times.take(given.steps - 1).wall, planned, tail]
+    return [strategy.times.take(given.steps - 1).wall, planned, tail]
 
 
 def read_arguments(line: Sequence[str] | None) -> argparse.Namespace:

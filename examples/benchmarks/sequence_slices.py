@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.emulated import TimedSamples
+from examples.benchmarks.emulated import TimedStrategy, alike_samples
 from examples.benchmarks.harness import (
     SleepForWeight,
     quiet_trainer,
     run_ranks,
     write_results,
 )
-from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
+from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.schedule import (
     Costs,
     MemoryLimitError,
@@ -220,8 +220,8 @@ def emulate(given: argparse.Namespace) -> dict[str, float | str]:
     schedule = emulated_schedule(given.slices, given.ranks, count, seconds)
     num_chunks = schedule.num_stages // given.ranks
     # Blocks are checked on slices in batches 1, 2 and 4.
-    samples = TimedSamples(count, NUM_STEPS + 5, torch.zeros(TOKENS, WIDTH))
-    strategy = PipeOffloadStrategy(
+    samples = alike_samples(count * (NUM_STEPS + 5), torch.zeros(TOKENS, WIDTH))
+    strategy = TimedStrategy(
         schedule=schedule,
         num_microbatches=count,
         num_sequence_slices=given.slices,
@@ -238,7 +238,7 @@ def emulate(given: argparse.Namespace) -> dict[str, float | str]:
     costs = emulated_costs(seconds, num_chunks, sizes)
     return {
         "name": schedule.name,
-        "measured": samples.times.take(NUM_STEPS).wall,
+        "measured": strategy.times.take(NUM_STEPS).wall,
         "planned": steady_period(lower(schedule), costs, False),
     }
 
