@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
+from lightning_pipeoffload.runtime.device.devices import Device
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_bytes
 from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
 from lightning_pipeoffload.schedule.schedule import places_of
@@ -107,43 +109,55 @@ def bytes_writer(limit: Limit) -> Callable[[float], str]:
     return write
 
 
-def device_limit(device: torch.device, bytes_beside: int) -> int | None:
-    """Return the bytes that a device has for activations, after a step or more; None on CPU.
+class DeviceMemory(NamedTuple):
+    """The memory of a rank's device, measured by that rank.
 
-    Args:
-        device: The device of this rank.
-        bytes_beside: What all else (parameters, gradients, the optimizer's state, temporaries) took
-            at the peak, and needs again.
+    Attributes:
+        shared_by: The machine and UUID, equal on ranks that compute on one device; () where
+            devices have no UUID, so that each rank counts as the only one on its device.
+        free: Bytes that no process has allocated.
+        reserved: Bytes that the allocator of this rank holds.
     """
-    if device.type == "cpu":
-        return None
-    return max(0, _plannable_bytes(device) - bytes_beside)
+
+    shared_by: tuple[str, ...]
+    free: int
+    reserved: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory | None:
+        """Measure the memory of this rank's device; None on CPU."""
+        if device.type == "cpu":
+            return None
+        known = Device.of(device)
+        free, _ = torch.accelerator.get_memory_info(device)
+        shared_by = (known.node, known.uuid) if known.uuid else ()
+        return cls(shared_by, free, torch.accelerator.memory_reserved(device))
+
+    def plannable(self, of_all: Iterable[DeviceMemory]) -> int:
+        """Return the bytes that plans may use: ranks on one device get equal parts of what is free.
+
+        Args:
+            of_all: The memory that each rank of the run has measured, this one included.
+        """
+        sharing = [each for each in of_all if self.shared_by and each.shared_by == self.shared_by]
+        free = min((each.free for each in sharing), default=self.free) // max(1, len(sharing))
+        # The driver, NCCL and other processes have memory that torch does not count.
+        return int(SHARE_PLANNED * (free + self.reserved))
 
 
-def _plannable_bytes(device: torch.device) -> int:
-    free, _ = torch.accelerator.get_memory_info(device)
-    # The driver, NCCL and other processes have memory that torch does not count.
-    return int(SHARE_PLANNED * (free + torch.accelerator.memory_reserved(device)))
-
-
-def reserve_memory(device: torch.device, most: int | None) -> int:
-    """Let torch's allocator take what plans may use of a device, all at once; nothing on CPU.
+def reserve_memory(device: torch.device, missing: int) -> int:
+    """Let torch's allocator take what plans may use of a device, all at once.
 
     Later it would take it piece by piece, and where a piece is refused it frees others and waits
     for the device, open receives of messages included: two ranks that do may wait for ever.
 
     Args:
         device: The device of this rank.
-        most: Bytes that it has in all then; None: as many as plans use.
+        missing: Bytes that the allocator does not have yet; nothing happens where none are.
 
     Returns:
         The bytes that were taken.
     """
-    if device.type == "cpu":
-        return 0
-    plannable = _plannable_bytes(device)
-    missing = min(plannable, plannable if most is None else most)
-    missing -= torch.accelerator.memory_reserved(device)
     if missing <= 0:
         return 0
     try:

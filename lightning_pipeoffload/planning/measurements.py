@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
-from lightning_pipeoffload.planning.limits import MachineLimits, device_limit, reserve_memory
+from lightning_pipeoffload.planning.limits import DeviceMemory, MachineLimits, reserve_memory
 from lightning_pipeoffload.planning.report import join_measurements, measure
 from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
@@ -116,16 +116,19 @@ class Measurements:
         memory = self._executor.memory
         if bytes_beside is None:
             bytes_beside = memory.peak_beside_activations
-        left = device_limit(self._pipeline.device, bytes_beside)
-        budget = memory.settings.host.budget
-        pipelines = self._group.gather_from_pipelines((left, budget))
+        found = DeviceMemory.of(self._pipeline.device), bytes_beside, memory.settings.host.budget
+        pipelines = self._group.gather_from_pipelines(found)
         ranks = places_of(self._group.stage_ranks)
-        budgets = [pipelines[0][rank][1] for rank in ranks]
+        budgets = [pipelines[0][rank][2] for rank in ranks]
         devices = self._group.devices
         names = () if devices.have_one_name else devices.names
         if not keeps_device_limit:
             return MachineLimits(None, budgets, names)
-        of_ranks = [min(left for left, _ in replicas) for replicas in zip(*pipelines, strict=True)]
+        of_all = [own for pipeline in pipelines for own, _, _ in pipeline]
+        of_ranks = [
+            min(max(0, own.plannable(of_all) - beside) for own, beside, _ in replicas)
+            for replicas in zip(*pipelines, strict=True)
+        ]
         if not names:
             # Where devices are alike, all have the limit of that with most besides activations.
             return MachineLimits([min(of_ranks)] * len(ranks), budgets)
@@ -139,11 +142,15 @@ class Measurements:
         Args:
             limit: Bytes for activations and what waits for W; None: what plans use of the device.
         """
-        memory = self._executor.memory
-        if not self._executor.transport.has_kernels:
+        memory, device = self._executor.memory, self._pipeline.device
+        own = DeviceMemory.of(device)
+        if own is None or not self._executor.transport.has_kernels:
             return
-        most = None if limit is None else memory.peak_beside_activations + limit
-        if reserve_memory(self._pipeline.device, most):
+        # Gathered before any rank takes its part, or a rank on the same device would measure less.
+        most = own.plannable(self._group.world.gather(own))
+        if limit is not None:
+            most = min(most, memory.peak_beside_activations + limit)
+        if reserve_memory(device, most - own.reserved):
             memory.forget_peaks()
 
     def start_anew(self, num_copy_lanes: int) -> None:

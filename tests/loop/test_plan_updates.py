@@ -14,6 +14,7 @@ import pytest
 
 from lightning_pipeoffload.loop import solver_search
 from lightning_pipeoffload.planning import measurements
+from lightning_pipeoffload.planning.limits import DeviceMemory
 from lightning_pipeoffload.runtime.comm.transport import ProcessGroupTransport
 from lightning_pipeoffload.schedule import Costs, accept, build, offload_activations
 from lightning_pipeoffload.schedule.solver import plan_solver
@@ -21,6 +22,7 @@ from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
 from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
 from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
 from tests.support import auto_fits, fits
+from tests.support.pairs import slow
 
 _STARTED = []
 
@@ -224,17 +226,35 @@ def test_a_solver_that_fails_is_logged_and_does_no_harm(tmp_path, monkeypatch, c
     assert "the solver has failed with status 3; training goes on" in caplog.text
 
 
-@pytest.mark.parametrize(("limit", "most"), [(None, None), ("1MiB", 1 << 20)])
-def test_the_memory_of_plans_is_taken_once_after_the_first_step(monkeypatch, limit, most):
-    taken = []
-    monkeypatch.setattr(ProcessGroupTransport, "has_kernels", True)
+def fit_on_a_card(num_devices, limit, uuid):
+    """Fit as if messages were kernels, on a device with 8 MiB free that has a UUID."""
+    free, taken = 8 << 20, []
 
-    def take(device, most):
-        taken.append((trainer.global_step, device.type, most))
+    def take(device, missing):
+        taken.append((trainer.global_step, missing))
         return 0
 
-    monkeypatch.setattr(measurements, "reserve_memory", take)
-    pipeline = {"memory_limit": limit, "offload": "none" if limit is None else "auto"}
-    trainer = fits.trainer(1, pipeline, max_epochs=1, limit_val_batches=1)
-    trainer.fit(fits.Net(), fits.loader(), fits.loader())
-    assert taken == [(1, "cpu", most)]
+    known = ("node", uuid.format(os.environ["LOCAL_RANK"])) if uuid else ()
+    own = DeviceMemory(known, free, 0)
+    with (
+        mock.patch.object(ProcessGroupTransport, "has_kernels", True),
+        mock.patch.object(DeviceMemory, "of", lambda device: own),
+        mock.patch.object(measurements, "reserve_memory", take),
+    ):
+        pipeline = {"memory_limit": limit, "offload": "none" if limit is None else "auto"}
+        trainer = fits.trainer(num_devices, pipeline, max_epochs=1, limit_val_batches=1)
+        trainer.fit(fits.Net(), fits.loader(), fits.loader())
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("limit", "uuid", "most"),
+    [
+        (None, "GPU-a", 0.9 * (4 << 20)),
+        slow((None, "GPU-{}", 0.9 * (8 << 20))),
+        slow((None, "", 0.9 * (8 << 20))),
+        ("1MiB", "GPU-a", 1 << 20),
+    ],
+)
+def test_the_memory_of_plans_is_taken_once_after_the_first_step(ranks, limit, uuid, most):
+    assert ranks(2).run(fit_on_a_card, 2, limit, uuid) == [[(1, int(most))]] * 2

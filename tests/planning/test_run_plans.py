@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_pipeoffload.planning.limits import (
+    DeviceMemory,
     MachineLimits,
-    device_limit,
     parse_bytes,
     reserve_memory,
 )
@@ -23,6 +23,7 @@ from lightning_pipeoffload.planning.run_plans import (
     request_for,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.device.devices import Device
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -210,21 +211,43 @@ def test_what_is_no_amount_is_refused(value):
         parse_bytes(value)
 
 
-@pytest.mark.parametrize(("most", "taken"), [(None, 500), (700, 300), (100, 0)])
-def test_a_device_takes_what_plans_may_use(monkeypatch, most, taken):
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600, 1024))
-    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 400)
+def test_a_device_takes_what_it_does_not_have_yet(monkeypatch):
     made = []
     monkeypatch.setattr(torch, "empty", lambda size, **options: made.append(size))
-    assert reserve_memory(torch.device("cuda"), most) == taken == sum(made)
-    assert reserve_memory(torch.device("cpu"), most) == 0
+    assert [reserve_memory(torch.device("cuda"), missing) for missing in (500, 0, -1)] == [500, 0, 0]
+    assert made == [500]
 
 
-def test_a_device_has_left_what_others_than_activations_do_not_take(monkeypatch):
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([], 900),
+        ([("node", "b")], 900),
+        ([("other", "a")], 900),
+        ([()], 900),
+        ([("node", "a")], 0.9 * (600 // 2 + 400)),
+        ([("node", "b"), ("node", "a"), ("node", "a")], 0.9 * (600 // 3 + 400)),
+    ],
+)
+def test_ranks_on_one_device_share_what_is_free(others, expected):
+    own = DeviceMemory(("node", "a"), 600, 400)
+    of_all = [own, *(DeviceMemory(other, 700, 100) for other in others)]
+    assert own.plannable(of_all) == int(expected)
+
+
+def test_devices_without_a_uuid_are_each_a_ranks_own():
+    own = DeviceMemory((), 600, 400)
+    assert own.plannable([own, own]) == 900
+
+
+def test_a_device_is_known_by_its_machine_and_uuid(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (600, 1024))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 400)
-    assert device_limit(torch.device("cuda"), bytes_beside=200) == 900 - 200
-    assert device_limit(torch.device("cpu"), bytes_beside=200) is None
+    for uuid, expected in (("GPU-1", ("node", "GPU-1")), ("", ())):
+        known = Device("H200", uuid, "node", 1024)
+        monkeypatch.setattr(Device, "of", lambda device, known=known: known)
+        assert DeviceMemory.of(torch.device("cuda")) == (expected, 600, 400)
+    assert DeviceMemory.of(torch.device("cpu")) is None
 
 
 class Peer:
