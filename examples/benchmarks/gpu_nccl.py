@@ -212,7 +212,7 @@ def _run(device: torch.device, name: str, way: str, num_ranks: int) -> Trainer:
 
     def strategy() -> PipeOffloadStrategy:
         offload = "full" if way == _FULL else "auto"
-        return PipeOffloadStrategy(schedule=name, num_microbatches=4, offload=offload, **_LIMITS)
+        return PipeOffloadStrategy(schedule=name, num_microbatches=4, offload=offload)
 
     if way != _RESUMED:
         return _train(device, strategy(), num_ranks)
@@ -221,11 +221,6 @@ def _run(device: torch.device, name: str, way: str, num_ranks: int) -> Trainer:
         file = half.strategy.broadcast(str(Path(folder) / "half.ckpt"), 0)
         half.save_checkpoint(file)
         return _train(device, strategy(), num_ranks, resume=file)
-
-
-# Over NCCL a rank reserves what its plan may use, by default nine tenths of what is free: too much
-# for several ranks of one device.
-_LIMITS: dict[str, Any] = {"memory_limit": "2GiB"}
 
 
 def _train(
@@ -303,7 +298,7 @@ def _ending(what: str, seconds: float) -> Iterator[None]:
 def be_one_by_default(device: torch.device) -> Iterator[str]:
     """Train as one of two processes with default arguments; save, and go on."""
     file = str(Path(os.environ["FOLDER"]) / "half.ckpt")
-    run = partial(gpu_fits._train_as_one_of_two, device, schedule="auto", **_LIMITS)
+    run = partial(gpu_fits._train_as_one_of_two, device, schedule="auto")
     yield gpu_fits._loss(gpu_fits._resumed(run, file)[1])
 
 
