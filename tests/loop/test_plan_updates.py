@@ -238,7 +238,7 @@ def fit_on_a_card(num_devices, limit, uuid):
     own = DeviceMemory(known, free, 0)
     with (
         mock.patch.object(ProcessGroupTransport, "has_kernels", True),
-        mock.patch.object(DeviceMemory, "of", lambda device: own),
+        mock.patch.object(DeviceMemory, "of", return_value=own),
         mock.patch.object(measurements, "reserve_memory", take),
     ):
         pipeline = {"memory_limit": limit, "offload": "none" if limit is None else "auto"}
