@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -561,7 +564,10 @@ REFUSED = {
         {"kind": ReadsApart},
         "ranks that share a stage's layers have another batch in training_step than each other",
     ),
-    "no sum": ({"module": {"plan": "no sum"}}, "mat1 and mat2 shapes cannot be multiplied"),
+    "no sum": (
+        {"module": {"plan": "no sum"}, "num_sanity_val_steps": 0},
+        "a and b must have same reduction dim",
+    ),
     "a shard of the logits": (
         {"module": {"plan": "shard of the head"}, "num_sanity_val_steps": 0},
         "the loss is computed from a shard of a layer",
@@ -576,7 +582,10 @@ REFUSED = {
     ),
     "Adafactor": ({"module": {"optimizer": torch.optim.Adafactor}}, "Adafactor is not known to"),
     "a hook": ({"callbacks": [ReadsGradients()]}, "on_after_backward may read gradients, of which"),
-    "averages": ({"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging saves averages"),
+    "averages": (
+        {"callbacks": [StochasticWeightAveraging(1e-2)]},
+        "StochasticWeightAveraging copies the module before configure_model",
+    ),
 }
 
 

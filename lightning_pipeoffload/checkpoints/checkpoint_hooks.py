@@ -27,8 +27,10 @@ from lightning_pipeoffload.checkpoints.folder import (
 from lightning_pipeoffload.checkpoints.saved_values import SavedValues, shapes_of
 from lightning_pipeoffload.checkpoints.shards import (
     BEFORE_FIRST_BATCH,
+    join_saved,
     optimizer_parts_of,
     parts_of,
+    place_saved,
 )
 from lightning_pipeoffload.checkpoints.split_state import SplitState
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
@@ -121,8 +123,6 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module, state = self.lightning_module, checkpoint["state_dict"]
         assert module is not None
-        if self.group.num_tensor_ranks > 1:
-            state = parts_of(state, module)
         loaded = load_quantization(module, state, is_split=self._split_state is not None)
         if self._split_state is not None:
             self._split_state.load_module(state, strict)
@@ -132,7 +132,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
                 del plain[key]
             super().load_model_state_dict({**checkpoint, "state_dict": plain}, strict)
         if self._masters is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._masters.expect(state)
+            self._masters.expect(parts_of(state, module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -171,6 +171,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
                 read_states(optimizer)
             if self._masters is not None:
                 self._masters.read()
+        checkpoint = self._of_whole_weights(checkpoint)
         if self._save_distributed_checkpoint:
             refuse_remote_folder(filepath, storage_options)
             self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
@@ -179,6 +180,17 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         one_by_one = type(self.checkpoint_io) is MovingCheckpointIO
         with without_collection(), SavedValues(checkpoint, self.group).coming(one_by_one) as coming:
             super().save_checkpoint(coming, filepath, storage_options=storage_options)
+
+    def _of_whole_weights(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint whose shards a folder's planner, or tensor ranks here, join."""
+        if self.group.num_tensor_ranks == 1:
+            return checkpoint
+        if not self._save_distributed_checkpoint:
+            return join_saved(checkpoint, self.group)
+        by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
+        rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
+        by_ranks["state_dict"] = place_saved(by_ranks["state_dict"])
+        return join_saved(rest, self.group) | by_ranks
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}

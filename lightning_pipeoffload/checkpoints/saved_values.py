@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import (  # private: see runtime/leaves
     KeyPath,
     keystr,
@@ -58,7 +59,7 @@ def described_shapes(entries: dict[Any, Any], global_rank: int, name: str = "") 
         path = f"{name}.{key}" if name else str(key)
         if type(value) in (dict, OrderedDict):
             shapes[key] = described_shapes(value, global_rank, path)
-        elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+        elif type(value) in (Tensor, nn.Parameter, DTensor) and value.layout is torch.strided:
             origin = f"{path} (on global rank {global_rank})"
             shapes[key] = _Described(tuple(value.shape), value.stride(), value.dtype, origin)
         else:

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
+from lightning_pipeoffload.checkpoints.file import with_versions
 from lightning_pipeoffload.checkpoints.saved_values import shapes_of
 from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, number_optimizer_state
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
+from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    Sharding,
+    is_shard,
+    local_part,
+    sharding_of,
+)
 from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import gather_whole
 
@@ -37,6 +47,51 @@ def join_shards(state: dict[str, Any], module: nn.Module, group: PipelineGroup) 
     for name in state:
         if name in shardings:
             state[name] = _joined(name, state[name], shardings[name], group)
+
+
+def join_saved(checkpoint: dict[str, Any], group: PipelineGroup) -> dict[str, Any]:
+    """Return a checkpoint with the whole of each shard that a callback saves of a copy.
+
+    All ranks call it; values are as by :func:`join_shards`.
+
+    Raises:
+        RuntimeError: Tensor ranks save other shards than each other; all ranks raise it.
+    """
+    mine = [tuple(leaf.shape) for leaf in leaves_of(checkpoint) if _is_value_of_shard(leaf)]
+    of_ranks, size = group.world.gather(mine), group.num_tensor_ranks
+    if any(shapes != of_ranks[rank - rank % size] for rank, shapes in enumerate(of_ranks)):
+        raise RuntimeError(
+            "the checkpoint was not saved: the ranks that share layers save other shards of "
+            "weights than each other; have every rank save its state dict, not one alone"
+        )
+    if not any(of_ranks):
+        return checkpoint
+    return with_versions(tree_map(partial(_whole_of, group=group), checkpoint), checkpoint)
+
+
+def _is_value_of_shard(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly) and is_shard(leaf)
+
+
+def _whole_of(leaf: Any, group: PipelineGroup) -> Any:
+    sharding = sharding_of(leaf) if isinstance(leaf, Tensor) else None
+    if sharding is None or not sharding.is_divided:
+        return leaf
+    if isinstance(leaf, ShapeOnly):
+        return shapes_of(torch.empty(sharding.shape, dtype=leaf.dtype, device="meta"), 0)
+    return _joined("a shard", local_part(leaf), sharding, group)
+
+
+def place_saved(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict, which may be of a copy, with its shards as DTensors."""
+    return {
+        name: _placed(value, sharding)
+        if _is_value_of_shard(value)
+        and not isinstance(value, DTensor)
+        and (sharding := sharding_of(value))
+        else value
+        for name, value in state.items()
+    }
 
 
 def shards_in(state: Mapping[str, Any], module: nn.Module) -> dict[str, DTensor]:

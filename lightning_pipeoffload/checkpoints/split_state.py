@@ -6,6 +6,7 @@ So a checkpoint loads into the plain module and into a pipeline of another size.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,14 +75,14 @@ class SplitState:
         ranks: HostGroup = self._group
         if self._masters is not None and self._group.num_replicas > 1:
             ranks = self._group.world  # which may step some of the masters each
-        entries = self._of_all(part, ranks)
         if in_shards:
-            entries |= shards_in(part, self._pipeline.module)
+            part.update(shards_in(part, self._pipeline.module))
+        entries = self._of_all(part, ranks)
         order = {name: index for index, name in enumerate(self._pipeline.tensors.names)}
         names = sorted(entries, key=lambda name: order.get(name, len(order)))
         return state_dict_of({name: entries[name] for name in names}, like=part)
 
-    def _part(self, in_shards: bool) -> dict[str, Any]:
+    def _part(self, in_shards: bool) -> OrderedDict[str, Any]:
         """Return the entries that this rank can write: those of its stages and of no stage."""
         state = versioned = self._pipeline.module.state_dict()
         owners = {name: self._pipeline.tensors.owner_of(name) for name in state}

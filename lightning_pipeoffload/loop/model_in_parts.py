@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
 from lightning_pipeoffload.checkpoints.split_state import make_whole
@@ -39,8 +40,12 @@ class ModelInParts:
         self._group, self._settings = strategy.group, strategy.settings
         self._blueprint: Blueprint | None = None
         # Deep copies of the module that hooks make before it is split.
-        follows = trains and self._group.num_ranks > 1
+        mesh = self._group.device_mesh
+        follows = trains and (self._group.num_ranks > 1 or mesh is not None)
         self._copies = ModuleCopies(self._module) if follows else None
+        if mesh is not None:
+            # Private: as Lightning sets it.
+            self._module._device_mesh = mesh
 
     @property
     def is_made(self) -> bool:
@@ -64,13 +69,16 @@ class ModelInParts:
                 "the module was trained by another Trainer over tensor_parallel_size above 1, "
                 "whose ranks each have a part of it; load its checkpoint into a new module"
             )
-        self._module._device_mesh = mesh  # private: as Lightning sets it
         with _noticing_data_mesh(is_new), self._making(is_new):
             yield
+        self.follow_copies()
 
     @contextmanager
     def _making(self, is_new: bool) -> Iterator[None]:
-        if self._group.num_ranks == 1 or not is_overridden("configure_model", self._module):
+        # A callback that averages weights calls configure_model in its setup.
+        has_run = any(isinstance(parameter, DTensor) for parameter in self._module.parameters())
+        has_own_layers = is_overridden("configure_model", self._module) and not has_run
+        if self._group.num_ranks == 1 or not has_own_layers:
             with self._sharing_layers():
                 yield
             return

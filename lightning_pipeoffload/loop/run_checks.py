@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import (
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -158,10 +157,10 @@ def refuse_readers_of_shards(trainer: Trainer) -> None:
             f"gradient_clip_val"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if isinstance(callback, StochasticWeightAveraging):
             raise ValueError(
-                f"{type(callback).__name__} saves averages of its own, which would be shards of "
-                f"weights with tensor_parallel_size above 1; leave it out"
+                "StochasticWeightAveraging copies the module before configure_model makes its "
+                "layers, as tensor_parallel_size above 1 needs; use EMAWeightAveraging()"
             )
 
 

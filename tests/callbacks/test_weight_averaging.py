@@ -1,6 +1,7 @@
 """Callbacks that average weights: each rank its own part, as on one device."""
 
 import copy
+import math
 
 import lightning as L
 import pytest
@@ -13,6 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from tests import test_tensor_parallel as tensor_ranks
 from tests.support import fits
 from tests.support.pairs import slow
 
@@ -136,3 +138,68 @@ def test_weights_and_validation_are_those_of_one_device_after_a_resume_too(
     same(ranks(size).run(average, size, name, f"{split}/rest", 3, paths[1], options)[0], rest)
     if not options.get("save_distributed_checkpoint"):
         same(average(0, name, f"{plain}/crossed", 3, paths[1], {}), rest)
+
+
+class SavesAverage(OwnTeacher):
+    """Keeps a state dict of the copy, in its own state and in the checkpoint."""
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["averages"] = copy.deepcopy(self.teacher.state_dict())
+
+
+def average_over_tensor_ranks(sizes, name, folder, max_steps, resume, pipeline):
+    """Fit layers that tensor ranks share, and return what the checkpoint has at the end."""
+    callbacks = [AVERAGES[name]() if name != "teacher" else SavesAverage("on_fit_start")]
+    *numbers, path = tensor_ranks.fit(
+        sizes,
+        folder,
+        {"plan": "sequence"},
+        pipeline,
+        ckpt_path=resume,
+        callbacks=callbacks,
+        max_steps=max_steps,
+    )
+    return numbers, path
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name", "pipeline"),
+    [
+        ((2, 2), "ema", {}),
+        slow(((1, 2), "ema", {"schedule": "1f1b"})),
+        slow(((2, 2), "ema", {"schedule": "zb_v", **FOLDER})),
+        slow(((1, 2, 2), "mean", {"sharding": "optimizer"})),
+        slow(((2, 2, 2), "foreach", FOLDER)),
+        slow(((2, 2), "teacher", {})),
+        slow(((2, 2), "teacher", FOLDER)),
+    ],
+)
+def test_averages_of_shards_are_saved_whole(ranks, tmp_path, sizes, name, pipeline):
+    """Average over tensor ranks: the checkpoint, and a fit that resumes it, as without them."""
+    whole = (1, 1, sizes[2]) if len(sizes) > 2 else ()  # Lightning shuffles replicas' data
+    paths = None, None
+    for folder, max_steps in ("first", 3), ("resumed", 5):
+        of_one = tmp_path / "one" / folder, max_steps, paths[0], {}
+        of_ranks = tmp_path / "ranks" / folder, max_steps, paths[1], pipeline
+        if whole:
+            expected = ranks(sizes[2]).run(average_over_tensor_ranks, whole, name, *of_one)[0]
+        else:
+            expected = average_over_tensor_ranks((), name, *of_one)
+        pool = ranks(math.prod(sizes))
+        found = pool.run(average_over_tensor_ranks, sizes, name, *of_ranks)[0]
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-12)
+        paths = expected[1], found[1]
+        if not pipeline.get("save_distributed_checkpoint"):
+            check_saved(*paths)
+
+
+def check_saved(expected, found):
+    """Compare all tensors of two checkpoints."""
+    found, expected = (torch.load(path, weights_only=False) for path in (found, expected))
+    keys = ["state_dict", "current_model_state", "averaging_state", "averages", "callbacks"]
+    keys = [key for key in keys if key in expected]
+    torch.testing.assert_close(
+        *({key: dict(each[key]) for key in keys} for each in (found, expected)),
+        rtol=0,
+        atol=1e-12,
+    )

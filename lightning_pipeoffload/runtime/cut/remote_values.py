@@ -5,17 +5,20 @@ a state dict replaces them with real tensors, so that any trainer can use the mo
 before that raises an error.
 
 Deep copies of the module, as made by callbacks that average weights, have all values until
-the module is split. Then each copy keeps the tensors that this rank owns, and gets shapes for the
-rest.
+the module is split. Then each copy keeps the tensors that this rank owns, of those that tensor
+ranks share its part, and gets shapes for the rest.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
@@ -27,7 +30,14 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     options_of,
 )
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.sharding import set_sharding, sharding_of
+from lightning_pipeoffload.runtime.shapes.sharding import (
+    Sharding,
+    is_shard,
+    keep_in_state,
+    local_part,
+    set_sharding,
+    sharding_of,
+)
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
@@ -179,15 +189,36 @@ def is_tracked_copy(module: nn.Module) -> bool:
     return _MARK in vars(module)
 
 
+class _Mark:
+    """Records each deep copy of a submodule when ``copy.deepcopy`` comes to it."""
+
+    # Slots: attributes in __dict__ would be compared before and after a step.
+    __slots__ = ("_copied", "_part")
+
+    def __init__(self, part: nn.Module, copied: list[tuple[nn.Module, nn.Module]]) -> None:
+        self._part, self._copied = part, copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mark | None:
+        """Return a mark of the copy, so that copies of it are found as well."""
+        copied = memo.get(id(self._part))
+        if not isinstance(copied, nn.Module):
+            return None
+        self._copied.append((self._part, copied))
+        return _Mark(copied, self._copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as None, since pickles of the module need no tracking."""
+        return type(None), ()
+
+
 class ModuleCopies:
     """Finds the deep copies of a module and of its submodules, until :meth:`remove`."""
 
-    # Slots: attributes in __dict__ would be compared before and after a step.
-    __slots__ = ("_memos", "_module")
-
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._memos: list[dict[int, Any]] = []
+        self._copied: list[
+            tuple[nn.Module, nn.Module]
+        ] = []  # originals, which may be copies, first
         self.resume()
 
     def pause(self) -> None:
@@ -198,56 +229,64 @@ class ModuleCopies:
     def resume(self) -> None:
         """Track deep copies again, of all current submodules."""
         for part in self._module.modules():
-            part.__dict__[_MARK] = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCopies:
-        """Store ``memo``, in which ``copy.deepcopy`` records the copy of each submodule.
-
-        Return this object, so that copies of the copy are found as well.
-        """
-        if not any(earlier is memo for earlier in self._memos):
-            self._memos.append(memo)
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as None, since pickles of the module need no tracking."""
-        return type(None), ()
+            part.__dict__[_MARK] = _Mark(part, self._copied)
 
     def follow(self) -> None:
-        """Update the copies: shapes where the module has shapes now, values where it has values."""
+        """Update the copies: shapes, shards and values where the module has them now."""
         by_tensor: dict[int, Tensor] = {}
+        shards: dict[int, tuple[nn.Module, dict[str, Sharding]]] = {}
         for original, copied in self._pairs():
             shape, of_copy = original.tensor, copied.tensor
-            if isinstance(shape, RemoteTensor) and not isinstance(of_copy, RemoteTensor):
+            sharding = sharding_of(shape)
+            if sharding is not None and _is_whole(of_copy, sharding):
+                _put(copied, by_tensor.setdefault(id(of_copy), _part_of(of_copy, sharding)))
+                _, of_layer = shards.setdefault(id(copied.module), (copied.module, {}))
+                of_layer[copied.attribute] = sharding
+            elif isinstance(shape, RemoteTensor) and not isinstance(of_copy, RemoteTensor):
                 _put(copied, by_tensor.setdefault(id(of_copy), _shape_like(shape, copied)))
             elif isinstance(of_copy, RemoteTensor) and not isinstance(shape, RemoteTensor):
                 _put(copied, by_tensor.setdefault(id(of_copy), _value_like(shape, of_copy)))
+        for layer, of_layer in shards.values():
+            keep_in_state(layer, of_layer)
 
     def remove(self) -> None:
         """Stop tracking copies for good."""
-        copied = [value for memo in self._memos for value in memo.values()]
-        for part in [*self._module.modules(), *copied]:
-            if isinstance(part, nn.Module):
-                part.__dict__.pop(_MARK, None)
-        self._memos.clear()
+        for part in [*self._module.modules(), *(copied for _, copied in self._copied)]:
+            part.__dict__.pop(_MARK, None)
+        self._copied.clear()
 
     def _pairs(self) -> Iterator[tuple[Slot, Slot]]:
-        places = [(slot, slot) for slot in find_slots(self._module)]
-        for memo in self._memos:
-            copies = [(original, _copy_of(place, memo)) for original, place in places]
-            pairs = [(original, copied) for original, copied in copies if copied is not None]
-            yield from pairs
-            places += pairs
+        slots: defaultdict[int, list[Slot]] = defaultdict(list)  # by module
+        for slot in find_slots(self._module):
+            slots[id(slot.module)].append(slot)
+        for original, copied in self._copied:
+            parts = dict(original.named_modules())
+            for path, part in copied.named_modules():
+                # What was made after the last mark, and copied, is found by its path.
+                if path not in parts or id(part) in slots:
+                    continue
+                pairs = [
+                    (slot, replace(slot, module=part))
+                    for slot in slots[id(parts[path])]
+                    if part.__dict__[slot.kind].get(slot.attribute) is not None
+                ]
+                slots[id(part)] = [of_copy for _, of_copy in pairs]
+                yield from pairs
 
 
-def _copy_of(slot: Slot, memo: dict[int, Any]) -> Slot | None:
-    """Return the copy of a slot; None if there is none or it no longer exists."""
-    module = memo.get(id(slot.module))
-    if not isinstance(module, nn.Module):
-        return None
-    if module.__dict__[slot.kind].get(slot.attribute) is None:
-        return None
-    return Slot(slot.name, module, slot.attribute, slot.kind)
+def _is_whole(of_copy: Tensor, sharding: Sharding) -> bool:
+    """Whether a copy was made before tensor ranks kept their parts of the original."""
+    is_of_all = of_copy.shape == sharding.shape and not isinstance(of_copy, RemoteTensor)
+    return isinstance(of_copy, DTensor) or (sharding.is_divided and is_of_all)
+
+
+def _part_of(of_copy: Tensor, sharding: Sharding) -> Tensor:
+    is_placed = isinstance(of_copy, DTensor)
+    part = local_part(of_copy).detach() if is_placed else sharding.part(of_copy.detach()).clone()
+    if isinstance(of_copy, nn.Parameter):
+        part = nn.Parameter(part, of_copy.requires_grad)
+    set_sharding(part, sharding)
+    return part
 
 
 def _shape_like(shape: RemoteTensor, copied: Slot) -> Tensor:
@@ -268,9 +307,9 @@ def _put(slot: Slot, tensor: Tensor) -> None:
 
 
 def _refuse_call(part: nn.Module, args: Any) -> None:
-    """Raise ``RuntimeError`` for a forward of a copy that has shapes instead of values."""
+    """Raise ``RuntimeError`` for a forward of a copy that has shapes, or shards, for values."""
     tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-    if any(isinstance(tensor, RemoteTensor) for tensor in tensors):
+    if any(isinstance(tensor, RemoteTensor) or is_shard(tensor) for tensor in tensors):
         raise RuntimeError(
             f"a copy of the module that averages its weights has only this rank's part of them "
             f"and cannot run{in_brackets(calling_line())}: exchange "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from lightning_pipeoffload.runtime.stored_tensor import value_of
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 TENSOR_RANKS = ("tensor_parallel",)
@@ -39,6 +40,16 @@ class Sharding(NamedTuple):
     stride: tuple[int, ...]
     has_gradient_in_parts: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        return self  # a copied state dict is of the same ranks
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            "a state dict of a module with tensor_parallel_size above 1 has shards of weights, of "
+            "which other ranks have the rest; save it with trainer.save_checkpoint(path), or what "
+            "trainer.strategy.gather(parameter) returns, which all ranks call"
+        )
+
     @property
     def is_divided(self) -> bool:
         """Whether each tensor rank has only a shard of the elements."""
@@ -67,6 +78,32 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
         return Sharding(tensor.device_mesh, *tensor.placements, tensor.shape, tensor.stride())
     sharding: Sharding | None = getattr(tensor, _SHARDING, None)
     return sharding
+
+
+def keep_in_state(layer: nn.Module, shardings: Mapping[str, Sharding]) -> None:
+    """Have the layer's state dicts record which tensors are shards, and load the whole of them.
+
+    Deep copies of the layer do so too.
+
+    Args:
+        layer: A layer whose tensors are local parts.
+        shardings: How tensor ranks share them, by attribute.
+    """
+    shardings = {attribute: each for attribute, each in shardings.items() if each.is_divided}
+
+    def record(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for attribute, sharding in shardings.items():
+            if isinstance(state.get(prefix + attribute), Tensor):
+                set_sharding(state[prefix + attribute], sharding)
+
+    def take_part(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for attribute, sharding in shardings.items():
+            loaded = state.get(prefix + attribute)
+            if isinstance(loaded, Tensor) and loaded.shape == sharding.shape:
+                state[prefix + attribute] = sharding.part(value_of(loaded))
+
+    layer.register_state_dict_post_hook(record)
+    layer.register_load_state_dict_pre_hook(take_part)
 
 
 def is_shard(tensor: Tensor) -> bool:

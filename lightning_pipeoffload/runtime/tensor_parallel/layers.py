@@ -39,6 +39,7 @@ from lightning_pipeoffload.runtime.shapes.sharding import (
     OF_SHARD,
     Sharding,
     is_shard,
+    keep_in_state,
     local_part,
     set_sharding,
 )
@@ -135,6 +136,7 @@ def keep_local_parts(module: nn.Module, mesh: DeviceMesh) -> None:
             )
         share = _find_share(layer, shardings)
         share(layer, module, shardings)
+        keep_in_state(layer, shardings)
 
 
 def _sharding_of(name: str, tensor: DTensor, mesh: DeviceMesh) -> Sharding:
