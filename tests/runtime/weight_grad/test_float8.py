@@ -1,5 +1,7 @@
 """torchao's float8 linear layers train as on one device, and their weight gradients wait for W."""
 
+from dataclasses import replace
+
 import lightning as L
 import pytest
 import torch
@@ -22,8 +24,10 @@ class Block(nn.Module):
 
 
 class Net(L.LightningModule):
-    def __init__(self):
+    def __init__(self, recipe, **config):
         super().__init__()
+        recipe = float8.Float8LinearConfig.from_recipe_name(recipe)
+        self.config = replace(recipe, emulate=True, **config)  # without a GPU's products
         self.blocks = None
 
     def configure_model(self):
@@ -31,8 +35,7 @@ class Net(L.LightningModule):
             torch.manual_seed(0)
             self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
             self.blocks = nn.ModuleList(Block() for _ in range(4))
-            config = float8.Float8LinearConfig(emulate=True)  # without a GPU's products
-            float8.convert_to_float8_training(self.blocks, config=config)
+            float8.convert_to_float8_training(self.blocks, config=self.config)
 
     def training_step(self, batch, batch_idx):
         x = self.embed(batch)
@@ -44,9 +47,9 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(num_devices, options):
+def fit(num_devices, options, recipe="tensorwise", **config):
     """Fit on batches of two microbatches; one device accumulates them."""
-    module, batch_size = Net(), 8 if num_devices else 4
+    module, batch_size = Net(recipe, **config), 8 if num_devices else 4
     accumulated = {} if num_devices else {"accumulate_grad_batches": 2}
     trainer = fits.trainer(
         num_devices, {"num_microbatches": 2, **options}, max_epochs=1, **accumulated
@@ -61,16 +64,20 @@ def fit(num_devices, options):
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "options"),
+    ("num_devices", "options", "recipe"),
     [
-        (2, {"schedule": "zb_h1"}),
-        slow((2, {"schedule": "zb_v", "recompute": "full"})),
-        slow((1, {"schedule": "zb_h1", "offload": "full"})),
+        (2, {"schedule": "zb_h1"}, "tensorwise"),
+        slow((2, {"schedule": "zb_h1"}, "rowwise")),
+        slow((2, {"schedule": "zb_h1"}, "rowwise_with_gw_hp")),
+        slow((2, {"schedule": "zb_v", "recompute": "full"}, "tensorwise")),
+        slow((1, {"schedule": "zb_h1", "offload": "full"}, "tensorwise")),
     ],
 )
-def test_float8_layers_train_as_on_one_device_and_leave_w_its_work(ranks, num_devices, options):
-    ((expected, _),) = ranks(1).run(fit, 0, {})
-    for found, measured in ranks(num_devices).run(fit, num_devices, options):
+def test_float8_layers_train_as_on_one_device_and_leave_w_its_work(
+    ranks, num_devices, options, recipe
+):
+    ((expected, _),) = ranks(1).run(fit, 0, {}, recipe)
+    for found, measured in ranks(num_devices).run(fit, num_devices, options, recipe):
         assert all(map(torch.equal, found, expected))
         assert measured["deferred_flops"] == measured["weight_flops"]
 
