@@ -1,6 +1,7 @@
 """The check of a GPU, as far as the CPU can run it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from examples.benchmarks import (
     gpu_triton,
 )
 from examples.benchmarks.gpu_check import ON_DEMAND, PARTS, Part
+from lightning_pipeoffload.demos.gpt import GPT
 from tests.support.forks import FORKS
 from tests.support.pairs import first, slow
 
@@ -67,6 +69,40 @@ def test_a_part_runs(part):
 @pytest.mark.parametrize("part", first(0, IN_PAIRS), ids=lambda part: part.__name__)
 def test_a_part_of_two_processes_runs(part):
     assert list(part(CPU))
+
+
+class Hanging(GPT):
+    """Hangs on global rank 1 in the middle of the second step of one schedule."""
+
+    def on_before_zero_grad(self, optimizer):
+        strategy = self.trainer.strategy
+        if strategy.plan.name != "interleaved_1f1b" or self.trainer.global_step != 1:
+            return
+        if strategy.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP if os.environ["HANGS"] == "stop" else 0)
+            time.sleep(1000)
+
+
+def be_rank_that_hangs(device):
+    gpu_nccl.GPT, gpu_nccl.SECONDS_ON_CPU = Hanging, 100.0
+    yield from gpu_nccl.be_rank(device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_a_hang_is_reported_and_the_next_schedule_goes_on(monkeypatch, how):
+    monkeypatch.setenv("HANGS", how)
+    monkeypatch.setattr(gpu_nccl, "be_rank", be_rank_that_hangs)
+    names = ["zb_h1", "interleaved_1f1b", "1f1b"]
+    alone = dict.fromkeys([gpu_nccl._AUTO, gpu_nccl._FULL], "")
+    rows = [*gpu_nccl._rows_of_group(CPU, 2, names, alone)]
+    print(*rows, sep="\n")
+    assert "interleaved_1f1b did not end" in rows
+    of_ranks = [row for row in rows if row.startswith("interleaved_1f1b, rank ")]
+    assert "HANGS in " in of_ranks[0]
+    assert "open receives ['" in of_ranks[0]
+    assert ("HANGS in " in of_ranks[1]) is (how == "sleep")
+    assert rows[-1].startswith("1f1b, ")  # the next one has run
 
 
 def ends_well(device):

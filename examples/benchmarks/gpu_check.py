@@ -137,7 +137,7 @@ def run_part(part: Part, device: torch.device, log: Path, until: float) -> Itera
     try:
         with log.open("a") as opened:
             opened.write(f"== {_label(part)}\n")
-            for line in lines_of(running, deadline):
+            for line in lines_of(running, lambda: deadline):
                 if line.startswith((ROW, ERROR)):
                     yield _row(part, line.removeprefix(ROW))
                 opened.write(f"{line}\n")

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from math import prod
@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader
 from examples.benchmarks import gpu_fits, gpu_roads
 from examples.benchmarks.gpu_parts import difference
 from examples.benchmarks.gpu_process import (
+    ERROR,
     ROW,
     Function,
     error_of,
@@ -47,7 +48,12 @@ from examples.benchmarks.gpu_process import (
     rows_of,
     run_two,
 )
-from examples.benchmarks.gpu_ranks import NUM_MICROBATCHES, gradients_of_rank, names_for
+from examples.benchmarks.gpu_ranks import (
+    BUSIEST,
+    NUM_MICROBATCHES,
+    gradients_of_rank,
+    names_for,
+)
 from examples.benchmarks.torch_pipeline import PEERS, Peer
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.demos.gpt import GPT
@@ -123,30 +129,39 @@ def _version() -> str:
 
 @needing_nccl
 def nccl_ranks(device: torch.device) -> Iterator[str]:
-    """Every schedule over two, then four ranks, with and without offload: the bits of one rank."""
+    """Every schedule over two and four ranks, with and without offload: the bits of one rank."""
     alone = dict(map(_parted, _rows(be_alone, device, 1, {}, 60)[0]))
-    failed = []
-    for num_ranks in (2, 4) if is_accelerated(device) else (2,):
-        names = names_for(device)
-        for first in range(0, len(names), _IN_GROUP):
-            left = names[first : first + _IN_GROUP]
-            while left:
-                ranks = _rows(be_rank, device, num_ranks, {"SCHEDULES": " ".join(left)}, 60)
-                rows = [*_verdicts(ranks[0], alone)]
-                yield from (f"{num_ranks} ranks, {row}" for row in rows)
-                failed += [row for row in rows if "OTHER" in row]
-                if all(rows[-1:] == [_END] for rows in ranks):
-                    break
-                begun = [row.split(",")[0] for rows in ranks for row in rows if "begins" in row]
-                stuck = begun[-1] if begun else left[0]
-                yield f"{num_ranks} ranks, {stuck} did not end: {[rows[-2:] for rows in ranks]}"
-                failed.append(stuck)
-                left = left[left.index(stuck) + 1 :]
+    failed: list[str] = []
+    for names in _in_groups(names_for(device)):
+        for num_ranks in (2, 4) if is_accelerated(device) else (2,):
+            for row in _rows_of_group(device, num_ranks, names, alone):
+                yield f"{num_ranks} ranks, {row}"
+                failed += [row] * ("OTHER" in row or "did not end" in row)
     if failed:
         raise AssertionError(f"other bits than one rank's, or no end: {failed}")
 
 
-_IN_GROUP = 6
+def _in_groups(names: Sequence[str]) -> list[Sequence[str]]:
+    """Divide schedules: each group starts processes, whose rows come when all of it is over."""
+    first, size = len(BUSIEST), 6
+    return [names[:first], *(names[i : i + size] for i in range(first, len(names), size))]
+
+
+def _rows_of_group(
+    device: torch.device, num_ranks: int, names: Sequence[str], alone: Mapping[str, str]
+) -> Iterator[str]:
+    """Run schedules one after the other; after one that does not end, go on with the next."""
+    while names:
+        ranks = _rows(be_rank, device, num_ranks, {"SCHEDULES": " ".join(names)}, 60)
+        yield from _verdicts(ranks[0], alone)
+        if all(rows[-1:] == [_END] for rows in ranks):
+            return
+        begun = [row.split(",")[0] for rows in ranks for row in rows if row.endswith(_BEGINS)]
+        stuck = max(begun, key=names.index, default=names[0])
+        yield f"{stuck} did not end"
+        for rank, rows in enumerate(ranks):
+            yield f"{stuck}, rank {rank}: {rows[-1] if rows else 'silent'}"
+        names = names[names.index(stuck) + 1 :]
 
 
 def _parted(row: str) -> tuple[str, str]:
@@ -175,7 +190,13 @@ def _rows(
     """Run ranks that share the device; return the rows of each, with its error as the last."""
     with sharing(device, mps) as shared:
         both = run_two(function, device, seconds, {**shared, **environment}, num_ranks, anew=True)
-    return [rows_of(said) or [error_of(said)] for said in both]
+    return [[*rows_of(said), *_errors(said)] for said in both]
+
+
+def _errors(said: list[str]) -> list[str]:
+    """Return the error of a process, or its last line if it has found nothing."""
+    has_error = any(line.startswith(ERROR) for line in said)
+    return [error_of(said)] if has_error or not rows_of(said) else []
 
 
 def be_alone(device: torch.device) -> Iterator[str]:
@@ -188,12 +209,14 @@ def be_rank(device: torch.device) -> Iterator[str]:
     """Train by one schedule after the other as one rank of several."""
     num_ranks = int(os.environ["NUM_RANKS"])
     for number, name in enumerate(os.environ["SCHEDULES"].split()):
+        # Their plans say what is offloaded.
         copies = any(a.kind in COPIES for rank in build(name, num_ranks, 4) for a in rank)
-        ways = [_AUTO, *[_FULL] * (not copies), *[_RESUMED] * (name == "zb_v")]
+        is_solved = name == "optpipe"
+        ways = [_AUTO, *[_FULL] * (not (copies or is_solved)), *[_RESUMED] * (name == "zb_v")]
         for way in ways:
             what = f"{name}, {way}"
-            yield f"{what}: begins"
-            with _ending(what, 12 if is_accelerated(device) else 300):
+            yield f"{what}{_BEGINS}"
+            with _ending(what, SECONDS if is_accelerated(device) else SECONDS_ON_CPU):
                 trainer = _run(device, name, way, num_ranks)
                 digest = _digest(trainer)
             if not number and way == _AUTO:
@@ -203,6 +226,9 @@ def be_rank(device: torch.device) -> Iterator[str]:
     yield _END
 
 
+# Of one fit; what takes longer hangs.
+SECONDS, SECONDS_ON_CPU = 12.0, 300.0
+_BEGINS = ": begins"
 _AUTO, _FULL, _RESUMED = "offload auto", "offload full", "saved and resumed"
 _WEIGHTS = ": weights "
 
@@ -259,26 +285,41 @@ def _digest(trainer: Trainer) -> str:
 _running: list[Trainer] = []  # the last is the one that a hang is reported of
 
 
+_UNTIL_ALL_HAVE_SAID = 4.0
+
+
+def _pending() -> str:
+    """Return what NCCL's flight recorder has that is not completed; print all of its end."""
+    if not dist.is_nccl_available():
+        return ""
+    torchs: Any = torch._C._distributed_c10d
+    entries = pickle.loads(torchs._dump_nccl_trace()).get("entries", [])
+    names = "pg_name", "profiling_name", "state", "collective_seq_id", "p2p_seq_id"
+    for entry in entries[-20:]:
+        print({name: entry.get(name) for name in names}, file=sys.stderr, flush=True)
+    pending = [entry for entry in entries if entry.get("state") != "completed"]
+    texts = [f"{e['profiling_name']} {e.get('p2p_seq_id')} ({e['state']})" for e in pending]
+    return f", NCCL has {len(texts)} pending: {texts[:_MOST_PENDING]}"
+
+
+_MOST_PENDING = 8
+
+
 @contextmanager
 def _ending(what: str, seconds: float) -> Iterator[None]:
     """End this process if the context is not over in time, after saying where it is."""
 
     def end() -> None:
         strategy: Any = _running[-1].strategy if _running else None
-        split = strategy and strategy.split
-        executor = split and split.executor
+        executor = strategy and strategy.split and strategy.split.executor
         action = executor and executor.current
-        posted = [
-            str(receive) for receive in getattr(executor and executor.transport, "_posted", ())
-        ]
-        print(f"{ROW}{what}: HANGS in {action}, open receives {posted}", flush=True)
+        receives = (
+            [str(receive) for receive in executor.transport.open_receives] if executor else []
+        )
+        row = f"{what}: HANGS in {action}, open receives {receives}"
+        print(f"{ROW}{row}{_pending()}", flush=True)
         faulthandler.dump_traceback()
-        if dist.is_nccl_available():
-            torchs: Any = torch._C._distributed_c10d
-            record = pickle.loads(torchs._dump_nccl_trace())
-            for entry in record.get("entries", [])[-20:]:
-                names = "pg_name", "profiling_name", "state", "collective_seq_id", "p2p_seq_id"
-                print({name: entry.get(name) for name in names}, file=sys.stderr, flush=True)
+        time.sleep(_UNTIL_ALL_HAVE_SAID)  # or the others would end because of this one
         os._exit(3)
 
     timer = threading.Timer(seconds, end)

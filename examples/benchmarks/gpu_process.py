@@ -138,10 +138,10 @@ def in_one_line(error: Exception) -> str:
 _ERROR_LENGTH = 300
 
 
-def lines_of(running: Running, deadline: float) -> Iterator[str]:
+def lines_of(running: Running, deadline: Callable[[], float]) -> Iterator[str]:
     """Yield the lines of a process as it prints them, until it has ended or time is up."""
     output, begun = running.output.fileno(), b""
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline():
         is_alive = running.process.is_alive()  # asked first: what it has printed is there then
         if select([output], [], [], 0.1)[0]:
             data = os.read(output, 1 << 16)
@@ -181,7 +181,8 @@ def run_two(
 ) -> list[list[str]]:
     """Run a part in two or more processes on a device; return the lines of each.
 
-    The process that calls this may not have used the device yet. Its standard error gets them too.
+    Where one fails, the others are killed after a while if they do not end. The process that calls
+    this may not have used the device yet. Its standard error gets the lines too.
 
     Args:
         function: The part; each process finds in ``NODE_RANK`` which one it is.
@@ -202,19 +203,26 @@ def run_two(
         start(function, device, {**places, "NODE_RANK": str(rank)}, seconds, anew=anew)
         for rank in ranks
     ]
-    deadline = time.monotonic() + seconds
+    until = [time.monotonic() + seconds]
+    patience = _PATIENCE if is_accelerated(device) else _PATIENCE_ON_CPU
     with ThreadPoolExecutor(num_ranks) as threads:
-        return [*threads.map(partial(_follow, deadline=deadline), ranks, running)]
+        follow = partial(_follow, until=until, patience=patience)
+        return [*threads.map(follow, ranks, running)]
 
 
-def _follow(rank: int, running: Running, deadline: float) -> list[str]:
+# How long the others may take after one has failed.
+_PATIENCE, _PATIENCE_ON_CPU = 20.0, 120.0
+
+
+def _follow(rank: int, running: Running, until: list[float], patience: float) -> list[str]:
     said = []
-    for line in lines_of(running, deadline):
+    for line in lines_of(running, lambda: until[0]):
         said.append(line)
         sys.stderr.write(f"{rank}: {line}\n")
-    status = end(running, deadline)
+    status = end(running, until[0])
     if status:
         sys.stderr.write(f"{rank}: ended with status {status}\n")
+        until[0] = min(until[0], time.monotonic() + patience)
     return said
 
 

@@ -174,6 +174,7 @@ class PipelineProcesses(JointStrategy):
                 self.num_replicas,
                 self.settings.rank_order,
                 self.settings.tensor_parallel_size,
+                self.processes.fail,
             )
             group.devices = find_devices(group, self.settings.cache_folder)
         self.processes.join(group.world, group)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-from lightning_pipeoffload.processes.failure import EXIT_SECONDS
+from lightning_pipeoffload.processes.failure import EXIT_SECONDS, polls
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.launcher import BetweenRuns, JointLauncher, LaunchedProcesses
 from lightning_pipeoffload.processes.run_store import Meeting, connect_store, end_connections
@@ -27,6 +27,8 @@ from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups
 
 # Timeout for all ranks to reach a hook that needs them.
 _PATIENCE = timedelta(seconds=60)
+# Timeout for the main thread to raise the error of a thread, with its own traceback.
+_OWN_ERROR_SECONDS = 1.0
 
 
 class Processes:
@@ -109,7 +111,10 @@ class Processes:
         if self._launched.has_children:
             BetweenRuns(self._global_rank, self._launched, patience)
 
-    def fail(self, exception: Exception) -> None:
-        """End the run because the thread that publishes metrics has failed."""
-        if self.board is not None:
-            self.board.fail(exception, "while publishing metrics")
+    def fail(self, exception: BaseException, doing: str = "while publishing metrics") -> None:
+        """End the run because a thread has failed, unless the main thread fails within a second."""
+        board = self.board
+        for _ in polls(_OWN_ERROR_SECONDS):
+            if board is None or self.board is not board:
+                return
+        board.fail(exception, doing)

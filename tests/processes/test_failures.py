@@ -61,6 +61,16 @@ def test_an_exception_in_a_step_or_a_backward_names_the_place(hook, act, error, 
     assert_told_once(run, rank, error, f"stage {1 - rank}, {kind} of microbatch 0")
 
 
+@pytest.mark.parametrize("rank", [1, slow(0)])
+def test_an_error_of_a_thread_that_sends_messages_stops_all(rank):
+    run = run_failing(*BATCH, "break_messages", "--rank", str(rank))
+    assert run.status == 1
+    error = "AcceleratorError: CUDA error: device-side assert triggered"
+    cause = f": {error} (while sending to global rank {1 - rank})"
+    assert because(rank, cause) in run.lines
+    assert f"torch.{error}" in run.errors
+
+
 @pytest.mark.parametrize("rank", some([1, 0], 2))
 def test_a_callback_that_saves_on_an_exception_does_not_wait_for_ever(rank, tmp_path):
     options = ("--save-to", str(tmp_path), "--save-on-exception")

@@ -11,6 +11,7 @@ import time
 from argparse import ArgumentParser
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot
+from lightning_pipeoffload.runtime.comm import transport
 from tests.support import fits
 
 
@@ -50,6 +52,15 @@ def kill_a_worker():
     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
 
+def break_messages():
+    """Let a thread that sends messages fail, as where an accelerator's error is first seen."""
+
+    def fail_in_it(*args):
+        fail(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+
+    transport.late_values = SimpleNamespace(start_reading=lambda tensor: fail_in_it)
+
+
 ACTS = {
     "raise": lambda: fail(RuntimeError("on purpose")),
     "refuse": lambda: fail(ValueError("not like this")),
@@ -61,6 +72,7 @@ ACTS = {
     "terminate": lambda: send(signal.SIGTERM),
     "interrupt": lambda: os.killpg(os.getpgrp(), signal.SIGINT),
     "kill_a_worker": kill_a_worker,
+    "break_messages": break_messages,
     "nothing": lambda: None,
 }
 HOOKS = [
@@ -210,6 +222,8 @@ def main():
     # Private: how often a worker looks for its parent, which may have been killed.
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
     options = read_options()
+    if options.act == "break_messages":  # as messages of GPUs go over gloo
+        transport._is_staged = lambda device: True
     # A batch that a killed worker has sent can be read without it.
     torch.multiprocessing.set_sharing_strategy("file_system")
     is_at_fault = rank_of() == options.rank

@@ -27,7 +27,7 @@ import pickle
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from lightning_pipeoffload.runtime.batch.packet import Contents, Packet
 from lightning_pipeoffload.runtime.comm.host_group import NO_LIMIT, HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.shared_bytes import MemoryFile, map_file, read_memory_file
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.comm.transport import PeersThread, blaming_peers
 
 _FRAME, _REST, _VALUE, _DONE = range(4)  # gloo's tags
 _FRAME_BYTES = 4096
@@ -77,7 +77,8 @@ class BatchChannel:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._mappings: list[tuple[Any, Tensor]] = [(None, self._buffer)] * 2
         self._done: Any = None
-        self._thread = ThreadPoolExecutor(1, "batches")
+        doing = "sending" if mesh.is_reader else "receiving"
+        self._thread = PeersThread(f"while {doing} a batch", mesh.fail)
         self._last: Future[None] | None = None  # of what the thread has to do
 
     def _find_mapping(self) -> list[bool]:

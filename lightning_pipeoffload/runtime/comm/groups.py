@@ -37,6 +37,7 @@ class PipelineGroup(RankMesh, HostGroup):
             default group.
         rank_order: How global ranks are assigned; see :class:`RankMesh`.
         num_tensor_ranks: The number of processes that share a stage's layers.
+        fail: Ends the run because of an error in a thread; see :class:`RankMesh`.
 
     Attributes:
         world: All processes of all replicas.
@@ -59,9 +60,10 @@ class PipelineGroup(RankMesh, HostGroup):
         num_replicas: int = 1,
         rank_order: str = "pipeline_inner",
         num_tensor_ranks: int = 1,
+        fail: Callable[[BaseException, str], None] | None = None,
     ) -> None:
         super().__init__(
-            schedule, global_rank, timeout, num_replicas, rank_order, device, num_tensor_ranks
+            schedule, global_rank, timeout, num_replicas, rank_order, device, num_tensor_ranks, fail
         )
         self.replicas = Replicas(self)
         self._connect()

@@ -187,6 +187,7 @@ class RankMesh:
             same stage in different replicas ("data_inner").
         device: The device on which this rank computes.
         num_tensor_ranks: The number of processes that share a stage's layers.
+        fail: Ends the run because of an error in a thread that does something; None: nothing does.
 
     Attributes:
         mesh: Torch's DeviceMesh of this tensor rank, with the dimensions ``data`` and ``pipeline``.
@@ -207,7 +208,9 @@ class RankMesh:
         rank_order: str = "pipeline_inner",
         device: torch.device = _CPU,
         num_tensor_ranks: int = 1,
+        fail: Callable[[BaseException, str], None] | None = None,
     ) -> None:
+        self.fail = fail
         self.num_tensor_ranks = num_tensor_ranks
         self.tensor_rank = global_rank % num_tensor_ranks
         self.timeout = timeout

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +82,33 @@ def says_peer_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo/" in str(error)
 
 
+class PeersThread(ThreadPoolExecutor):
+    """A thread whose work other ranks wait for, so that an error in it ends the run at once.
+
+    The main thread would raise it where it reads the result. Until then it may wait for a message
+    of these ranks, which never comes.
+
+    Args:
+        doing: What the thread does, as in "while sending a message".
+        fail: Ends the run; None: errors come with the results alone.
+    """
+
+    def __init__(self, doing: str, fail: Callable[[BaseException, str], None] | None) -> None:
+        super().__init__(1)
+        self._doing, self._fail = doing, fail
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        future.add_done_callback(self._end_run_on_error)
+        return future
+
+    def _end_run_on_error(self, future: Future[Any]) -> None:
+        error = None if future.cancelled() else future.exception()
+        # A lost peer has an end of its own, and the main thread loses it too.
+        if error is not None and self._fail is not None and not says_peer_lost(error):
+            self._fail(error, self._doing)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor without gaps as bytes of the same memory, in the order of the memory."""
     # Not view(-1): a dimension of one element may have any stride.
@@ -129,6 +156,11 @@ class Transport:
 
     def finish_step(self) -> None:
         """Free buffers that the last few steps have not used."""
+
+    @property
+    def open_receives(self) -> Sequence[Action]:
+        """Receives that were posted, and whose message nothing has waited for."""
+        return ()
 
     @property
     def buffer_bytes(self) -> int:
@@ -417,7 +449,9 @@ class ProcessGroupTransport(Transport):
         peer = dist.get_group_rank(group, global_rank)
         is_gloo = self._backend == "gloo"
         # Each edge has a thread of its own, so that none waits for another.
-        sender = ThreadPoolExecutor(1) if is_gloo and _is_staged(self._device) else None
+        sender = None
+        if is_gloo and _is_staged(self._device):
+            sender = PeersThread(f"while sending to global rank {global_rank}", self._mesh.fail)
         return Link(group, peer, global_rank, self._device, not is_gloo, self._ring, sender)
 
     def _buffers(self) -> BufferRing | None:
@@ -455,6 +489,10 @@ class ProcessGroupTransport(Transport):
     def finish_step(self) -> None:
         if self._ring is not None:
             self._ring.end_step()
+
+    @property
+    def open_receives(self) -> Sequence[Action]:
+        return [*self._posted]
 
     @property
     def buffer_bytes(self) -> int:

@@ -18,6 +18,7 @@ from lightning_pipeoffload.runtime.comm import transport as transport_module
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.transport import (
     PeerLostError,
+    PeersThread,
     ProcessGroupTransport,
     _first_tag,
     blaming_peers,
@@ -280,6 +281,20 @@ def test_a_dead_peer_is_noticed():
 )
 def test_errors_that_only_say_that_another_rank_is_gone(exception, is_so):
     assert says_peer_lost(exception) == is_so
+
+
+def test_an_error_of_a_thread_that_peers_wait_for_ends_the_run():
+    ended = []
+    thread = PeersThread("while sending", lambda error, doing: ended.append((error, doing)))
+    errors = [OSError("no space left"), PeerLostError("gone")]
+
+    def work(number):
+        raise errors[number]
+
+    for number, error in enumerate(errors):
+        assert thread.submit(work, number).exception() is error
+    thread.shutdown()
+    assert ended == [(errors[0], "while sending")]
 
 
 GONE = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer"
