@@ -96,7 +96,6 @@ def test_a_hang_is_reported_and_the_next_schedule_goes_on(monkeypatch, how):
     names = ["zb_h1", "interleaved_1f1b", "1f1b"]
     alone = dict.fromkeys([gpu_nccl._AUTO, gpu_nccl._FULL], "")
     rows = [*gpu_nccl._rows_of_group(CPU, 2, names, alone)]
-    print(*rows, sep="\n")
     assert "interleaved_1f1b did not end" in rows
     of_ranks = [row for row in rows if row.startswith("interleaved_1f1b, rank ")]
     assert "HANGS in " in of_ranks[0]
