@@ -271,7 +271,8 @@ class FailureBoard:
         failure = Failure(f"{self._name}: {cause}", status)
         with self._unless_store_is_gone():
             try:
-                failure = self._announce(failure)
+                with self._saying_if_late(cause):
+                    failure = self._announce(failure)
             finally:
                 if action:
                     say(f"{self._name} failed in {action}")
@@ -290,6 +291,18 @@ class FailureBoard:
             self._write("done")
         exit_soon(exception, status)
         return False
+
+    @contextmanager
+    def _saying_if_late(self, cause: str) -> Iterator[None]:
+        """Say the cause before it is announced where the store does not answer for seconds."""
+        line = f"{self._name} stops: {cause}; global rank 0, which the others would read it from, "
+        timer = threading.Timer(_CAUSE_SECONDS, say, [f"{line}does not answer yet"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _all_raise(self, error: str) -> bool:
         """Wait until it is known whether every rank has raised the same error."""

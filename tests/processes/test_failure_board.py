@@ -214,6 +214,27 @@ def test_many_ranks_take_turns_to_read_the_store(monkeypatch):
     assert 24 <= store.check.call_count / 2 <= len(polls) / 4 + 1  # failure and roll
 
 
+def test_a_failure_is_said_where_the_store_does_not_answer(monkeypatch):
+    """Global rank 0, which hosts it, may be stopped for a while."""
+    store, said, lines = HashStore(), Queue(), []
+    for key in ("seen/0", "done/0"):
+        store.set(key, "")
+
+    def compare_set(*args):
+        lines.append(said.get(timeout=1000))
+        return store.compare_set(*args)
+
+    silent = Mock(wraps=store, compare_set=compare_set)
+    monkeypatch.setattr(failure_board, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(failure_board, "_CAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(failure_board, "say", said.put)
+    board = failure_board.FailureBoard(1, 2, LaunchedProcesses(1, 1, ()))
+    board.connect(silent)
+    board.report(SystemExit(1), "", 1)
+    (line,) = lines
+    assert line.startswith("global rank 1 stops: sys.exit(1); global rank 0, which")
+
+
 def test_a_failure_is_announced_before_it_is_said(monkeypatch):
     store, said = HashStore(), []
     store.set("seen/1", "")

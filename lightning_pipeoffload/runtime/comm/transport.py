@@ -159,7 +159,7 @@ class Transport:
 
     @property
     def open_receives(self) -> Sequence[Action]:
-        """Receives that were posted, and whose message nothing has waited for."""
+        """Receives that were posted, and whose message has not been waited for to its end."""
         return ()
 
     @property
@@ -472,7 +472,9 @@ class ProcessGroupTransport(Transport):
         self._posted[receive] = link.receive(specs, tag)
 
     def wait(self, receive: Action) -> list[Tensor]:
-        return self._posted.pop(receive).wait(receive)
+        received = self._posted[receive].wait(receive)
+        del self._posted[receive]  # only now, so that a rank that waits can tell for what
+        return received
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         link, tag, sent = self._to[peer], _first_tag(send, len(tensors)), self._sent[peer]
