@@ -252,7 +252,10 @@ class PipeOffloadStrategy(CheckpointHooks):
 
     @property
     def plan(self) -> Schedule:
-        """The lowered plan of a training batch; of a provisional size before the first one."""
+        """The plan of a training batch, with B, W and messages as they are run.
+
+        Before the first batch its number of microbatches is provisional.
+        """
         return self.split.plan if self._recalled is None else self._recalled.plan
 
     def report(self, live_bytes: bool = False) -> dict[str, Any]:

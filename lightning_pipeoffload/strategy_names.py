@@ -13,7 +13,7 @@ from lightning_pipeoffload.strategy import PipeOffloadStrategy
 _PREFIX = "pipeoffload"
 
 
-class _Names(list[str]):
+class _SuggestingNames(list[str]):
     """The registered names; looking for an unknown one that begins like ours raises with ours.
 
     Lightning would list its own names, without those of schedules.
@@ -52,4 +52,4 @@ def register_strategies() -> None:
             description=f"Pipeline parallelism with the schedule {name}",
             schedule=name,
         )
-    StrategyRegistry.available_strategies = lambda: _Names(StrategyRegistry)  # type: ignore[method-assign]
+    StrategyRegistry.available_strategies = lambda: _SuggestingNames(StrategyRegistry)  # type: ignore[method-assign]

@@ -142,7 +142,9 @@ class PostValidation:
                 log.info(_WAITS, type(self._snapshot.optimizer).__name__)
             self._snapshot, self.is_on = None, False
             return False
-        self._is_watched = is_watched(self._snapshot.optimizer)  # on this rank, since it trains
+        self._is_watched = has_foreign_code(
+            self._snapshot.optimizer
+        )  # on this rank, since it trains
         self._snapshot.save()
         return True
 
@@ -273,8 +275,8 @@ class _Sum:
         return self._result
 
 
-def is_watched(optimizer: Optimizer) -> bool:
-    """Whether more than a step of torch's runs between a step and its closure, or after it."""
+def has_foreign_code(optimizer: Optimizer) -> bool:
+    """Whether a step runs code that is not torch's: the user's optimizer, or hooks of a step."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     of_all = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     return (

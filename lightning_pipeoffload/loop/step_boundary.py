@@ -24,7 +24,11 @@ from lightning_pipeoffload.loop.hooks.users_hooks import (
     users_hooks,
     without_forward_hooks,
 )
-from lightning_pipeoffload.loop.post_validation import PostValidation, clips_by_norm, is_watched
+from lightning_pipeoffload.loop.post_validation import (
+    PostValidation,
+    clips_by_norm,
+    has_foreign_code,
+)
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
@@ -175,7 +179,9 @@ def _begin_again(muted: ExitStack) -> bool:
 
 def _may_send_late(trainer: Trainer) -> bool:
     """Whether no code of the user's runs from a step to the next batch, while weights come."""
-    return not (users_hooks(trainer, _HOOKS_BETWEEN) or any(map(is_watched, trainer.optimizers)))
+    return not (
+        users_hooks(trainer, _HOOKS_BETWEEN) or any(map(has_foreign_code, trainer.optimizers))
+    )
 
 
 def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
@@ -225,7 +231,7 @@ def _obstacle(trainer: Trainer) -> str:
     name = type(optimizer).__name__
     if not has_snapshots(optimizer):
         return f"{name} is not one of torch's, and may change more than weights and its state"
-    if is_watched(optimizer):
+    if has_foreign_code(optimizer):
         return f"hooks run at the steps of {name}"
     if is_overridden("configure_gradient_clipping", trainer.lightning_module):
         return "configure_gradient_clipping() may look at what it has clipped"

@@ -171,11 +171,11 @@ class OptimizedParameters:
         return sum(n.stand_ins.seconds for n in self._narrowed if n.stand_ins is not None)
 
     def replica_of(self, parameter: Tensor) -> int:
-        """Return the replica that steps a parameter of this rank, where they divide the step."""
+        """Return the replica that updates a parameter: this one, unless they divide updates."""
         return self._group.replica if self._shares is None else self._shares.owner_of(parameter)
 
     def is_of_another(self, parameter: Tensor) -> bool:
-        """Return whether another replica steps a parameter of this rank."""
+        """Return whether another replica updates a parameter of this rank."""
         return self.replica_of(parameter) != self._group.replica
 
     def _adopt(self) -> None:

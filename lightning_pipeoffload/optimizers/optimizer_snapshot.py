@@ -111,9 +111,9 @@ class OptimizerSnapshot:
         self._gradients.forget_tensors()
 
     def changed(self) -> list[Tensor]:
-        """Return the tensors whose values may still change, if the step is undone or repeated.
+        """Return the tensors whose values change if the step is undone or repeated.
 
-        Those that another replica steps are among them: it sends them again.
+        Among them are the parameters that another replica updates, and would send again.
         """
         states = [self.optimizer.state.get(p, _NO_STATE) for p in self._stepping]
         elsewhere = [p for p in self._own_members() if not self._is_stepped(p)]  # sent again

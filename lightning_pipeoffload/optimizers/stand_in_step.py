@@ -65,7 +65,7 @@ class StandInStep:
         raise NotImplementedError
 
     def put_back(self) -> None:
-        """Restore the optimizer's own parameters, also after an error in its step."""
+        """Put the user's parameters back into the optimizer, also after an error in its step."""
         self._restore()
 
     def _members_with_gradient(self) -> list[Tensor]:

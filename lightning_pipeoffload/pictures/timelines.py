@@ -184,8 +184,8 @@ def draw_measured(
         _in_milliseconds(measured.timeline),
         _in_mebibytes(measured.curves),
         titles[0],
-        [_later(event) for event in measured.beginnings],
-        [_later(wait) for wait in measured.waits],
+        [_seconds_to_ms(event) for event in measured.beginnings],
+        [_seconds_to_ms(wait) for wait in measured.waits],
     )
     curves = _in_mebibytes(memory_curves(planned, costs))
     below = TimelinePanel(_in_milliseconds(planned), curves, titles[1])
@@ -341,10 +341,10 @@ def _short_action(timeline: Timeline) -> float:
 
 
 def _in_milliseconds(timeline: Timeline) -> Timeline:
-    return replace(timeline, events=tuple(_later(event) for event in timeline.events))
+    return replace(timeline, events=tuple(_seconds_to_ms(event) for event in timeline.events))
 
 
-def _later(piece: Any) -> Any:
+def _seconds_to_ms(piece: Any) -> Any:
     return piece._replace(start=1e3 * piece.start, end=1e3 * piece.end)
 
 

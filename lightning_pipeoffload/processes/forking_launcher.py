@@ -100,7 +100,7 @@ class _Outcome(NamedTuple):
 
 
 class TracebackOfRank(Exception):  # noqa: N818 - it is the cause of an error, not one
-    """The traceback in a forked rank of the exception that it is the cause of, as text."""
+    """Carries the traceback of a forked rank's error as text, as that error's ``__cause__``."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"

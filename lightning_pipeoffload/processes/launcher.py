@@ -177,7 +177,7 @@ class BetweenRuns:
 
     @classmethod
     def end(cls) -> None:
-        """Stop watching: a run begins, and its failure board watches."""
+        """Stop watching the other processes: a run starts, whose failure board does."""
         if cls._current is not None:
             cls._current._is_over.set()
             cls._current = None

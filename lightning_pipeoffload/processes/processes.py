@@ -91,7 +91,7 @@ class Processes:
         return board
 
     def end(self) -> None:
-        """Wait for the other ranks, and watch them no more."""
+        """Wait for the other ranks, then stop watching them until the next run."""
         if self.board is None:
             return
         assert self.world is not None

@@ -90,7 +90,7 @@ class ReturnedState:
             refill(getattr(trainer, name), values)
         for owner, (changed, removed) in zip(self._owners, attributes, strict=True):
             for name, value in changed.items():
-                _replace(vars(owner), name, value)
+                _assign_in_place(vars(owner), name, value)
             for name in removed:
                 del vars(owner)[name]
         return result
@@ -124,7 +124,7 @@ def _attributes_of(owner: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _replace(attributes: dict[str, Any], name: str, value: Any) -> None:
+def _assign_in_place(attributes: dict[str, Any], name: str, value: Any) -> None:
     """Replace an attribute; a container keeps its identity, since a cell may have it too."""
     container = attributes.get(name)
     if type(container) is type(value) and isinstance(container, _CONTAINERS):

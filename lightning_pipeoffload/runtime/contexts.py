@@ -11,9 +11,9 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def together(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Return one context for several: NOTHING, or the only one that is not NOTHING, if possible.
+    """Combine contexts into one, skipping NOTHING; a single one is returned unchanged.
 
-    Actions enter contexts with cold caches, where each Python call takes microseconds.
+    Each action enters the result, and entering a context takes microseconds.
     """
     combined: AbstractContextManager[Any] = NOTHING
     for context in contexts:

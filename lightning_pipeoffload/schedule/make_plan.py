@@ -64,7 +64,7 @@ reduced by the second argument, which drops schedules.
 """
 
 
-def do_all(jobs: Sequence[Job], lean: Callable[[Any], Any]) -> list[Any]:
+def run_jobs_here(jobs: Sequence[Job], lean: Callable[[Any], Any]) -> list[Any]:
     """Do all jobs on this process."""
     return [run() for _, run in jobs]
 
@@ -120,7 +120,7 @@ class PlanRequest:
     omits_above: float | None = None
     write_memory: Callable[[float], str] = bytes_text
     show: Callable[[str], None] = lambda text: None
-    share: Share = do_all
+    share: Share = run_jobs_here
     recipes: Mapping[str, Recipe] = field(default_factory=lambda: FAMILIES)
     builder_options: Mapping[str, Any] = field(default_factory=dict)
 

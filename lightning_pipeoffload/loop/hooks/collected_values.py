@@ -155,7 +155,7 @@ class CollectedValues:
                 variable.put(Elsewhere(message, value))
 
     def refuse_metric(self, metric: Metric) -> None:
-        """Raise ``RuntimeError`` if steps have updated the metric on another rank."""
+        """Raise ``RuntimeError`` if only another rank has the values of the metric."""
         if id(metric) in self._hidden_metrics:
             raise RuntimeError(self._hidden_metrics[id(metric)])
 

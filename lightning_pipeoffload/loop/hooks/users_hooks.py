@@ -218,7 +218,7 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
         elif isinstance(parameter.grad, RemoteGradient):
             parameter.grad.know(size)
             if size is not None:
-                pipeline.gradient_age.expire_with_change(size)
+                pipeline.gradient_age.invalidate_on_change(size)
 
 
 def _measure(gradients: list[Tensor | None]) -> Tensor:

@@ -138,7 +138,7 @@ CUDA_GRAPHS = (
 
 
 class BlockCompiler:
-    """Compiles the blocks that the user has not compiled, and splits all compiled regions.
+    """Compiles the blocks that the user has not compiled; splits every compiled backward into B, W.
 
     Raises:
         ValueError: The user has compiled a submodule with CUDA graphs.

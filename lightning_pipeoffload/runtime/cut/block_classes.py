@@ -123,31 +123,31 @@ def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
 
     The code after the last block counts as work of the last block.
     """
-    makes = _makes_of(chain)
+    signatures = _signatures_of(chain)
     keys = []
-    for index, make in enumerate(makes):
+    for index, each in enumerate(signatures):
         segments = {index, index + 1} if index == len(chain) - 1 else {index}
-        keys.append((_work_of(index, segments, record), make.form))
-    return _classes(makes, keys)
+        keys.append((_work_of(index, segments, record), each.form))
+    return _classes(signatures, keys)
 
 
-def _classes(makes: Sequence[_Make], keys: Sequence[Any]) -> list[int]:
+def _classes(signatures: Sequence[_Signature], keys: Sequence[Any]) -> list[int]:
     """Number the blocks that have the same key, and the same numbers but for counters."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for index, key in enumerate(keys):
         alike[key].append(index)
     classes: dict[Any, int] = {}
-    class_of_block = [0] * len(makes)
+    class_of_block = [0] * len(signatures)
     for key, members in sorted(alike.items(), key=lambda item: item[1]):
-        for index, numbers in zip(members, _numbers_apart(members, makes), strict=True):
+        for index, numbers in zip(members, _numbers_apart(members, signatures), strict=True):
             class_of_block[index] = classes.setdefault((key, numbers), len(classes))
     return class_of_block
 
 
 def classes_of_makes(chain: BlockChain) -> list[int]:
     """Return the class of each block by how it is made alone, before any step has run."""
-    makes = _makes_of(chain)
-    return _classes(makes, [make.form for make in makes])
+    signatures = _signatures_of(chain)
+    return _classes(signatures, [each.form for each in signatures])
 
 
 def find_repeated(chain: BlockChain, record: StepRecord) -> dict[int, BlockOutput]:
@@ -210,8 +210,8 @@ def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
 
 def describe_blocks(chain: BlockChain) -> str:
     """Return a digest of the blocks' classes and attributes, the same in all processes."""
-    makes = [(make.form, make.numbers) for make in _makes_of(chain)]
-    return sha256(repr(makes).encode()).hexdigest()
+    signatures = [(each.form, each.numbers) for each in _signatures_of(chain)]
+    return sha256(repr(signatures).encode()).hexdigest()
 
 
 def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
@@ -221,9 +221,11 @@ def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
     return *(record.work[segment] for segment in sorted(segments)), index in record.opened
 
 
-def _numbers_apart(members: Sequence[int], makes: Sequence[_Make]) -> Iterator[tuple[int, ...]]:
+def _numbers_apart(
+    members: Sequence[int], signatures: Sequence[_Signature]
+) -> Iterator[tuple[int, ...]]:
     """Yield the numbers in each member's attributes without those that count the blocks."""
-    columns = zip(*(makes[index].numbers for index in members), strict=True)
+    columns = zip(*(signatures[index].numbers for index in members), strict=True)
     telling = [column for column in columns if not _counts(column, members)]
     for place in range(len(members)):
         yield tuple(column[place] for column in telling)
@@ -246,16 +248,16 @@ def _counts(numbers: Sequence[int], members: Sequence[int]) -> bool:
     )
 
 
-def _makes_of(chain: BlockChain) -> list[_Make]:
+def _signatures_of(chain: BlockChain) -> list[_Signature]:
     described: _Described = {}  # blocks share objects, such as a configuration
-    return [_Make(block, described) for block in chain.blocks]
+    return [_Signature(block, described) for block in chain.blocks]
 
 
 _Described = dict[int, tuple[str, list[int]]]
 """The form of an object, and the whole numbers in it, by its id."""
 
 
-class _Make:
+class _Signature:
     """How a block is made.
 
     Attributes:

@@ -165,15 +165,15 @@ def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
     """Return the clock offsets of all ranks on the root, None elsewhere; all ranks call it."""
     with blaming_peers("lost a rank while comparing clocks"):
         if group.global_rank != group.root:
-            _answer(group, group.root)
+            _serve_clock(group, group.root)
             return None
         return [
-            ClockOffset() if rank == group.root else _ask(group, rank)
+            ClockOffset() if rank == group.root else _measure_offset(group, rank)
             for rank in group.global_ranks
         ]
 
 
-def _ask(group: PipelineGroup, rank: int) -> ClockOffset:
+def _measure_offset(group: PipelineGroup, rank: int) -> ClockOffset:
     """Return the offset from the fastest of several round trips."""
     offsets = []
     message = torch.zeros(1, dtype=torch.float64)
@@ -187,7 +187,7 @@ def _ask(group: PipelineGroup, rank: int) -> ClockOffset:
     return min(offsets, key=lambda offset: offset.error)
 
 
-def _answer(group: PipelineGroup, root: int) -> None:
+def _serve_clock(group: PipelineGroup, root: int) -> None:
     peer = dist.get_group_rank(group.host_group, root)
     asked = torch.zeros(1, dtype=torch.float64)
     for _ in range(_QUESTIONS):

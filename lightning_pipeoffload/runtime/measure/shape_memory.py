@@ -375,7 +375,7 @@ class _MeasuringPass(StepTrace):
 
     @property
     def memories(self) -> list[SavedMemory]:
-        """The bytes of every stage; where there are slices, those of its slices one by one."""
+        """What each stage saves, in their order; where there are slices, for each slice of it."""
         alike = self._alike_stages
         of_stages = (self._of_stages[alike.get(n, n)] for n in range(len(self._of_stages)))
         return [memory for of_stage in of_stages for memory in of_stage]

@@ -80,8 +80,9 @@ class Ledger:
         """Clear the ledger for a new step; the peaks of earlier steps remain.
 
         Args:
-            sizes: The inputs of ``measured`` in the last step. If its actions and sizes equal those
-                of the step before, so do its peaks, and it is not counted. None: count it.
+            sizes: What the results of ``measured`` depended on in the last step. If its actions and
+                sizes equal those of the step before, its peaks are the same and are not computed
+                again. None: they are computed.
         """
         actions = [action for _, action, held in self._pending if held is None]
         if sizes is None or len(actions) < len(self._pending) or self._counted != (actions, sizes):
@@ -173,7 +174,7 @@ class ActivationMemory:
         self._measures_all = measures_all
 
     def use_lanes(self, lanes: CopyLanes) -> None:
-        """Use other lanes for copies from the next step on."""
+        """Use other streams for copies from and to the host from the next step on."""
         self.settings = replace(self.settings, lanes=lanes)
 
     def forget_peaks(self) -> None:

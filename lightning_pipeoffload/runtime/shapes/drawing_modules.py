@@ -47,12 +47,12 @@ def note_draw(
     module = _drawing_module(root)
     if kwargs.get("generator") is not None:
         if is_of_shard:
-            _refuse(func, "by a generator of its own")
+            _refuse_draw(func, "by a generator of its own")
     elif module is None:
         if is_of_shard:
-            _refuse(func, "outside of the modules inside it")
+            _refuse_draw(func, "outside of the modules inside it")
     elif drawing_modules.setdefault(module, is_of_shard) != is_of_shard:
-        _refuse(func, "and for what all tensor ranks have, in one module")
+        _refuse_draw(func, "and for what all tensor ranks have, in one module")
 
 
 def _drawing_module(root: nn.Module) -> nn.Module | None:
@@ -63,7 +63,7 @@ def _drawing_module(root: nn.Module) -> nn.Module | None:
     return None
 
 
-def _refuse(func: torch._ops.OpOverload, why: str) -> None:
+def _refuse_draw(func: torch._ops.OpOverload, why: str) -> None:
     raise ValueError(
         f"{func.overloadpacket.__name__}{in_brackets(calling_line())} draws random numbers for a "
         f"shard of a layer {why}, so that tensor ranks cannot draw different ones there; use a "

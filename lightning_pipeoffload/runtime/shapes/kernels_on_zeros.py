@@ -250,7 +250,7 @@ class _Kernel:
 
 
 def _key_of(kernel: _Kernel, arguments: Any, device: str) -> tuple[Hashable, list[Any]]:
-    """Return a key of the results' shapes, and the objects whose ids are part of it."""
+    """Return a key that determines the results' shapes, and what must be kept for ids in it."""
     is_autocast = torch.is_autocast_enabled(device)
     modes = torch.is_grad_enabled(), is_autocast and torch.get_autocast_dtype(device)
     kept: list[Any] = []
@@ -383,7 +383,7 @@ class _Maker:
 def _run_on_zeros(kernel: _Kernel, arguments: Any, inputs: list[Tensor]) -> _Result:
     origins = origins_of(shape_only_leaves(inputs))
     saved: list[Tensor] = []
-    products = _Products(origins)
+    products = _FlopRecorder(origins)
 
     def save(tensor: Tensor) -> Tensor:
         saved.append(tensor)
@@ -421,8 +421,8 @@ def _zeros_like(leaf: Tensor) -> Tensor:
     return zeros if leaf.grad_fn is None else zeros.clone()  # a Function may write into it
 
 
-class _Products(TorchDispatchMode):
-    """Collects matrix products, with shapes in place of their tensors."""
+class _FlopRecorder(TorchDispatchMode):
+    """Records the operations whose FLOPs torch counts, with shapes in place of their tensors."""
 
     def __init__(self, origins: frozenset[str]) -> None:
         super().__init__()

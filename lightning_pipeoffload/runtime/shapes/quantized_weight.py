@@ -267,7 +267,7 @@ def read_shapes(entries: Mapping[str, Tensor], weight: ShapeOnly) -> Any:
 
 
 def load_packed(slot: Slot, packed: Tensor, entries: Mapping[str, Tensor]) -> None:
-    """Load a packed 4-bit weight, and the quantization state of saved entries, into a slot."""
+    """Load a packed 4-bit weight and its quantization state, ``entries`` of a checkpoint."""
     weight = slot.tensor
     weight.data = value_of(packed).to(weight.device)
     _set_state(slot, read_state(entries, weight.device))

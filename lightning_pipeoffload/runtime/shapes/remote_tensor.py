@@ -45,7 +45,7 @@ class GradientAge:
     are_none: bool = True
     _sizes: list[KnownSize] = field(default_factory=list)
 
-    def expire_with_change(self, size: KnownSize) -> None:
+    def invalidate_on_change(self, size: KnownSize) -> None:
         """Register the norm of another replica's gradient, which is valid until the next change."""
         self._sizes.append(size)
 

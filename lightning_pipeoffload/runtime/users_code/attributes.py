@@ -270,7 +270,7 @@ def record_globals(module: nn.Module) -> Globals:
     """
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     states: Globals = {}
-    for home in _reachable({kind.__module__ for kind in kinds}):
+    for home in _imported_user_modules({kind.__module__ for kind in kinds}):
         kinds.update(value for value in vars(home).values() if isinstance(value, type))
         states |= _fingerprints(home.__name__, home)
     for kind in kinds:
@@ -310,7 +310,7 @@ def _is_definition(value: Any) -> bool:
     )
 
 
-def _reachable(names: set[str]) -> Iterator[ModuleType]:
+def _imported_user_modules(names: set[str]) -> Iterator[ModuleType]:
     visited: set[str] = set()
     left = sorted(names)
     while left:

@@ -122,14 +122,14 @@ def _depths(problem: Problem, limits: list[int], idle_share: float) -> tuple[int
         # From the end of the first F to the first B: to the next rank and back, and its own wait.
         there_and_back = of_kind[Kind.F][rank + 1] + of_kind[Kind.B][rank + 1]
         wait += there_and_back + 2 * hops[rank]
-        fitting = _rounded(wait, seconds, idle_share) if seconds else limits[rank]
+        fitting = _num_forwards_in(wait, seconds, idle_share) if seconds else limits[rank]
         depths[rank] = min(limits[rank], max(fitting, depths[rank + 1]) + 1)
         # With more F than fit, the first B waits for the last of them.
         wait = max(wait, (depths[rank] - 1) * seconds)
     return tuple(depths)
 
 
-def _rounded(wait: float, seconds: float, idle_share: float) -> int:
+def _num_forwards_in(wait: float, seconds: float, idle_share: float) -> int:
     # A quotient of sums may be off by its last digits.
     number = int(wait / seconds + 1e-9)
     return number + (wait / seconds - number > idle_share + 1e-9)

@@ -193,7 +193,7 @@ def hand_made(num_ranks: int, num_microbatches: int) -> list[list[int]]:
     """
     written_for = max(num_microbatches, 2 * num_ranks - 1)
     return [
-        list(_first_of_each(_rank_order(num_ranks, rank, written_for), num_microbatches))
+        list(_at_most_of_each(_rank_order(num_ranks, rank, written_for), num_microbatches))
         for rank in range(num_ranks)
     ]
 
@@ -215,7 +215,7 @@ def _rank_order(num_ranks: int, rank: int, num_microbatches: int) -> Iterator[in
     yield from [b0] * (num_ranks - rank)
 
 
-def _first_of_each(order: Iterator[int], number: int) -> Iterator[int]:
+def _at_most_of_each(order: Iterator[int], number: int) -> Iterator[int]:
     seen: Counter[int] = Counter()
     for operation in order:
         seen[operation] += 1
