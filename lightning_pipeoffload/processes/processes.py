@@ -115,6 +115,7 @@ class Processes:
         """End the run because a thread has failed, unless the main thread fails within a second."""
         board = self.board
         for _ in polls(_OWN_ERROR_SECONDS):
-            if board is None or self.board is not board:
+            if self.board is not board:
                 return
-        board.fail(exception, doing)
+        if board is not None:
+            board.fail(exception, doing)
