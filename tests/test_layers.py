@@ -16,7 +16,6 @@ LAYERS = (
     "runtime/device",
     "runtime/randomness",
     "runtime/leaves",
-    "runtime/direct_function",
     "runtime/payload",
     "runtime/in_force",
     "runtime/stored_tensor",

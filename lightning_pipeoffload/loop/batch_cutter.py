@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -138,8 +138,8 @@ class BatchCutter:
         """Cut a batch into microbatches of ``size`` samples, the last one possibly smaller."""
         return self.trace(inputs, self.split(inputs, size))
 
-    def split(self, inputs: StepInputs, size: int) -> BatchParts:
-        """Return parts of ``size`` samples; raises a ValueError where these are unclear."""
+    def split(self, inputs: StepInputs, size: int | Callable[[int], int]) -> BatchParts:
+        """Return parts as :meth:`.BatchStructure.split` does."""
         return self._structure(inputs).split(inputs.batch, size)
 
     def cut_into(self, inputs: StepInputs, count: int, total: int) -> list[Microbatch]:

@@ -27,7 +27,7 @@ def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
             for index in pipeline.cut.stages[stage].blocks:
                 first = record.block_calls[record.calls.blocks.index(index)]
                 with first.with_zeros() as (args, kwargs):
-                    call = partial(chain.plain_call(index), *args, **kwargs)
+                    call = partial(chain.plain_calls[index], *args, **kwargs)
                     pipeline.compiler.compile_ahead(chain.blocks[index], call)
     if group.reports:
         print_line(f"Compiled in {time.monotonic() - started:.1f} s.")

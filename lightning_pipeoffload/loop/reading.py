@@ -178,12 +178,12 @@ class Reading:
         state, num_seen = self._resumed, count_seen(self._trainer)
         if not num_seen:  # Lightning may begin two passes, and read the second one
             if state is not None:
-                _set_states(state["now"], loaders)
+                _set_states(state["now"], _places_of(loaders))
             return None
         self._resumes = False
         self._at_end.enter_context(silenced(".*dataloader is not resumable"))
         if state is not None:
-            _set_states(state["start"], loaders)
+            _set_states(state["start"], _places_of(loaders))
             return _Resumed(num_seen, state["num_read"], state["ahead"], state["now"])
         rank_zero_info(
             f"the checkpoint is of an older version, without the states of random generators: "
@@ -264,36 +264,39 @@ class _ReadingFetcher(_DataFetcher):
         self._num_read = self._number = 0
         self._is_ahead = self._has_drawn = self._notes_draws = False
         self._start: dict[str, Any] = {}
+        self._places: list[_Place] = []  # of the loaders' generators
 
     @override
     def __iter__(self) -> Self:
         loaders = self.combined_loader.flattened
         self._ready.clear()
         self._number, self._num_read, self._is_ahead = next(_numbers), 0, False
-        before = _states(loaders)
+        places = _places_of(loaders)
+        before = _states(places)
         resumed = self._reading.begin(loaders) if self._is_training else None
-        self._start = _states(loaders)
+        self._start = _states(places)
         super().__iter__()
+        self._places = _places_of(loaders)
         self._notes_draws = self._channel.is_needed or (self._is_training and self.length is None)
         if resumed is not None:
-            self._go_on(resumed, loaders)
+            self._go_on(resumed)
         if self.length is None and not self._ready:
             self._read()
         self.done = self.done or self._has_ended()
         if self._channel.is_needed:
-            self._has_drawn = not are_alike(before, _states(loaders))
+            self._has_drawn = not are_alike(before, _states(self._places))
             self._channel.send(Pass(self._number, self.length, self.done), self._drawn(None))
         return self
 
-    def _go_on(self, resumed: _Resumed, loaders: list[Any]) -> None:
+    def _go_on(self, resumed: _Resumed) -> None:
         for number in range(resumed.num_read):
             if number == resumed.num_seen and resumed.ahead is not None:
-                _set_states(resumed.ahead, loaders)
+                _set_states(resumed.ahead, self._places)
             self._read()
             if number < resumed.num_seen:
                 self._pop()
         if resumed.now is not None:
-            _set_states(resumed.now, loaders)
+            _set_states(resumed.now, self._places)
 
     @override
     def __next__(self) -> Any:
@@ -317,7 +320,7 @@ class _ReadingFetcher(_DataFetcher):
     def _pop(self) -> _Read:
         read = self._ready.popleft()
         if read.after is not None:
-            _set_states(read.after, self.combined_loader.flattened)
+            _set_states(read.after, self._places)
         if read.error is not None:
             raise read.error
         return read
@@ -340,16 +343,17 @@ class _ReadingFetcher(_DataFetcher):
 
     def _read(self) -> None:
         assert self.iterator is not None
-        loaders, is_ahead = self.combined_loader.flattened, self._is_ahead
-        now = self._states()
+        is_ahead, now = self._is_ahead, self._states()
         before = next((read.after for read in reversed(self._ready) if read.after), now)
         if before is not now:
-            _set_states(before, loaders)
+            _set_states(before, self._places)
         item = error = None
         self._start_profiler()
         try:
             item = next(self.iterator)
             self._num_read += 1
+            if item[1] == 0:  # a loader's first batch: its sampler may make a generator then
+                self._places = _places_of(self.combined_loader.flattened)
             self._reading.check(self.combined_loader, item, self._is_training)
         except StopIteration:
             pass
@@ -364,15 +368,16 @@ class _ReadingFetcher(_DataFetcher):
         self._ready.append(_Read(item, error, before, after if is_ahead and has_drawn else None))
         if is_ahead:
             if has_drawn or before is not now:
-                _set_states(now, loaders)
+                _set_states(now, self._places)
             return
         self._has_drawn = self._has_drawn or has_drawn
         if self._num_read == 1 and not has_drawn:
+            loaders = self.combined_loader.flattened
             self._is_ahead = self._channel.is_needed and all(map(_may_be_ahead, loaders))
 
     def _states(self) -> dict[str, Any]:
         """Return the states of all generators, if another process or a checkpoint needs them."""
-        return _states(self.combined_loader.flattened) if self._notes_draws else {}
+        return _states(self._places) if self._notes_draws else {}
 
     def _send(self, read: _Read) -> None:
         """Send what is handed out, and what was read ahead."""
@@ -408,7 +413,7 @@ class _ReadingFetcher(_DataFetcher):
         states = {
             "start": self._start,
             "ahead": self._ready[0].before if self._ready else None,
-            "now": _states(self.combined_loader.flattened),
+            "now": _states(self._places),
             "num_read": self._num_read,
         }
         plain: dict[str, Any] = tree_map(_without_array, states)
@@ -433,21 +438,33 @@ def _indices_of(combined: CombinedLoader, loader: int, number: int) -> Any:
     return sampler.seen_batch_indices[number]
 
 
-def _generators_of(loaders: list[Any]) -> list[Any]:
-    """List the random generators that loaders and their samplers hold."""
-    found: dict[int, Any] = {}
+class _Place(NamedTuple):
+    """An attribute that holds a random generator, and later maybe another one."""
+
+    attributes: dict[str, Any]
+    name: str
+
+
+def _places_of(loaders: list[Any]) -> list[_Place]:
+    """List the attributes of loaders and their samplers that hold random generators."""
+    places: list[_Place] = []
     for loader in loaders:
         batches = getattr(loader, "batch_sampler", None)
         samplers = (getattr(owner, "sampler", None) for owner in (loader, batches))
         for owner in (loader, batches, *samplers):
-            held = getattr(owner, "__dict__", {}).values()
-            found |= {id(value): value for value in held if is_generator(value)}
-    return [*found.values()]
+            held = getattr(owner, "__dict__", {})
+            places += [_Place(held, name) for name in held if is_generator(held[name])]
+    return places
 
 
-def _states(loaders: list[Any]) -> dict[str, Any]:
-    """Return the states of all generators."""
-    of_loaders = [generator_state(generator) for generator in _generators_of(loaders)]
+def _generators_at(places: list[_Place]) -> list[Any]:
+    held = (place.attributes.get(place.name) for place in places)
+    return [*{id(value): value for value in held if is_generator(value)}.values()]
+
+
+def _states(places: list[_Place]) -> dict[str, Any]:
+    """Return the states of the global generators, and of those of the loaders."""
+    of_loaders = [*map(generator_state, _generators_at(places))] if places else []
     return {"global": RandomnessReplay().state(), "loaders": of_loaders}
 
 
@@ -455,7 +472,7 @@ def _without_array(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _set_states(states: dict[str, Any], loaders: list[Any]) -> None:
+def _set_states(states: dict[str, Any], places: list[_Place]) -> None:
     RandomnessReplay(states["global"]).restore()
-    for generator, state in zip(_generators_of(loaders), states["loaders"], strict=False):
+    for generator, state in zip(_generators_at(places), states["loaders"], strict=False):
         set_generator_state(generator, state)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,7 +177,15 @@ class Split:
             self.weights.note_differences(slices, larger, more)
 
     def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
-        total = self.cutter.count(inputs)
+        parts = self.cutter.split(inputs, partial(self._size_of_part, inputs))
+        try:
+            return self.cutter.trace(inputs, parts)
+        except Exception as error:
+            if len(parts.sizes) > 1:
+                self._blame_cutting(error, inputs, sum(parts.sizes), parts.sizes[0])
+            raise
+
+    def _size_of_part(self, inputs: StepInputs, total: int) -> int:
         if not total:
             raise ValueError(
                 f"{inputs.kind} got a batch without samples, which makes no microbatch; leave it "
@@ -191,13 +200,7 @@ class Split:
         if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
             # The last one would have no statistics.
             size = next(more for more in range(size, total + 1) if total % more != 1)
-        parts = self.cutter.split(inputs, size)
-        try:
-            return self.cutter.trace(inputs, parts)
-        except Exception as error:
-            if size < total:
-                self._blame_cutting(error, inputs, total, size)
-            raise
+        return size
 
     def _cut_by_user(self, inputs: StepInputs) -> list[Microbatch]:
         is_first = not self.plans.microbatch_size

@@ -89,8 +89,8 @@ class LogCapture:
         last = entries[-1]
         bound = self._signature.bind(self._module, name, last.value, *last.args, **last.kwargs)
         options = {**bound.arguments, **last.kwargs}
-        batch_sizes = [entry.kwargs.get("batch_size") for entry in entries]
-        pairs = [*zip(batch_sizes, (entry.microbatch for entry in entries), strict=True)]
+        # The number of samples that the step gives, and the microbatch.
+        pairs = [(entry.kwargs.get("batch_size"), entry.microbatch) for entry in entries]
         value = combine_logged(
             _over_batch([entry.value for entry in entries]),
             [size or shares[index] * sum(sizes) for size, index in pairs],
@@ -99,7 +99,7 @@ class LogCapture:
         kwargs = dict(last.kwargs)
         if self._takes_batch_size:
             # Between batches means weigh by samples, as on one device.
-            kwargs["batch_size"] = sum(size or sizes[index] for size, index in pairs)
+            kwargs["batch_size"] = sum([size or sizes[index] for size, index in pairs])
         self._log(self._module, name, value, *last.args, **kwargs)
 
 

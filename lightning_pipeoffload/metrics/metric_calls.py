@@ -141,7 +141,7 @@ class MetricCalls:
         self._blanks: dict[tuple[int, int], Any] = {}
         self._likes: dict[tuple[int, str], Any] = {}
         self._noted: set[int] = set()
-        self._restore: list[Callable[[], None]] = []
+        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._origins: dict[int, weakref.ref[Tensor]] = {}
         self._created: list[weakref.ref[MetricValue]] = []
@@ -154,7 +154,11 @@ class MetricCalls:
     def start(self, microbatch: int, is_trace: bool) -> None:
         """Record the calls in the microbatch that begins now."""
         self._microbatch, self._is_trace = microbatch, is_trace
-        self._restore = [_replace(target, self._record) for target in self._find_targets()]
+        for target in self._find_targets():
+            space = vars(target)
+            self._replaced.append((space, {name: space.get(name) for name in _METHODS}))
+            for name in _METHODS:
+                space[name] = partial(self._record, target, name, getattr(target, name))
         if is_trace:
             self.traced_bytes = 0
 
@@ -164,9 +168,13 @@ class MetricCalls:
         Args:
             has_failed: Whether the step has raised an error.
         """
-        for restore in self._restore:
-            restore()
-        self._restore = []
+        while self._replaced:
+            space, methods = self._replaced.pop()
+            for name, method in methods.items():
+                if method is None:
+                    del space[name]
+                else:
+                    space[name] = method
         created, self._created = self._created, []
         for reference in () if has_failed or self._is_trace else created:
             value = reference()
@@ -180,6 +188,8 @@ class MetricCalls:
 
     def own_values(self, result: Any) -> Any:
         """Return what a step returns, with the microbatch's own values of metrics."""
+        if type(result) is Tensor:  # as most steps return
+            return result
         if not any(isinstance(leaf, MetricValue) for leaf in tree_leaves(result)):
             return result
         return own_values(result)
@@ -196,12 +206,12 @@ class MetricCalls:
                     modules += [leaf for leaf in tree_leaves(value) if _is_metric(leaf)]
             self._trackers = [part for part in modules if isinstance(part, MetricTracker)]
             inner = [part for child in filter(_is_metric, modules) for part in child.modules()]
-            self._targets = [part for part in inner if _is_metric(part)]
+            self._targets = [*{id(part): part for part in inner if _is_metric(part)}.values()]
             self._unregistered = {*map(id, self._targets)} - registered
-        targets = self._targets + [
-            part for tracker in self._trackers for part in tracker.modules() if _is_metric(part)
-        ]
-        return [*{id(target): target for target in targets}.values()]
+        if not self._trackers:
+            return self._targets
+        tracked = [part for each in self._trackers for part in each.modules() if _is_metric(part)]
+        return [*{id(part): part for part in self._targets + tracked}.values()]
 
     def _record(
         self, target: nn.Module, method: str, plain: Callable[..., Any], *args: Any, **kwargs: Any
@@ -456,21 +466,6 @@ def _detached(leaf: Any) -> Any:
 
 def _entries(tree: Any) -> dict[str, Any]:
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(tree)[0]}
-
-
-def _replace(target: nn.Module, record: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the methods of a metric by those that record; return what puts them back."""
-    space = vars(target)
-    before = {name: space[name] for name in _METHODS if name in space}
-    for name in _METHODS:
-        space[name] = partial(record, target, name, getattr(target, name))
-
-    def restore() -> None:
-        for name in _METHODS:
-            del space[name]
-        space.update(before)
-
-    return restore
 
 
 def _update_both(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ batch that logged it, and only a rank that reads one waits; the exchange is read
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
@@ -28,6 +29,49 @@ _KIND = "figures"
 
 Numbers = dict[str, dict[str, Any]]
 Figures = dict[str, float]
+
+
+class Fetch:
+    """Numbers as they are now, on their way to the host.
+
+    Args:
+        metrics: Numbers, or tensors of one element, by kind and name.
+
+    Attributes:
+        is_late: Whether an accelerator has yet to compute some of them.
+    """
+
+    def __init__(self, metrics: Numbers) -> None:
+        self._numbers: Numbers = {}
+        late: list[Tensor] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        for kind, values in metrics.items():
+            of_kind = self._numbers[kind] = dict[str, Any]()
+            for name, value in values.items():
+                # Never from host to accelerator, which would wait for all that it was given.
+                if late_values.is_on_accelerator(value):
+                    late.append(value)
+                    self._places.append((of_kind, name))
+                    value = math.nan
+                of_kind[name] = float(value)
+        self.is_late = bool(late)
+        if self.is_late:
+            self._read = _start_copy(late)
+
+    def __call__(self) -> Numbers:
+        """Wait for the numbers; return them as floats."""
+        if self.is_late:
+            for (of_kind, name), number in zip(self._places, self._read(), strict=True):
+                of_kind[name] = number
+        return self._numbers
+
+
+def _start_copy(late: list[Tensor]) -> Callable[[], list[float]]:
+    """Start to copy numbers off an accelerator, all at once."""
+    dtype = reduce(torch.promote_types, (value.dtype for value in late), torch.float32)
+    stacked = torch.stack([value.detach().to(dtype).reshape(()) for value in late])
+    read = late_values.start_reading(stacked)
+    return lambda: read().tolist()
 
 
 class Publisher:
@@ -51,21 +95,19 @@ class Publisher:
         self._thread = Thread(target=self._work, name="metrics publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, key: str, metrics: Numbers, **remarks: Any) -> None:
-        """Set ``key``, which is new in the store, to a JSON object of the numbers as they are now.
+    def publish(self, key: str, fetch: Fetch, **remarks: Any) -> None:
+        """Set ``key``, which is new in the store, to a JSON object of numbers.
 
         Args:
             key: The key.
-            metrics: Numbers, or tensors of one element, by kind and name.
+            fetch: The numbers.
             remarks: More entries of the object.
         """
-        fetch = start_fetching(metrics)
 
         def write() -> None:
             self._store.set(key, json.dumps({**fetch(), **remarks}))
 
-        values = (value for of_kind in metrics.values() for value in of_kind.values())
-        if self._num_done < self._num_queued or any(map(late_values.is_on_accelerator, values)):
+        if self._num_done < self._num_queued or fetch.is_late:
             self._leave_to_thread(write)
         else:
             self._run(write)
@@ -155,7 +197,7 @@ class RankFigures:
             step: The step, larger than those before.
             figures: Numbers, or tensors of one element, by name.
         """
-        self._publisher.publish(self._key(step, self._global_rank), {_KIND: figures})
+        self._publisher.publish(self._key(step, self._global_rank), Fetch({_KIND: figures}))
         if self._global_rank == 0:
             self._expected.append(step)
 
@@ -187,36 +229,3 @@ class RankFigures:
 
     def _key(self, step: int, rank: int) -> str:
         return f"{self._name}/{step}/{rank}"
-
-
-def start_fetching(metrics: Numbers) -> Callable[[], Numbers]:
-    """Start to copy numbers to the host; return a function that waits for them, as floats."""
-    names = [(kind, name) for kind, values in metrics.items() for name in values]
-    values = [metrics[kind][name] for kind, name in names]
-    # Never from the host to the accelerator, which would wait for all that it was given.
-    numbers = [None if late_values.is_on_accelerator(value) else float(value) for value in values]
-    remote = [value for value in values if late_values.is_on_accelerator(value)]
-    if not remote:
-        return lambda: _by_kind(metrics, names, numbers)
-    fetch = _start_copy(remote)
-
-    def wait() -> Numbers:
-        fetched = iter(fetch())
-        return _by_kind(metrics, names, [next(fetched) if n is None else n for n in numbers])
-
-    return wait
-
-
-def _start_copy(remote: list[Tensor]) -> Callable[[], list[float]]:
-    """Start to copy numbers off an accelerator, all at once."""
-    dtype = reduce(torch.promote_types, (value.dtype for value in remote), torch.float32)
-    stacked = torch.stack([value.detach().to(dtype).reshape(()) for value in remote])
-    read = late_values.start_reading(stacked)
-    return lambda: read().tolist()
-
-
-def _by_kind(kinds: Numbers, names: list[tuple[str, str]], numbers: Sequence[Any]) -> Numbers:
-    by_kind: Numbers = {kind: {} for kind in kinds}
-    for (kind, name), number in zip(names, numbers, strict=True):
-        by_kind[kind][name] = number
-    return by_kind

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from typing_extensions import override
 
-from lightning_pipeoffload.metrics.publisher import Numbers, Publisher, start_fetching
+from lightning_pipeoffload.metrics.publisher import Fetch, Publisher
 from lightning_pipeoffload.runtime import late_values
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 
@@ -79,7 +79,7 @@ class SharedMetricsConnector(_LoggerConnector):
     _roots: _Published | None = None
     _decisive: _Published | None = None
     _tick = 0
-    _fetch_shown: Callable[[], Numbers] | None = None
+    _shown: Fetch | None = None
 
     @classmethod
     def replacing(
@@ -134,21 +134,28 @@ class SharedMetricsConnector(_LoggerConnector):
             outputs: Numbers that a step has returned, by name.
         """
         self._tick += 1
-        if self._publisher is None:
-            return
-        mine = self._update_all()
-        now = {**mine, "returned": returned or {}, "outputs": outputs or {}}
-        dtypes = {kind: _dtypes(values) for kind, values in now.items()}
-        dtypes["pbar"] = {}  # a progress bar shows numbers
-        self._publisher.publish(_key(self._pipeline, self._tick), now, dtypes=dtypes)
+        if self._publisher is not None:
+            mine = self._update_all()
+            self._publish({**mine, "returned": returned or {}, "outputs": outputs or {}})
 
-    def _update_all(self) -> dict[str, _Metrics]:
-        """Update this rank's own metrics; return them by kind."""
-        mine: dict[str, _Metrics] = {
+    def _publish(self, now: dict[str, _Metrics]) -> Fetch:
+        assert self._publisher is not None
+        fetch = Fetch(now)
+        key = _key(self._pipeline, self._tick)
+        self._publisher.publish(key, fetch, dtypes=_dtypes(now))
+        return fetch
+
+    def _own(self) -> dict[str, _Metrics]:
+        """Return this rank's own metrics by kind, as of the last update."""
+        return {
             "callback": self._callback_metrics,
             "log": self._logged_metrics,
             "pbar": self._progress_bar_metrics,
         }
+
+    def _update_all(self) -> dict[str, _Metrics]:
+        """Update this rank's own metrics; return them by kind."""
+        mine = self._own()
         if self.trainer._results:
             latest = cast(dict[str, _Metrics], self.metrics)
             for kind, values in mine.items():
@@ -161,14 +168,14 @@ class SharedMetricsConnector(_LoggerConnector):
 
     @override
     def on_batch_end(self) -> None:
-        super().on_batch_end()
-        self._fetch_shown = start_fetching({"pbar": self._progress_bar_metrics})
-        self.tick()
+        super().on_batch_end()  # which updates them
+        self._tick += 1
+        self._shown = Fetch(self._own()) if self._publisher is None else self._publish(self._own())
 
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        self._fetch_shown = None  # a trainer may be saved now
+        self._shown = None  # a trainer may be saved now
         self.tick()
 
     @override
@@ -221,8 +228,8 @@ class SharedMetricsConnector(_LoggerConnector):
         # Private: None outside of batches, such as at the end of an epoch.
         is_in_epoch = self._first_loop_iter is not None
         if not is_in_epoch:
-            return start_fetching({"pbar": metrics})()["pbar"]
-        return self._fetch_shown()["pbar"] if self._fetch_shown is not None else {}
+            return Fetch({"pbar": metrics})()["pbar"]
+        return {} if self._shown is None else dict(self._shown()["pbar"])
 
     def _read(self, kind: str) -> _Metrics:
         """Return metrics of a kind; the root's come before this rank's own.
@@ -253,10 +260,14 @@ def _keeping_tensors() -> Iterator[None]:
         names["convert_tensors_to_scalars"] = plain
 
 
-def _dtypes(metrics: _Metrics) -> dict[str, str]:
-    """Return the name of each tensor's dtype: 0.7 is less in float32 than in float64."""
-    tensors = ((name, value) for name, value in metrics.items() if isinstance(value, Tensor))
-    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
+def _dtypes(metrics: dict[str, _Metrics]) -> dict[str, dict[str, str]]:
+    """Return the name of each tensor's dtype, by kind: 0.7 is less in float32 than in float64."""
+    dtypes: dict[str, dict[str, str]] = {kind: {} for kind in metrics}
+    for kind, values in metrics.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and kind != "pbar":  # a progress bar shows numbers
+                dtypes[kind][name] = str(value.dtype).removeprefix("torch.")
+    return dtypes
 
 
 def _as_tensors(metrics: dict[str, float], dtypes: dict[str, str]) -> _Metrics:

@@ -15,7 +15,6 @@ from torch.utils._pytree import (  # private: see runtime/leaves
     tree_unflatten,
 )
 
-from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.leaves import (
     close_dataclasses,
     has_dataclasses,
@@ -155,7 +154,7 @@ class Received:
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
-class _Enter(DirectFunction):
+class _Enter(torch.autograd.Function):
     """Makes received tensors outputs of a node, which stores their gradients.
 
     They are not its inputs, so that autograd takes them for new ones, which may be written in

@@ -137,13 +137,19 @@ class RandomnessReplay:
 
 def are_alike(one: Any, other: Any) -> bool:
     """Whether the states of the same generators are equal: nothing has drawn in between."""
-    if isinstance(one, dict):
-        return all(are_alike(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return all(map(are_alike, one, other))
-    if isinstance(one, torch.Tensor | np.ndarray):
-        return bool((one == other).all())
-    return bool(one == other)
+    pairs = [(one, other)]
+    while pairs:
+        one, other = pairs.pop()
+        if isinstance(one, dict):
+            pairs += zip(one.values(), map(other.__getitem__, one), strict=True)
+        elif isinstance(one, list):
+            pairs += zip(one, other, strict=False)
+        elif isinstance(one, torch.Tensor | np.ndarray):
+            if not (one == other).all():
+                return False
+        elif one != other:
+            return False
+    return True
 
 
 def draw_seed() -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.metrics.publisher import start_fetching
+from lightning_pipeoffload.metrics.publisher import Fetch
 from lightning_pipeoffload.runtime.memory import recompute
 from lightning_pipeoffload.runtime.weight_grad.queue import add_product_in_float32, adds_in_float32
 from lightning_pipeoffload.schedule import build
@@ -86,7 +86,7 @@ def test_weight_gradients_wait_for_w():
 
 def test_numbers_of_the_device_and_of_the_host_are_published_together():
     numbers = {"loss": on_device(torch.tensor(1.5)), "rate": 0.5, "count": torch.tensor(3)}
-    fetch = start_fetching({"log": numbers, "pbar": {}})
+    fetch = Fetch({"log": numbers, "pbar": {}})
     assert fetch() == {"log": {"loss": 1.5, "rate": 0.5, "count": 3.0}, "pbar": {}}
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +75,8 @@ class Packet:
             parts.append(_Part(raw.nbytes))
         self._parts = parts
         self.structure = pickle.dumps((file.getvalue(), parts, views, len(buffers)), 5)
-        self.num_bytes = sum(_aligned(part.num_bytes) for part in parts)
-        self.is_on_host = all(part.device == "cpu" for part in parts)
+        self.num_bytes = sum([_aligned(part.num_bytes) for part in parts])
+        self.is_on_host = {part.device for part in parts} <= {"cpu"}
 
     def _lay_out(self, tensors: Sequence[Tensor]) -> tuple[list[_Part], list[_View]]:
         of_storage: dict[tuple[str, int], list[int]] = {}
@@ -85,10 +86,11 @@ class Packet:
         parts: list[_Part] = []
         views: dict[int, _View] = {}
         for numbers in of_storage.values():
-            spans = [_span(tensors[number]) for number in numbers]
-            first, end = min(span[0] for span in spans), max(span[1] for span in spans)
+            viewing = [tensors[number] for number in numbers]
+            firsts, ends = zip(*map(_span, viewing), strict=True)
+            first, end = min(firsts), max(ends)
             first -= first % _ALIGNED
-            wanted = sum(tensors[number].nbytes for number in numbers)
+            wanted = sum([tensor.nbytes for tensor in viewing])
             if end - first > 2 * wanted + _SPARE:  # views of a whole data set, say
                 for number in numbers:
                     copied = tensors[number].contiguous()
@@ -194,8 +196,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     first = int(tensor.storage_offset())
     if not tensor.numel():
         return first * tensor.itemsize, first * tensor.itemsize
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = first + sum((size - 1) * step for size, step in steps)
+    strides = tensor.stride()
+    last = first + sum(map(mul, tensor.shape, strides)) - sum(strides)
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 

@@ -11,7 +11,7 @@ each place, and later batches follow::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Complex
 from typing import Any, NamedTuple
@@ -133,8 +133,12 @@ class BatchStructure:
         """
         return self._look_at(batch).count()
 
-    def split(self, batch: Any, size: int) -> BatchParts:
+    def split(self, batch: Any, size: int | Callable[[int], int]) -> BatchParts:
         """Split a batch into parts of ``size`` samples, the last one possibly smaller.
+
+        Args:
+            batch: The batch.
+            size: A number, or a function that returns it for the batch's number of samples.
 
         Raises:
             ValueError: The number of samples, or whether a list has an entry for each, cannot be
@@ -142,6 +146,8 @@ class BatchStructure:
         """
         look = self._look_at(batch)
         total = look.count()
+        if not isinstance(size, int):
+            size = size(total)
         sizes = [min(size, total - start) for start in range(0, total, size)]
         if len(sizes) < 2:
             return BatchParts([batch], sizes, are_alike=True)

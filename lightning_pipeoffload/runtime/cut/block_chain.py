@@ -29,8 +29,7 @@ from lightning_pipeoffload.runtime.cut.called_blocks import (
     propose,
     spread,
 )
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
+from lightning_pipeoffload.runtime.shapes.step_rules import RULES, StepRules
 from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
 
 
@@ -38,7 +37,7 @@ class Pass(Protocol):
     """One run of the user's step; defines the effect of a call of a block."""
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return block ``index``'s output; :meth:`BlockChain.plain_call` computes it."""
+        """Return block ``index``'s output; :attr:`BlockChain.plain_calls` compute it."""
 
 
 class StageExit(BaseException):
@@ -54,6 +53,8 @@ class BlockChain:
 
     Attributes:
         propose: Returns a ``blocks=...`` argument with at least the given number of blocks, or "".
+        plain_calls: Functions that run the blocks without interception, while calls are
+            intercepted.
     """
 
     def __init__(self, name: str, blocks: Mapping[str, nn.Module]) -> None:
@@ -65,7 +66,7 @@ class BlockChain:
         self._index = {block: index for index, block in enumerate(blocks)}
         self._place = {id(block): index for index, block in enumerate(self.blocks)}
         self._pass: Pass | None = None
-        self._plain_calls: list[Callable[..., Any]] = []  # while calls are intercepted
+        self.plain_calls: list[Callable[..., Any]] = []
         self._intercepting = False
 
     def __len__(self) -> int:
@@ -96,10 +97,6 @@ class BlockChain:
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
         return next((self._index[path] for path in prefixes if path in self._index), None)
 
-    def plain_call(self, index: int) -> Callable[..., Any]:
-        """Return a function that runs a block without interception."""
-        return self._plain_calls[index]
-
     @property
     def is_running(self) -> bool:
         """Whether the user's step is running."""
@@ -117,7 +114,7 @@ class BlockChain:
         if not self._intercepting:
             # One for each class: a compiler starts anew for each type that it meets.
             classes = {plain: _intercepting(plain, self) for plain in set(map(type, self.blocks))}
-            self._plain_calls = [MethodType(type(b).__call__, b) for b in self.blocks]
+            self.plain_calls = [MethodType(type(b).__call__, b) for b in self.blocks]
             for block in self.blocks:
                 block.__class__ = classes[type(block)]
         self._intercepting = True
@@ -131,7 +128,6 @@ class BlockChain:
 
 
 _RULES = StepRules()  # unless the pass has others
-_ALL_RULES = IN_FORCE.stack(StepRules)
 
 
 class _Running:
@@ -141,11 +137,11 @@ class _Running:
 
     def __enter__(self) -> None:
         self._chain._pass = self._step_pass
-        _ALL_RULES.append(_RULES)
+        RULES.append(_RULES)
 
     def __exit__(self, *error: object) -> None:
         self._chain._pass = None
-        _ALL_RULES.pop()
+        RULES.pop()
 
 
 def find_chain(module: nn.Module, name: str | Sequence[str] | None = None) -> BlockChain:

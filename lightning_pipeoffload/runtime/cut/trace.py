@@ -332,7 +332,7 @@ class StepTrace:
         return output
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
-        run = partial(self.chain.plain_call(index), *args, **kwargs)
+        run = partial(self.chain.plain_calls[index], *args, **kwargs)
         output = self.outputs.get(index)
         if output is None:
             return run()

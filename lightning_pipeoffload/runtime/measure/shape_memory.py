@@ -242,7 +242,7 @@ class _MeasuringPass(StepTrace):
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_backward:  # a checkpoint runs it again
             with self._again_in_block():
-                return self.chain.plain_call(index)(*args, **kwargs)
+                return self.chain.plain_calls[index](*args, **kwargs)
         self._begin_stage(self._stage_of[index])
         self._stores.count_for(1 + self._num_alike[index])
         call = self.num_calls
@@ -292,7 +292,7 @@ class _MeasuringPass(StepTrace):
             return self._leave_out(index, (args, kwargs))
         if self._slices:
             return self._run_in_slices(index, args, kwargs)
-        return self._run_whole(index, self.chain.plain_call(index), args, kwargs)
+        return self._run_whole(index, self.chain.plain_calls[index], args, kwargs)
 
     def _run_whole(self, index: int, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._recompute != "full" or index in self._part.record.opened:
@@ -307,7 +307,7 @@ class _MeasuringPass(StepTrace):
     def _run_in_slices(self, index: int, args: Any, kwargs: Any) -> Any:
         """Run a block slice by slice; return its whole output."""
         call, earlier = self.num_calls, EarlierSlices()
-        stage, plain = self._stage_of[index], self.chain.plain_call(index)
+        stage, plain = self._stage_of[index], self.chain.plain_calls[index]
         dims, is_last = self._part.record.sequence, index == len(self.chain) - 1
         parts: list[list[Tensor]] = []
         assert dims is not None

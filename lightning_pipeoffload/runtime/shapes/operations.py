@@ -6,7 +6,7 @@ meta device are cached by the shapes of the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
@@ -247,7 +247,7 @@ def run_on_meta(
     return map_operands(_in_new_memory, cached) if in_new_memory else cached
 
 
-def find_result(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def find_result(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the cached result of :func:`run_on_meta` for these shapes; None if there is none."""
     return _results.get(_key_of(func, args, kwargs))
 
@@ -276,7 +276,7 @@ def _to_real(leaf: Any, device: torch.device) -> Any:
 
 
 def _key_of(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Return a cache key for a call; None if its result is a view, or has no hashable key."""
     if not gives_new_tensors(func):

@@ -37,6 +37,7 @@ from lightning_pipeoffload.runtime.shapes.operations import (
 )
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
 from lightning_pipeoffload.runtime.shapes.step_rules import (
+    RULES,
     AddressNeededError,
     ValueNeededError,
     are_observed,
@@ -44,7 +45,6 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     imagine,
     imagine_sizes,
     is_dropped,
-    is_in_step,
     is_mask,
     make_result,
     tell_observers,
@@ -275,16 +275,29 @@ def _known_result(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the cached result for the same shapes; None if the operation needs more work."""
-    if not is_ordinary(func) or are_observed():
+    # As are_observed() decides: an F has many operations before its first block.
+    if not is_ordinary(func) or (RULES and RULES[-1].observe is not None):
         return None
-    metas = tuple([leaf.meta if isinstance(leaf, ShapeOnly) else leaf for leaf in args])
+    operands: list[ShapeOnly] = []
+    metas: list[Any] = []
+    for leaf in args:
+        if isinstance(leaf, ShapeOnly):
+            operands.append(leaf)
+        metas.append(leaf.meta if isinstance(leaf, ShapeOnly) else leaf)
+    if kwargs:
+        operands += shape_only_leaves(kwargs)
     cached = find_result(func, metas, _on_meta(kwargs) if kwargs else kwargs)
     if cached is None:
         return None
-    operands = shape_only_leaves((args, kwargs))
-    origins = origins_of(operands)
-    result = _wrap_new(cached, kwargs.get("device") or operands[0].device, origins)
-    _refuse_reduction(func, operands, result)
+    origins, device = operands[0].origins, kwargs.get("device") or operands[0].device
+    if len(operands) > 1:
+        origins = origins_of(operands)
+    if isinstance(cached, Tensor):  # as most operations return
+        result: Any = ShapeOnly(cached, device, origins)
+    else:
+        result = _wrap_new(cached, device, origins)
+    if not RULES:
+        _refuse_reduction(func, operands, result)
     return result
 
 
@@ -397,7 +410,7 @@ def _refuse_reduction(
     func: torch._ops.OpOverload, operands: Sequence[ShapeOnly], result: Any
 ) -> None:
     """Refuse reductions to one number in hooks, which would use or log the number."""
-    if is_in_step() or not isinstance(result, ShapeOnly) or result.dim():
+    if RULES or not isinstance(result, ShapeOnly) or result.dim():
         return
     is_view = func._schema.returns[0].alias_info is not None
     if not is_view and any(leaf.dim() for leaf in operands):

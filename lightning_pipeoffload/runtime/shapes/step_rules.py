@@ -88,16 +88,17 @@ class StepRules:
 
 
 _OUTSIDE = StepRules()
-_RULES = IN_FORCE.stack(StepRules)  # asked at each operation without a value
+RULES = IN_FORCE.stack(StepRules)
+"""The rules in force are the last; empty outside of steps. Read directly at each operation."""
 
 
 def _rules() -> StepRules:
-    return _RULES[-1] if _RULES else _OUTSIDE
+    return RULES[-1] if RULES else _OUTSIDE
 
 
 def is_in_step() -> bool:
     """Return whether a step of any pipeline is running, not a hook or a script."""
-    return bool(_RULES)
+    return bool(RULES)
 
 
 def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
@@ -109,7 +110,7 @@ def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: A
 
 def are_observed() -> bool:
     """Return whether an observer is set: then this is a trace, whose results are not used."""
-    return bool(_RULES) and _RULES[-1].observe is not None
+    return bool(RULES) and RULES[-1].observe is not None
 
 
 def imagine(operation: str, origins: frozenset[str]) -> Imagined:

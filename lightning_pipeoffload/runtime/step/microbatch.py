@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ class Microbatch:
         answers: Values read from the device in an F of a stage, for the rank's other stages.
         is_new: Whether some dimension is larger than in all microbatches of earlier batches.
         num_slices: The slices of its sequences on which blocks run; all of a batch have as many.
+        has_result: Whether its step runs to the end; with sequence slices only the last slice's
+            does.
     """
 
     part: Any
@@ -47,12 +49,11 @@ class Microbatch:
     answers: dict[ReadPlace, list[Any]] | None = None
     is_new: bool = False
     num_slices: int = 1
+    has_result: bool = field(init=False)
 
-    @property
-    def has_result(self) -> bool:
-        """Whether its step runs to the end; with sequence slices only the last slice's does."""
+    def __post_init__(self) -> None:
         part = self.record.sequence_slice
-        return part is None or part.is_last
+        self.has_result = part is None or part.is_last
 
 
 def placed(

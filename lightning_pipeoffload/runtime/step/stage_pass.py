@@ -176,6 +176,7 @@ class StagePass:
         self._generators = context.generators
         self._seed_segment = seed_all if context.draws_beside_torch else record.seed_segment
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
+        self._recomputes = context.recompute == "full" and flight.received is not None
         self._carried = self._counter = None
         if record.coming or record.going:
             self._carried = CarriedValues(record.coming, record.going, self._step_record.derivation)
@@ -297,7 +298,10 @@ class StagePass:
             leaves = shape_only_leaves((args, kwargs))
             for leaf in leaves if self._step_record.calls.is_once else ():
                 raise ValueNeededError(self._context.chain.block_name(index), leaf.origins)
-        run = self._call_of(index)
+        run = self._plain_call(index)
+        # A value that leaves an open block through a hook would come from its first run only.
+        if self._recomputes and index not in self._step_record.opened:
+            run = self._checkpointed(index, run)
         self._called, self._is_in_block = index, True
         if self._carried is None:
             output = run(*args, **kwargs)
@@ -313,20 +317,13 @@ class StagePass:
                 return self._context.shapes_of(index, shapes, self._microbatch.device)
         return output
 
-    def _call_of(self, index: int) -> Callable[..., Any]:
-        context, record = self._context, self._step_record
-        run = self._plain_call(index)
-        # A value that leaves an open block through a hook would come from its first run only.
-        if self._received is None or index in record.opened:
-            return run
-        if context.recompute == "full":
-            block, written = context.chain.blocks[index], context.written_tensors()
-            beside = written, self._generators
-            return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *beside)
-        return run
-
     def _plain_call(self, index: int) -> Callable[..., Any]:
-        return self._context.chain.plain_call(index)
+        return self._context.chain.plain_calls[index]
+
+    def _checkpointed(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        block, written = self._context.chain.blocks[index], self._context.written_tensors()
+        beside = written, self._generators
+        return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *beside)
 
     def _computed_output(
         self, output: BlockOutput, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -334,7 +331,7 @@ class StagePass:
         hidden = self._context.tensors.hiding(self._context.chain.block_name(index))
         dropping = IN_FORCE.during(StepRules(drop=lambda tensor: True))
         with torch.no_grad(), uncompiled(), hidden, dropping, self._looking_into(index):
-            result = self._context.chain.plain_call(index)(*args, **kwargs)
+            result = self._context.chain.plain_calls[index](*args, **kwargs)
         return output if output.is_template else BlockOutput.of(result)
 
     def _looking_into(self, index: int) -> AbstractContextManager[None]:

@@ -101,6 +101,8 @@ def _product(
     call: type[MatrixProduct] | type[BatchedProduct], original: Any
 ) -> Callable[..., Tensor]:
     def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
+        if not QUEUES:  # in W, say
+            return original(keys, left, right)
         if _takes_part(right, None):
             return apply_deferred(call(right, None), left)
         if _takes_part(left, None):
@@ -143,7 +145,9 @@ def _float8(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def apply(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
         if isinstance(x, ShapeOnly):  # a trace, which records a plain product with a weight
             return x.matmul(weight.to(x.dtype))
-        if type(x) is Tensor and _takes_part(weight, None):
+        # Private: torch asks it too, and refuses its own Function in a transform of torch.func.
+        is_plain = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
+        if is_plain and _takes_part(weight, None):
             return apply_deferred(Float8Product(weight, None, *options), x)
         return original(x, weight, *options)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.direct_function import DirectFunction
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
 from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, Fetch
 
@@ -111,7 +110,7 @@ def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
     """Run an operation on x; its backward puts the weight's gradient into the queue for W."""
     hooks = saving_hooks()
     if hooks is None:
-        return _Deferred.apply(x, ANCHOR, None, None, call)
+        return _apply_directly(x, ANCHOR, None, None, call)
     # At once: B reads the input.
     is_at_once = bool(QUEUES) and QUEUES[-1].is_at_once(call.trained_weights)
     keeper = None if is_at_once else keeper_of(hooks)
@@ -170,7 +169,7 @@ class _KeepBeside(torch.autograd.Function):
         return grad, None
 
 
-class _Deferred(DirectFunction):
+class _Deferred(torch.autograd.Function):
     """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
     ``saver`` is the node that has saved x; None: this node saves it. ``saved`` is None if the
@@ -216,3 +215,9 @@ class _Deferred(DirectFunction):
             return _NO_GRADIENTS
         with _below_autograd():
             return call.input_gradient(x, grad), None, None, None, None
+
+
+# Without the checks of Function.apply, which take a fifth of a small layer's forward. They are for
+# transforms of torch.func, of which none is active in a kernel.
+_apply_directly: Callable[..., Tensor]
+_apply_directly = super(torch.autograd.Function, _Deferred).apply  # type: ignore[misc] # C's class

@@ -273,7 +273,7 @@ class WholeRun:
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on its owner; return what it returns on all ranks."""
-        plain, unit = self._layout.chain.plain_call(index), self._scope.blocks.get(index)
+        plain, unit = self._layout.chain.plain_calls[index], self._scope.blocks.get(index)
         output = plain(*args, **kwargs) if unit is None else self._call(unit, plain, args, kwargs)
         self.calls.append(index)
         self._seed_segment()

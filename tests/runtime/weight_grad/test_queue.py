@@ -157,9 +157,9 @@ def backward(module, x, call=None):
     return gradients(module, x), waiting
 
 
-def plain(module, x):
+def plain(module, x, call=lambda module, x: module(x)):
     module, x = copy.deepcopy(module), x.detach().clone().requires_grad_(x.requires_grad)
-    module(x).pow(2).sum().backward()
+    call(module, x).pow(2).sum().backward()
     return gradients(module, x)
 
 
@@ -508,3 +508,14 @@ def test_a_queue_says_which_tensors_its_gradients_read():
     assert not queue.may_read([other])
     weight.register_hook(lambda gradient: gradient)  # it may read anything
     assert queue.may_read([other])
+
+
+def test_products_in_transforms_of_torch_func_have_plain_gradients():
+    layer, x = mark_all(nn.Linear(4, 4, dtype=torch.float64)), make_input(False)
+
+    def call(x, layer=layer):
+        return torch.func.vmap(torch.func.grad(lambda row: layer(row).pow(2).sum()))(x)
+
+    expected = plain(layer, x, lambda layer, x: call(x, layer))
+    found, _ = backward(layer, x, call)
+    assert torch.equal(found["weight"], expected["weight"])
