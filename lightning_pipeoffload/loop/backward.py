@@ -134,8 +134,8 @@ class BatchBackward(BackwardHooks):
         if max(map(len, flights), default=0) < 2:
             yield
             return
-        records = {id(f.record): f.record.step for of_stage in flights for f in of_stage}
-        used = {name for record in records.values() for name in record.segments}
+        records = {f.microbatch.record for of_stage in flights for f in of_stage}
+        used = {name for record in records for name in record.segments}
         local = self._pipeline.tensors.local_tensors()
         before = {name: memory_of(local[name]) for name in sorted(used & local.keys())}
         with WrittenMemory() as writes:

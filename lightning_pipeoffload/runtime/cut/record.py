@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import FrozenInstanceError, InitVar, dataclass, field, fields
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -98,12 +98,13 @@ class LoggedValue(NamedTuple):
     line: str
 
 
-@dataclass
+@dataclass(eq=False)  # a key by identity, of what a cut knows of it
 class StepRecord:
     """What a trace without values finds out about a step, for one shape of a microbatch.
 
-    A segment is a block of the chain with the code that runs at its position
-    (:mod:`.call_order`); the last segment is the code after the last block.
+    It is complete once :class:`.StepRecords` returns it; what a cut knows of it is kept there, in
+    the pipeline and in its stages. A segment is a block of the chain with the code that runs at its
+    position (:mod:`.call_order`); the last segment is the code after the last block.
 
     Args:
         num_segments: The number of blocks, and 1 more.
@@ -217,8 +218,6 @@ class StepRecord:
     slice_checks: SliceChecks = field(default_factory=SliceChecks)
 
     lengths: tuple[int, ...] | None = None  # that it was derived for, see derived_records
-    is_assigned: bool = False  # its parameters and buffers have been assigned to stages
-    has_run: bool = False  # a batch with such a microbatch was cut to run
 
     def __post_init__(self, num_segments: int, device_type: str) -> None:
         if self.calls is None:
@@ -226,22 +225,15 @@ class StepRecord:
         self.reads = DeviceReads(device_type)
         self.forward_flops, self.weight_flops = [0] * num_segments, [0] * num_segments
         self.input_flops = [0] * num_segments
-        self._carried: dict[int, list[Crossing]] = {}
-        self._payloads: dict[int, list[TensorSpec]] = {}
-        self._of_stages: dict[tuple[int, int, bool], StageRecord] = {}
-        self._of_slices: list[StepRecord] = []
 
-    def mark_assigned(self) -> None:
-        """Note that the tensors of the step have their stages."""
-        self.is_assigned = True
+    def freeze(self) -> None:
+        """Refuse to set attributes from now on."""
+        vars(self)["_is_frozen"] = True
 
-    def mark_run(self) -> None:
-        """Note that a batch with such a microbatch is cut to run."""
-        self.has_run = True
-
-    def forget_cut(self) -> None:
-        """Expect other stages, which have run nothing."""
-        self.is_assigned = self.has_run = False
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_frozen" in vars(self):
+            raise FrozenInstanceError(f"cannot set {name} of the record of a step, it is complete")
+        super().__setattr__(name, value)
 
     @cached_property
     def holds_for_shapes(self) -> bool:
@@ -268,15 +260,14 @@ class StepRecord:
             sized: The values.
             lengths: The lengths, if the values are interpolated; None: they are traced.
         """
-        derived = copy(self)
         *values, calls, constants = sized
-        for name, value in zip(_SIZED, values, strict=True):
-            setattr(derived, name, value)
-        derived.flags = self.flags.with_sized(calls, constants)
-        derived._carried, derived._payloads, derived._of_stages = {}, {}, {}
-        derived._of_slices = []
-        derived.lengths, derived.is_assigned, derived.has_run = lengths, False, False
-        return derived
+        flags = self.flags.with_sized(calls, constants)
+        return self._with(lengths=lengths, flags=flags, **dict(zip(_SIZED, values, strict=True)))
+
+    def _with(self, **values: Any) -> StepRecord:
+        other = copy(self)
+        vars(other).update(values)
+        return other
 
     @property
     def most_slices(self) -> int:
@@ -286,14 +277,9 @@ class StepRecord:
 
     def in_slices(self, num_slices: int) -> list[StepRecord]:
         """Return a record for each slice of the sequence; only the sent tensors differ."""
-        if len(self._of_slices) != num_slices:
-            assert self.sequence is not None
-            parts = self.sequence.slices(self.outputs[0].payload, num_slices)
-            self._of_slices = [copy(self) for _ in parts]
-            for record, part in zip(self._of_slices, parts, strict=True):
-                record.sequence_slice, record.sequence_slices = part, parts
-                record._payloads, record._of_stages = {}, {}
-        return self._of_slices
+        assert self.sequence is not None
+        parts = self.sequence.slices(self.outputs[0].payload, num_slices)
+        return [self._with(sequence_slice=part, sequence_slices=parts) for part in parts]
 
     @property
     def derivation(self) -> str:
@@ -334,10 +320,8 @@ class StepRecord:
 
     def carried_over(self, block: int) -> list[Crossing]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""
-        if block not in self._carried:
-            crossing = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
-            self._carried[block] = [each for _, each in sorted(crossing, key=itemgetter(0))]
-        return self._carried[block]
+        crossing = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
+        return [each for _, each in sorted(crossing, key=itemgetter(0))]
 
     def handed_over(self, block: int) -> list[int]:
         """List the calls whose outputs are sent over the cut before ``block``."""
@@ -345,11 +329,8 @@ class StepRecord:
 
     def payload_over(self, block: int) -> list[TensorSpec]:
         """Return the specs of all tensors that cross the cut before ``block``."""
-        if block not in self._payloads:
-            outputs = [s for call in self.handed_over(block) for s in self._payload_of(call)]
-            carried = [crossing.spec_before(block) for crossing in self.carried_over(block)]
-            self._payloads[block] = [*outputs, *carried]
-        return self._payloads[block]
+        outputs = [spec for call in self.handed_over(block) for spec in self._payload_of(call)]
+        return [*outputs, *(crossing.spec_before(block) for crossing in self.carried_over(block))]
 
     def _payload_of(self, call: int) -> list[TensorSpec]:
         whole, part = self.outputs[call].payload, self.sequence_slice
@@ -357,13 +338,6 @@ class StepRecord:
             return whole
         dims = self.sequence.outputs[call]
         return [part.cut_spec(spec, dim) for spec, dim in zip(whole, dims, strict=True)]
-
-    def of_stage(self, blocks: range, is_last: bool) -> StageRecord:
-        """Return the part of the record that concerns the stage of ``blocks``."""
-        key = blocks.start, blocks.stop, is_last
-        if key not in self._of_stages:
-            self._of_stages[key] = StageRecord(self, blocks, is_last)
-        return self._of_stages[key]
 
 
 _DERIVED = (
@@ -376,8 +350,7 @@ _SIZED = (
 )
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
-    *("lengths", "is_assigned", "has_run"),
-    *("sequence", "sequence_slice", "sequence_slices", "slice_checks"),
+    *("lengths", "sequence", "sequence_slice", "sequence_slices", "slice_checks"),
     *("pairs", "rows_kept", "loss_terms"),  # of samples, which are as many at any length
     "drawing",  # of blocks that run in a trace
     "argument_shapes",  # read where the step was traced
@@ -392,6 +365,8 @@ class StageRecord:
         step: The record.
         blocks: The blocks of the stage.
         is_last: Whether the step ends there.
+
+    It does not hold that record, by which a stage keeps it.
 
     Attributes:
         specs_in: Specs of the tensors that the previous stage sends.
@@ -415,7 +390,6 @@ class StageRecord:
 
     def __init__(self, step: StepRecord, blocks: range, is_last: bool) -> None:
         start, stop = blocks.start, blocks.stop
-        self.step = step
         self.specs_in = step.payload_over(start) if start else []
         self.specs_out = [] if is_last else step.payload_over(stop)
         self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]

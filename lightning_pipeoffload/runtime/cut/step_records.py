@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,10 @@ class StepRecords:
         self._sized_in: dict[Any, tuple[int, CallOrder]] = {}
         self._flags: dict[Any, dict[tuple[bool, ...], BatchFlags]] = {}  # by shapes and answers
         self.by_key: OrderedDict[Any, StepRecord] = OrderedDict()
-        self._ran: set[Any] = set()  # keys of dropped records whose shapes have run
+        # Whose shapes have run since the module was cut, and keys of such that were dropped.
+        self._running: WeakSet[StepRecord] = WeakSet()
+        self._ran: set[Any] = set()
+        self._of_slices: WeakKeyDictionary[StepRecord, list[StepRecord]] = WeakKeyDictionary()
         self._derives = derives
         self._families: dict[Any, dict[tuple[bool, ...], RecordFamily]] = {}
         self._confirmed: set[Any] = set()  # shapes and answers of derived records that a run gave
@@ -115,8 +119,7 @@ class StepRecords:
             self.forget()
         self._num_stages = num_stages
         self._ran.clear()
-        for record in self.by_key.values():
-            record.forget_cut()
+        self._running.clear()
 
     def find(self, kind: str, part: Any, step: UsersStep, seed: int = 0) -> StepRecord:
         """Return the record of a step for a microbatch; trace the step if there is none.
@@ -153,6 +156,7 @@ class StepRecords:
             families.setdefault(record.flags.answers, RecordFamily()).add(shapes[-1], record)
         if torch.is_grad_enabled():
             self._note_training(record)
+        record.freeze()
         return record
 
     def _find_known(self, key: Any, sizes: tuple[Any, ...]) -> StepRecord | None:
@@ -190,21 +194,39 @@ class StepRecords:
         shapes, answers = key
         self._flags.setdefault(shapes, {})[answers] = record.flags
         if any(_is_within((key, sizes), other) for other in self._keys_that_ran()):
-            record.mark_run()
+            self.note_run(record)
         self.by_key[key, sizes] = record
         if len(self.by_key) > _MOST_RECORDS:
             self._drop_oldest()
 
     def _keys_that_ran(self) -> Iterator[Any]:
         yield from self._ran
-        yield from (key for key, record in self.by_key.items() if record.has_run)
+        yield from (key for key, record in self.by_key.items() if record in self._running)
 
     def _drop_oldest(self) -> None:
         key, record = self.by_key.popitem(last=False)
         (shapes, answers), _ = key
         self._flags[shapes].pop(answers, None)
-        if record.has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
+        has_run = record in self._running
+        if has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
+
+    def note_run(self, record: StepRecord) -> None:
+        """Note that a batch with microbatches of this record is cut to run."""
+        self._running.add(record)
+
+    def has_run(self, record: StepRecord) -> bool:
+        """Return whether microbatches of a record's shapes have run since the module was cut."""
+        return record in self._running
+
+    def in_slices(self, record: StepRecord, num_slices: int) -> list[StepRecord]:
+        """Return a record for each of so many slices of the sequence; none for one."""
+        if num_slices == 1:
+            return []
+        of_slices = self._of_slices.get(record, [])
+        if len(of_slices) != num_slices:
+            of_slices = self._of_slices[record] = record.in_slices(num_slices)
+        return of_slices
 
     def find_sequence(self, record: StepRecord, part: Any, step: UsersStep, seed: int) -> None:
         """Find the sequence dimensions of blocks' arguments and outputs, for the record.
@@ -220,7 +242,8 @@ class StepRecords:
             return trace.trace(trial)
 
         traced = trace(part) if record.is_derived else record
-        record.sequence = find_dims(self._chain, traced, part, trace)
+        dims = find_dims(self._chain, traced, part, trace)
+        object.__setattr__(record, "sequence", dims)  # which slices need alone
 
     def propose(self, part: Any, step: UsersStep, seed: int) -> str:
         """Return the end of an error that names other blocks at which a step could be cut."""

@@ -72,8 +72,8 @@ def trace_parts(
                 record,
                 pipeline.device,
                 seeds[index],
-                is_new=not record.has_run,
-                num_slices=num_slices,
+                is_new=not pipeline.records.has_run(record),
+                of_slices=pipeline.records.in_slices(record, num_slices),
             )  # fmt: skip
         )
     shared = pipeline.tensors.shared_weights
@@ -81,5 +81,5 @@ def trace_parts(
         check_shared_weights(shared)
     for each in slices:
         if each.is_new:
-            each.record.mark_run()
+            pipeline.records.note_run(each.record)
     return slices

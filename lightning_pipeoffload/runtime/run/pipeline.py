@@ -229,6 +229,7 @@ class Pipeline:
         self.tensors = SplitModule(self.module, self.chain, ranks, self.rank, self.device)
         self._writes = StepWrites(self.module, self.chain, self.tensors)
         self.records.cut_anew(len(ranks))
+        self._assigned: WeakSet[StepRecord] = WeakSet()  # whose tensors have their stages
         self.stages.clear()
         self._uses = SegmentUses(self.chain, self.tensors.trainable)
         if self.chain.blocks:  # an impossible split is refused here, before anything runs
@@ -287,9 +288,9 @@ class Pipeline:
             ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
         """
         record = self._find_record(kind, part, step, seed)
-        if not record.is_assigned:
+        if record not in self._assigned:
             self._take_in(record)
-            record.mark_assigned()
+            self._assigned.add(record)
         if self._num_slices > 1 and record.sequence is None:
             check_slices(record, self.chain, self.module, bool(self.settings.compile))
             self.records.find_sequence(record, part, step, seed)

@@ -32,7 +32,8 @@ class Microbatch:
         differentiate: Runs the backward from the weighted loss.
         answers: Values read from the device in an F of a stage, for the rank's other stages.
         is_new: Whether some dimension is larger than in all microbatches of earlier batches.
-        num_slices: The slices of its sequences on which blocks run; all of a batch have as many.
+        of_slices: Its record for each slice of its sequences on which blocks run; all microbatches
+            of a batch have as many. Empty: blocks run on whole sequences.
         has_result: Whether its step runs to the end; with sequence slices only the last slice's
             does.
     """
@@ -48,12 +49,17 @@ class Microbatch:
     differentiate: Callable[[Tensor], None] = Tensor.backward
     answers: dict[ReadPlace, list[Any]] | None = None
     is_new: bool = False
-    num_slices: int = 1
+    of_slices: Sequence[StepRecord] = ()
     has_result: bool = field(init=False)
 
     def __post_init__(self) -> None:
         part = self.record.sequence_slice
         self.has_result = part is None or part.is_last
+
+    @property
+    def num_slices(self) -> int:
+        """The number of slices of its sequences."""
+        return len(self.of_slices) or 1
 
 
 def placed(
@@ -88,7 +94,7 @@ def in_slices(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
             run=whole.run if place == num_slices - 1 else partial(_run_to_blocks, whole.run),
         )
         for whole in microbatches
-        for place, record in enumerate(whole.record.in_slices(num_slices))
+        for place, record in enumerate(whole.of_slices)
     ]
 
 

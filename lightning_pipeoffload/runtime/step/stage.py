@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from lightning_pipeoffload.runtime.batch.parts import weighted
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.checks import SKIP_A_BATCH, loss_in
-from lightning_pipeoffload.runtime.cut.record import StageRecord
+from lightning_pipeoffload.runtime.cut.record import StageRecord, StepRecord
 from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
 from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
@@ -58,6 +59,7 @@ class StageRunner:
         self.memories: dict[int, SavedMemory] = {}
         self._measures_all = False
         self.in_flight: dict[int, InFlight] = {}
+        self._records: WeakKeyDictionary[StepRecord, StageRecord] = WeakKeyDictionary()
         self._last = -1
         self._present: tuple[Any, TensorValues] | None = None
 
@@ -92,7 +94,11 @@ class StageRunner:
 
     def record_of(self, microbatch: Microbatch) -> StageRecord:
         """Return the part of a microbatch's record that concerns the stage."""
-        return microbatch.record.of_stage(self._context.stage.blocks, self.is_last)
+        record = self._records.get(microbatch.record)
+        if record is None:
+            record = StageRecord(microbatch.record, self._context.stage.blocks, self.is_last)
+            self._records[microbatch.record] = record
+        return record
 
     def forward(
         self,
@@ -156,13 +162,13 @@ class StageRunner:
     def _hand_on(self, flight: InFlight, output: list[Tensor]) -> list[Tensor]:
         specs = flight.record.specs_out
         if len(output) != len(specs):
-            self._refuse_payload(output, flight.record)
+            self._refuse_payload(output, flight)
         # Without gradients a view of a weight requires one all the same, which never comes.
         trains = torch.is_grad_enabled()
         detached, edges = [], []
         for leaf, spec in zip(output, specs, strict=True):
             if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
-                self._refuse_payload(output, flight.record)
+                self._refuse_payload(output, flight)
             if leaf.requires_grad != spec.requires_grad and trains:
                 self._refuse_frozen()
             detached.append(spec.arrange(leaf.detach()))
@@ -344,11 +350,12 @@ class StageRunner:
         """Save attributes and buffers that steps write; return a function that restores them."""
         return self._context.writes.keep()
 
-    def _refuse_payload(self, leaves: list[Tensor], record: StageRecord) -> NoReturn:
+    def _refuse_payload(self, leaves: list[Tensor], flight: InFlight) -> NoReturn:
         raise RuntimeError(
-            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where {record.specs_out} "
-            f"was expected from the shapes of the batch; what a block returns must not depend on "
-            f"the values of its input{record.step.derivation}"
+            f"{self._last_block} returned {[*map(TensorSpec.of, leaves)]} where "
+            f"{flight.record.specs_out} was expected from the shapes of the batch; what a block "
+            f"returns must not depend on the values of its input"
+            f"{flight.microbatch.record.derivation}"
         )
 
     def _refuse_frozen(self) -> NoReturn:

@@ -172,7 +172,7 @@ class StagePass:
         self._sent: list[Tensor] = []
         self.written: WrittenByForward | None = None
         record = flight.record
-        self._record, self._step_record = record, record.step
+        self._record, self._step_record = record, flight.microbatch.record
         self._generators = context.generators
         self._seed_segment = seed_all if context.draws_beside_torch else record.seed_segment
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop

@@ -2,7 +2,9 @@
 
 import gc
 import weakref
+from dataclasses import FrozenInstanceError
 
+import pytest
 import torch
 
 from lightning_pipeoffload.runtime.cut import step_records
@@ -26,3 +28,11 @@ def test_a_dropped_record_is_freed_and_its_shape_is_not_new_again(monkeypatch):
     assert news == [True, True, True, True, False, True, False]
     gc.collect()
     assert dropped() is None
+
+
+def test_a_record_that_is_in_use_cannot_be_changed():
+    pipeline = InProcessPipeline(Regression(linear_blocks(2)), build("1f1b", 2, 2), call_step)
+    pipeline.run(torch.randn(4, 3, 4), 2)
+    record = pipeline.executors[0].microbatches[0].record
+    with pytest.raises(FrozenInstanceError, match="training_flops of the record"):
+        record.training_flops = 0
