@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.batch.parts import weigh_parts
 from lightning_pipeoffload.runtime.batch.tree import batch_leaves
+from lightning_pipeoffload.runtime.cut.loss_terms import Terms
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -123,37 +124,37 @@ class MicrobatchWeights:
                 :func:`may_follow_samples` holds of that one's.
             num_larger: How many.
         """
-        record, sizes = slices[0].record, [cut.num_samples for cut in slices]
+        sizes = [cut.num_samples for cut in slices]
         for name, part in _norms_over_batch(self._module):
             if part.training:
                 log.warning(_NORM.format(name, type(part).__name__, sizes[0], sum(sizes)))
                 break
-        weights = [cut.record.class_weights for cut in slices if cut.record.class_weights]
+        uses = [cut.record.samples for cut in slices]
+        weights = [use.class_weights for use in uses if use.class_weights]
         if weights and self._weight == "samples":
             log.warning(_CLASS_WEIGHTS.format(in_brackets(weights[0])))
         if larger is None:
             return
-        pairs = _lines_with_pairs(record, sizes[0]) & _lines_with_pairs(larger, num_larger)
+        first, more = uses[0], larger.samples
+        pairs = first.lines_with_pairs(sizes[0]) & more.lines_with_pairs(num_larger)
         if pairs:
             log.warning(_PAIRS.format(in_brackets(min(pairs)), sizes[0]))
-        kept = _rows_kept(record, sizes[0]) & _rows_kept(larger, num_larger)
+        kept = first.kept_rows(sizes[0]) & more.kept_rows(num_larger)
         if kept:
             label, line = min(kept)
             log.warning(_ROWS_KEPT.format(label, in_brackets(line)))
-        sums, counts = _compare_terms(record, larger, num_larger / sizes[0])
+        sums, counts = _compare_terms(first.loss_terms, more.loss_terms, num_larger / sizes[0])
         if sums:
             log.warning(_SUM.format(in_brackets(sums[0]), len(sizes)))
         if counts and self._weight == "samples":
             log.warning(_COUNT.format(in_brackets(counts[0])))
 
 
-def _compare_terms(
-    record: StepRecord, larger: StepRecord, ratio: float
-) -> tuple[list[str], list[str]]:
+def _compare_terms(terms: Terms, larger: Terms, ratio: float) -> tuple[list[str], list[str]]:
     """Return the lines whose part of the loss is a sum over samples, or divides by a count."""
     sums, counts = [], []
-    for line, term in record.loss_terms.items():
-        growth = larger.loss_terms.get(line, term) / term if term else 1
+    for line, term in terms.items():
+        growth = larger.get(line, term) / term if term else 1
         if isclose(growth, ratio):
             sums.append(line)
         elif not isclose(growth, 1):
@@ -163,17 +164,8 @@ def _compare_terms(
 
 def may_follow_samples(record: StepRecord, size: int) -> bool:
     """Return whether a step may compare, sum, count or keep the samples of a microbatch."""
-    follows = _lines_with_pairs(record, size) or _rows_kept(record, size)
-    return bool(follows) or any(record.loss_terms)
-
-
-def _rows_kept(record: StepRecord, size: int) -> set[tuple[str, str]]:
-    return {(label, line) for rows, label, line in record.rows_kept if rows == size}
-
-
-def _lines_with_pairs(record: StepRecord, size: int) -> set[str]:
-    """Return the user's lines behind the blocks that make a tensor of two dimensions of a size."""
-    return {line for count, line in record.pairs if count == size}
+    uses = record.samples
+    return bool(uses.lines_with_pairs(size) or uses.kept_rows(size)) or any(uses.loss_terms)
 
 
 def count_tokens(part: Any, drops_first: bool) -> Tensor:

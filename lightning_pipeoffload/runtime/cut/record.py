@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
-from lightning_pipeoffload.runtime.cut.loss_terms import Terms
+from lightning_pipeoffload.runtime.cut.sample_uses import SampleUses
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder
 from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
@@ -169,19 +169,8 @@ class StepRecord:
     """Writes of blocks into tensors that were passed to them and are read after the call."""
     changes_batch: bool = False
 
-    class_weights: str = ""
-    """The line that computes a loss as a mean with class weights; "" if none does."""
-
-    pairs: set[tuple[int, str]] = field(default_factory=set)
-    """Sizes that occur twice in the shape of a result after the blocks, with the line. If one is
-    the number of samples, a contrastive loss may compare each sample with all others there."""
-
-    rows_kept: set[tuple[int, str, str]] = field(default_factory=set)
-    """Of tensors that attributes hold which the step has written: the number of rows, the
-    attribute, and the line."""
-
-    loss_terms: Terms = field(default_factory=dict)
-    """How the loss follows the number of samples, by line; see :mod:`.loss_terms`."""
+    samples: SampleUses = field(default_factory=SampleUses)
+    """What the step does with the number of samples."""
 
     # Properties that make cuts impossible.
     unrepeatable: LoggedValue | None = None
@@ -294,7 +283,10 @@ class StepRecord:
         values = [getattr(self, part.name) for part in fields(self) if part.name not in _APART]
         segments = {name: frozenset(uses) for name, uses in self.segments.items() if uses}
         writes = [(write.variable.key, *write[1:]) for write in self.writes]
-        return *values, segments, writes, self.reads.lines, self.reads.common
+        return (
+            *(*values, segments, writes, self.reads.lines, self.reads.common),
+            self.samples.class_weights,
+        )
 
     @property
     def leaves_trace(self) -> bool:
@@ -351,7 +343,7 @@ _SIZED = (
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("lengths", "sequence", "sequence_slice", "sequence_slices", "slice_checks"),
-    *("pairs", "rows_kept", "loss_terms"),  # of samples, which are as many at any length
+    "samples",
     "drawing",  # of blocks that run in a trace
     "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced

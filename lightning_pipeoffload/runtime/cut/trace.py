@@ -43,7 +43,6 @@ from lightning_pipeoffload.runtime.cut.checks import (
     loss_in,
     refuse_packed,
 )
-from lightning_pipeoffload.runtime.cut.loss_terms import note_terms, terms_of
 from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
     HookedSpan,
@@ -51,6 +50,7 @@ from lightning_pipeoffload.runtime.cut.record import (
     SegmentDigest,
     StepRecord,
 )
+from lightning_pipeoffload.runtime.cut.sample_uses import SampleWatch
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
@@ -93,11 +93,9 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 from lightning_pipeoffload.runtime.weight_grad.chunked_loss import AroundChunks
 
 aten = torch.ops.aten
-_CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {aten.linear, aten.conv1d, aten.conv2d, aten.conv3d}
 # Which of these an operation such as reshape makes depends on strides.
 _BY_LAYOUT = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "clone")}
-_MEAN = 1  # of at::Reduction
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
 _MOST_IMAGINED_IN_NOTES = 8  # of an evaluation
@@ -150,6 +148,7 @@ class StepTrace:
         self.work = SegmentWork(len(chain) + 1)
         self._between = SegmentWork(1)
         self._stripped = StrippedModule(module, device, self._values, self.record)
+        self._samples = SampleWatch(self.record.samples)
         self._sizes = _SizesByValues(self)
         self._checks = CallChecks(chain, calls)
         self.arguments = ArgumentWatch(self.record)
@@ -159,7 +158,6 @@ class StepTrace:
         self._before_block: list[tuple[int, Any]] = []
         self._training = torch.is_grad_enabled()
         self._is_in_call = self._is_in_block = self._is_in_chunks = False
-        self._are_chunks_weighed = False
         self._num_in_block = 0
         self._dropped: list[str] = []  # buffers that the operation that runs writes
         self._argument_memory: set[int] = set()  # addresses of the block's arguments
@@ -280,7 +278,7 @@ class StepTrace:
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
             )
-            chunks = AroundChunks(self.around_chunks, self._note_weights_of_chunks)
+            chunks = AroundChunks(self.around_chunks, self._samples.note_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
             if self.observes:
@@ -355,13 +353,11 @@ class StepTrace:
         segment = self.segment_of(tensors)
         self._values.observe(func, args, result, segment, self._note_uses(tensors, segment))
         self._stripped.note_weight_writes(func, args)
-        if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
-            self._note_class_weights()
+        # A search for blocks has none.
+        is_behind = not self._is_in_block and segment == len(self.chain) > 0
+        self._samples.note(func, args, result, is_behind)
         if self._is_in_block:
             self._note_input_writes(func, args)
-        elif segment == len(self.chain) > 0:  # a search for blocks has none
-            self._note_pairs(result)
-            note_terms(func, args, result)
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
         if self._stripped.has_shards and any(weights):
             refuse_weight_on_shard(tensors, weights)
@@ -386,13 +382,6 @@ class StepTrace:
         """Record which module draws random numbers, where tensor ranks share layers."""
         if self._stripped.has_shards and torch.Tag.nondeterministic_seeded in func.tags:
             note_draw(self.record.drawing, self._module, func, args, kwargs)
-
-    def _note_class_weights(self) -> None:
-        self.record.class_weights = calling_line()
-
-    def _note_weights_of_chunks(self) -> None:
-        self._note_class_weights()
-        self._are_chunks_weighed = True
 
     def _note_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
         """Record the segment that uses weights, and writes of buffers.
@@ -424,11 +413,6 @@ class StepTrace:
             return True
         # The forward of an autograd function runs without gradients, and has a backward.
         return not (torch.is_grad_enabled() or is_in_function())
-
-    def _note_pairs(self, result: Any) -> None:
-        for shape in (leaf.shape for leaf in shape_only_leaves(result)):
-            for size in {size for size in shape if shape.count(size) > 1}:
-                self.record.pairs.add((size, calling_line()))
 
     def _note_input_writes(self, func: Any, args: tuple[Any, ...]) -> None:
         for written in shape_only_leaves(list(written_arguments(func, args))):
@@ -496,8 +480,7 @@ class StepTrace:
             return
         loss = loss_in(result)
         refuse_loss_of_shard(loss)
-        if not self._are_chunks_weighed:  # their divisor is noted already
-            self.record.loss_terms = terms_of(loss)
+        self._samples.note_loss(loss)
         if self.segment == len(self.chain):
             reach = self._values.reach_back(loss)
             named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
@@ -529,15 +512,9 @@ class StepTrace:
         self._compare_attributes(self.point)
         if self.observes:
             self._writes.finish()
-            self._note_rows_kept()
+            self._samples.note_writes(record.writes)
         if last is not None:
             record.sized_in, record.sizes = last, self.sizes_before(last)
-
-    def _note_rows_kept(self) -> None:
-        for write in self.record.writes:
-            with_rows = [t for t in tensors_in(write.variable.value) if write.is_users and t.dim()]
-            for tensor in with_rows:
-                self.record.rows_kept.add((len(tensor), write.variable.label, write.line))
 
     @contextmanager
     def _finding_hooked_spans(self) -> Iterator[None]:

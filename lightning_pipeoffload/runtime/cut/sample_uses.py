@@ -1,0 +1,88 @@
+"""What a step does with the number of samples of a microbatch, which the user may not mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeoffload.runtime.cut.loss_terms import Terms, note_terms, terms_of
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.shape_only import shape_only_leaves
+from lightning_pipeoffload.runtime.users_code.attributes import Write
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+
+aten = torch.ops.aten
+_CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_MEAN = 1  # of at::Reduction
+
+
+@dataclass
+class SampleUses:
+    """A part of a step's record; of all but ``class_weights`` the numbers follow the samples.
+
+    Attributes:
+        class_weights: The line that computes a loss as a mean with class weights; "": none does.
+        pairs: Sizes that occur twice in the shape of a result after the blocks, with the line. If
+            one is the number of samples, a contrastive loss may compare each sample with all others
+            there.
+        rows_kept: Of tensors that attributes hold which the step has written: the number of rows,
+            the attribute, and the line.
+        loss_terms: How the loss follows the number of samples, by line; see :mod:`.loss_terms`.
+    """
+
+    class_weights: str = ""
+    pairs: set[tuple[int, str]] = field(default_factory=set)
+    rows_kept: set[tuple[int, str, str]] = field(default_factory=set)
+    loss_terms: Terms = field(default_factory=dict)
+
+    def lines_with_pairs(self, size: int) -> set[str]:
+        """Return the lines behind the blocks that make a tensor of two dimensions of a size."""
+        return {line for count, line in self.pairs if count == size}
+
+    def kept_rows(self, size: int) -> set[tuple[str, str]]:
+        """Return the attributes that keep tensors of so many rows, with the lines."""
+        return {(label, line) for rows, label, line in self.rows_kept if rows == size}
+
+
+class SampleWatch:
+    """Finds them in a trace.
+
+    Args:
+        uses: The part of the trace's record.
+    """
+
+    def __init__(self, uses: SampleUses) -> None:
+        self._uses = uses
+        self._has_chunks = False
+
+    def note(self, func: Any, args: tuple[Any, ...], result: Any, is_behind: bool) -> None:
+        """Note an operation; ``is_behind``: behind the blocks."""
+        if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
+            self._uses.class_weights = calling_line()
+        if not is_behind:
+            return
+        for shape in (leaf.shape for leaf in shape_only_leaves(result)):
+            for size in {size for size in shape if shape.count(size) > 1}:
+                self._uses.pairs.add((size, calling_line()))
+        note_terms(func, args, result)
+
+    def note_weights_of_chunks(self) -> None:
+        """Note that a loss in chunks is a mean with class weights."""
+        self._uses.class_weights = calling_line()
+        self._has_chunks = True
+
+    def note_loss(self, loss: Tensor | None) -> None:
+        """Note the loss of the step; the divisor of one in chunks is noted already."""
+        if not self._has_chunks:
+            self._uses.loss_terms = terms_of(loss)
+
+    def note_writes(self, writes: Iterable[Write]) -> None:
+        """Note what attributes keep after the step."""
+        for write in writes:
+            with_rows = [t for t in tensors_in(write.variable.value) if write.is_users and t.dim()]
+            for tensor in with_rows:
+                self._uses.rows_kept.add((len(tensor), write.variable.label, write.line))
