@@ -75,32 +75,39 @@ class Hanging(GPT):
     """Hangs on global rank 1 in the middle of the second step of one schedule."""
 
     def on_before_zero_grad(self, optimizer):
-        strategy = self.trainer.strategy
-        if strategy.plan.name != "interleaved_1f1b" or self.trainer.global_step != 1:
-            return
-        if strategy.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP if os.environ["HANGS"] == "stop" else 0)
-            time.sleep(1000)
+        strategy, step = self.trainer.strategy, self.trainer.global_step
+        if (strategy.plan.name, strategy.global_rank, step) == ("interleaved_1f1b", 1, 1):
+            self.hang()
+
+    def hang(self):
+        time.sleep(1000)
 
 
-def be_rank_that_hangs(device):
-    gpu_nccl.GPT, gpu_nccl.SECONDS_ON_CPU = Hanging, 100.0
+class Stopped(Hanging):
+    def hang(self):
+        os.kill(os.getpid(), signal.SIGSTOP)  # so that it reports nothing either
+
+
+def be_rank_that_sleeps(device, module=Hanging):
+    gpu_nccl.GPT, gpu_nccl.SECONDS_ON_CPU = module, 100.0
     yield from gpu_nccl.be_rank(device)
 
 
+def be_rank_that_is_stopped(device):
+    yield from be_rank_that_sleeps(device, Stopped)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["sleep", "stop"])
-def test_a_hang_is_reported_and_the_next_schedule_goes_on(monkeypatch, how):
-    monkeypatch.setenv("HANGS", how)
-    monkeypatch.setattr(gpu_nccl, "be_rank", be_rank_that_hangs)
+@pytest.mark.parametrize("be_rank", [be_rank_that_sleeps, be_rank_that_is_stopped])
+def test_a_hang_is_reported_and_the_next_schedule_goes_on(monkeypatch, be_rank):
+    monkeypatch.setattr(gpu_nccl, "be_rank", be_rank)
     names = ["zb_h1", "interleaved_1f1b", "1f1b"]
     alone = dict.fromkeys([gpu_nccl._AUTO, gpu_nccl._FULL], "")
     rows = [*gpu_nccl._rows_of_group(CPU, 2, names, alone)]
     assert "interleaved_1f1b did not end" in rows
-    of_ranks = [row for row in rows if row.startswith("interleaved_1f1b, rank ")]
-    assert "HANGS in " in of_ranks[0]
-    assert "open receives ['" in of_ranks[0]
-    assert ("HANGS in " in of_ranks[1]) is (how == "sleep")
+    waits, hangs = (row for row in rows if row.startswith("interleaved_1f1b, rank "))
+    assert "HANGS in 1B0, open receives ['1RECV_B0']" in waits
+    assert ("HANGS in " in hangs) is (be_rank is be_rank_that_sleeps)
     assert rows[-1].startswith("1f1b, ")  # the next one has run
 
 

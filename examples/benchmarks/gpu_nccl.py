@@ -11,6 +11,7 @@ bits and bytes do. On the CPU the same code runs over gloo.
 from __future__ import annotations
 
 import copy
+import ctypes
 import faulthandler
 import hashlib
 import lzma
@@ -122,7 +123,11 @@ def _version() -> str:
     maps = Path("/proc/self/maps").read_text()
     files = {line.split()[-1] for line in maps.splitlines() if "libnccl" in line}
     mps = "with MPS" if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else "without MPS"
-    return f"{', '.join(files) or 'no NCCL'}, {mps}, backend {dist.get_backend()}"
+    version, loaded = ctypes.c_int(), ctypes.CDLL(None)
+    if hasattr(loaded, "ncclGetVersion"):  # of a library that was loaded before torch's
+        loaded.ncclGetVersion(ctypes.byref(version))
+    names = f"{', '.join(sorted(files)) or 'no NCCL'}, version loaded before {version.value}"
+    return f"{names}, {mps}, backend {dist.get_backend()}"
 
 
 # Every schedule, with and without offload

@@ -96,8 +96,8 @@ def refuse_other_quantized(name: str, weight: Tensor) -> None:
     if hasattr(weight, "__tensor_flatten__") and not isinstance(weight, ShapeOnly):  # torchao's
         raise ValueError(
             f"{name} is a {type(weight).__name__}, a tensor made of several, which cannot be on "
-            f"some ranks and without values on others; use bitsandbytes' 4 bits (Linear4bit, "
-            f"load_in_4bit=True)"
+            f"some ranks and without values on others; leave enable_fsdp_float8_all_gather out for "
+            f"float8, or use bitsandbytes' 4 bits (Linear4bit, load_in_4bit=True)"
         )
 
 

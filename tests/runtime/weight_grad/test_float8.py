@@ -6,8 +6,12 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from examples.tensor_parallel import Llama
+from lightning_pipeoffload import tensor_parallel_plan
 from tests.support import fits
 from tests.support.pairs import slow
 
@@ -24,10 +28,12 @@ class Block(nn.Module):
 
 
 class Net(L.LightningModule):
-    def __init__(self, recipe, **config):
+    def __init__(self, recipe, wraps):
         super().__init__()
         recipe = float8.Float8LinearConfig.from_recipe_name(recipe)
-        self.config = replace(recipe, emulate=True, **config)  # without a GPU's products
+        self.config = replace(  # without a GPU's products
+            recipe, emulate=True, enable_fsdp_float8_all_gather=wraps
+        )
         self.blocks = None
 
     def configure_model(self):
@@ -47,9 +53,9 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(num_devices, options, recipe="tensorwise", **config):
+def fit(num_devices, options, recipe="tensorwise", wraps=False):
     """Fit on batches of two microbatches; one device accumulates them."""
-    module, batch_size = Net(recipe, **config), 8 if num_devices else 4
+    module, batch_size = Net(recipe, wraps), 8 if num_devices else 4
     accumulated = {} if num_devices else {"accumulate_grad_batches": 2}
     trainer = fits.trainer(
         num_devices, {"num_microbatches": 2, **options}, max_epochs=1, **accumulated
@@ -88,3 +94,43 @@ def test_a_compiled_block_adds_them_in_b(ranks):
     options = {"schedule": "zb_h1", "compile": {"backend": "aot_eager"}}
     for found, _ in ranks(2).run(fit, 2, options):
         assert all(map(torch.equal, found, expected))
+
+
+def test_weights_that_are_wrapped_for_fsdp_are_refused_by_name(ranks):
+    refusal = "blocks.0.up.weight is a WeightWith.* leave enable_fsdp_float8_all_gather out"
+    with pytest.raises(AssertionError, match=refusal):
+        ranks(1).run(fit, 1, {}, "tensorwise", True)
+
+
+class Shared(Llama):
+    """A Llama in float8, whose layers are shared by ranks."""
+
+    def configure_model(self):
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = LlamaForCausalLM(self.config)
+            config = replace(float8.Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+            float8.convert_to_float8_training(self.model.model, config=config)
+            if self.device_mesh is not None:
+                mesh = self.device_mesh["tensor_parallel"]
+                parallelize_module(self.model, mesh, tensor_parallel_plan(self.model))
+
+
+def fit_shared(size):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    options = {"tensor_parallel_size": size, "schedule": "zb_h1", "num_microbatches": 2}
+    trainer = fits.trainer(size, options, max_steps=4)
+    data = torch.randint(64, (32, 32), generator=torch.Generator().manual_seed(1))
+    trainer.fit(Shared(config), DataLoader(data, 8))
+    return float(trainer.callback_metrics["loss"]), trainer.strategy.report()["measured"]
+
+
+@pytest.mark.slow
+def test_tensor_ranks_leave_w_its_work(ranks):
+    ((expected, _),) = ranks(1).run(fit_shared, 1)
+    for loss, measured in ranks(2).run(fit_shared, 2):
+        assert loss == pytest.approx(expected, rel=1e-3)  # each scales its shard
+        assert measured["deferred_flops"] == measured["weight_flops"]
