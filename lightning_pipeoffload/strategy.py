@@ -446,11 +446,12 @@ class PipeOffloadStrategy(CheckpointHooks):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # _steps_later is set by block_backward_sync: whether later batches add to the gradients.
         return self.fit.train(args, kwargs, self._steps_later)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.fit.stepping():
+        with self.fit.stepping():  # NarrowedOptimizer leaves other ranks' parameters out
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
@@ -462,7 +463,7 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._fit is not None and self._fit.is_running:
-            self._fit.end.compare()  # before anything is saved
+            self._fit.batch_end.compare()  # before anything is saved
             self._fit.note_read()
         super().save_checkpoint(*args, **kwargs)
 

@@ -13,10 +13,11 @@
                         pending from now on: what reads one waits for it (StepBoundary)
     Lightning        6  on_train_batch_end: reads metrics and the rank's own weights; what steps
                         wrote on other ranks are placeholders. Callbacks save by Clocks
-    the connector    7  the root sends what these hooks have logged
-    BatchEnd.end     8  this rank's vector is sent, and that of all ranks for the batch before read:
-                        the same options, a stop, clocks that are due, reasons for another plan; and
-                        the same batches, where hooks may change them
+    Lightning's logger connector, which join_metrics has replaced, when the batch has ended:
+                     7  the root sends what these hooks have logged
+    end_batch        8  the vector of all ranks for the batch before is read, and this rank's is
+                        sent: the same options, a stop, clocks that are due, reasons for another
+                        plan; and the same batches, where hooks may change them
                      9  saved and requeued, where Slurm has asked for it
     Fit.train       10  another plan, where there is a reason and gradients start anew
 
@@ -77,8 +78,8 @@ class BatchEnd:
         """Return the context of a batch's run, which is counted."""
         return nullcontext() if self._arrivals is None else self._arrivals.batch()
 
-    def end(self) -> None:
-        """Exchange with all ranks, after the hooks of a batch's end."""
+    def end_batch(self) -> None:
+        """Exchange with all ranks, after the hooks of a batch's end; ``_end_batch`` calls it."""
         if self._trainer.training:
             plans, wants_stop = self._split.plans, self._wants_stop()
             due = 0 if self.clocks is None else self.clocks.end_batch()
@@ -98,25 +99,25 @@ class BatchEnd:
         if self._arrivals is not None:
             self._arrivals.arrive()
 
-    def settle(self) -> None:
+    def agree_on_stop(self) -> None:
         """Stop all ranks if one of them has set ``trainer.should_stop``; they wait here."""
         self.arrive()
         if self._stop is not None:
-            self._stop.settle(self._settle_exchange())
+            self._stop.apply(self._flush())
 
     def compare(self) -> None:
         """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
-        any_stops = self._settle_exchange()
+        any_stops = self._flush()
         if self._stop is not None:
             self._stop.note(any_stops)
 
     def finish(self) -> None:
         """Compare what is not compared yet, after the last batch."""
-        self._settle_exchange()
+        self._flush()
         self._split.weights.check()
 
-    def _settle_exchange(self) -> bool:
+    def _flush(self) -> bool:
         """Compare now, and wait; returns whether any rank wants to stop."""
-        of_all = self._exchange.settle(Flags(stops=self._wants_stop()), self._options())
+        of_all = self._exchange.flush(Flags(stops=self._wants_stop()), self._options())
         self._split.plans.receive(of_all)
         return of_all.stops

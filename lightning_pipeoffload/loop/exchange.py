@@ -3,8 +3,8 @@
 A batch takes every rank, so the vectors that were sent at the end of one are there at the end of
 the next, and no rank waits::
 
-    end of batch 7   send this rank's vector        read the maximum of those of batch 6
-    end of batch 8   send                           read the maximum of those of batch 7
+    end of batch 7   read the maximum of the vectors of batch 6     send this rank's of batch 7
+    end of batch 8   read the maximum of those of batch 7           send
 
 The vector is reduced by its maximum. Numbers that have to be alike are sent with their complement:
 the maximum of both shows the minimum too. Within a batch the root sends one number of its own, when
@@ -125,7 +125,7 @@ class Exchange:
         self.read()
         return self._all_stop
 
-    def settle(self, flags: Flags, options: StepOptions | None = None) -> Flags:
+    def flush(self, flags: Flags, options: StepOptions | None = None) -> Flags:
         """Compare the batches that are not compared yet, and wait; return the ranks' maximum.
 
         Raises:

@@ -2,16 +2,18 @@
 
 A training batch, in the order of the calls; ``batch_end.py`` goes on where this ends::
 
-    strategy.training_step   Fit.train          the pending weights of the last step are watched
-                                                no more
-                             StepCalls.inputs, Split.cut_training_batch
+    strategy.optimizer_step  Fit.stepping       pending weights are watched no more (StepBoundary)
+      the closure: Lightning runs training_step within the optimizer's step (BackwardInStep)
+        Fit.train            StepCalls.inputs, Split.cut_training_batch
                              Fit._run           the plan, measured anew; the executor: F, B, W
                              LogCapture.replay  each name that steps have logged, once
                              BatchBackward.end  sums over ranks, on_after_backward
-    strategy.optimizer_step  Fit.stepping       GradientTotals: clipping, the loss scale
-                                                StepBoundary: pending weights are watched
-    the connector            BatchEnd.end       one vector to all ranks, and that of the batch
-                                                before: options alike, stop, another plan
+        GradientTotals       clipping, the loss scale
+      the update             NarrowedOptimizer  of this rank's parameters only
+                             StepBoundary       pending weights are watched from now on
+    Lightning's logger connector, replaced by ``join_metrics``; when a batch has ended:
+    BatchEnd.end_batch       one vector to all ranks, and that of the batch before: options alike,
+                             stop, another plan
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Fit:
     split: Split
     backward: BatchBackward
     boundary: StepBoundary
-    end: BatchEnd
+    batch_end: BatchEnd
     _steps: StepCalls
     _evaluation: Evaluation
     _packed_rows: PackedRowCheck
@@ -297,7 +299,7 @@ class Fit:
             if board is not None:
                 board.add_poll(requeue.poll)
         arguments = self._trainer, self.split, self._exchange, self._options
-        self.end = BatchEnd(*arguments, stop, arrivals, clocks, requeue)
+        self.batch_end = BatchEnd(*arguments, stop, arrivals, clocks, requeue)
         return stop
 
     def _options(self) -> StepOptions | None:
@@ -381,9 +383,9 @@ class Fit:
         split, training, backward = self.split, self.split.plans.training, self.backward
         if self._early_step is None and training.steps_early:
             self._early_step = split.parameters.early_step()
-        self.end.start_batch(len(slices))
+        self.batch_end.start_batch(len(slices))
         muted, settle = self.boundary.start_ahead(slices)
-        with muted, sharing_casts(self._strategy.root_device), self.end.counted():
+        with muted, sharing_casts(self._strategy.root_device), self.batch_end.counted():
             if split.reduction is not None:
                 self._first_batches.start_step()
             if split.plans.before_plan(accumulation.is_first):
@@ -437,17 +439,17 @@ class Fit:
 
     def end_training(self) -> None:
         """Compare the last batches, and print what was measured."""
-        self.end.finish()
+        self.batch_end.finish()
         self.note_read()
         self.split.report.print_end()
-        if self.end.requeue is not None:
-            self.end.requeue.end_training(self._group)
+        if self.batch_end.requeue is not None:
+            self.batch_end.requeue.end_training(self._group)
 
     # Evaluation
 
     def evaluate(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch of an evaluation; return what its step has returned."""
-        with self._between_hooks(kind), self.end.counted():
+        with self._between_hooks(kind), self.batch_end.counted():
             inputs = self._steps.inputs(kind, args, kwargs)
             if self.split.cutter.packs_rows(inputs.kind):
                 self._packed_rows.check(inputs)

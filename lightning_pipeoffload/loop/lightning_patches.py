@@ -230,25 +230,25 @@ class PipelineThroughput(Throughput):
 
 def _fit(trainer: Any, plain: Callable[[], None]) -> None:
     """Fit, unless a rank has set ``should_stop``, in on_fit_start for instance."""
-    trainer.strategy.fit.end.settle()
+    trainer.strategy.fit.batch_end.agree_on_stop()
     plain()
 
 
 def _start_epoch(trainer: Any, plain: Callable[[], None]) -> None:
     """Run the hooks of an epoch's start, which may freeze parameters of every stage."""
     plain()
-    trainer.strategy.fit.end.settle()
+    trainer.strategy.fit.batch_end.agree_on_stop()
 
 
 def _end_batch(trainer: Any, plain: Callable[[], None]) -> None:
     plain()
-    trainer.strategy.fit.end.end()
+    trainer.strategy.fit.batch_end.end_batch()
 
 
 def _reach_epoch_end(trainer: Any, plain: Callable[[], None]) -> None:
     """Go on after the last batch of an epoch or an evaluation, before the hooks of its end."""
     fit = trainer.strategy.fit
-    fit.end.arrive()  # before anything waits for the other ranks
+    fit.batch_end.arrive()  # before anything waits for the other ranks
     fit.send_collected()
     plain()
 
@@ -262,21 +262,21 @@ def _end_epoch(trainer: Any, plain: Callable[[], None]) -> None:
     """Agree on whether to go on, after the hooks of an epoch's end."""
     trainer.strategy.fit.boundary.settle_together()
     plain()
-    trainer.strategy.fit.end.settle()
+    trainer.strategy.fit.batch_end.agree_on_stop()
 
 
 def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
     fit = trainer.strategy.fit
     fit.boundary.settle_together()
-    fit.end.arrive()
+    fit.batch_end.arrive()
     result = _evaluate(trainer.fit_loop.epoch_loop.val_loop, plain)
-    fit.end.settle()
+    fit.batch_end.agree_on_stop()
     return result
 
 
 def _evaluate_alone(trainer: Any, loop: Any, plain: Callable[[], Any]) -> Any:
     results = _evaluate(loop, plain)
-    trainer.strategy.fit.end.finish()
+    trainer.strategy.fit.batch_end.finish()
     return results
 
 
@@ -310,7 +310,7 @@ def _update_schedulers(trainer: Any, plain: Any, interval: str, *args: Any, **kw
 
 def _check_validation(trainer: Any, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
     """Validate when global rank 0's clock says so."""
-    clocks = trainer.strategy.fit.end.clocks
+    clocks = trainer.strategy.fit.batch_end.clocks
     with nullcontext() if clocks is None else clocks.deciding():
         return plain(data_fetcher)
 

@@ -33,7 +33,6 @@ from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
 from lightning_pipeoffload.runtime.comm.replicas import SettlingMode
-from lightning_pipeoffload.runtime.device.marks import mark
 from lightning_pipeoffload.runtime.run.executor import Settle
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
@@ -140,8 +139,7 @@ class StepBoundary:
     def stepping(self) -> Iterator[None]:
         """The optimizer steps in here, with final weights; the new ones become final later."""
         self.stop_watching()  # the optimizer's own hooks read weights
-        with mark("optimizer"):
-            yield
+        yield
         self.validation.end_step()
         are_pending = self._of_replicas or self.validation.pending
         if self._may_watch and are_pending and not self._is_watching:

@@ -19,10 +19,11 @@ from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHoo
 class JointStop:
     """``trainer.should_stop`` of any rank, for all ranks.
 
-    At the end of a batch each rank sends whether it wants to stop, and reads the vectors of the
+    A stop that all ranks set takes effect after this batch, one that some ranks set after the next:
+    at the end of a batch each rank sends whether it wants to stop, and reads the vectors of the
     batch before. Only a rank that wants to stop waits for those of this batch, since all may want
-    it. So a stop that all ranks set ends this batch, and one that some set the next. A stop that a
-    step sets behind the blocks, on the last stage, reaches the others before they end that batch.
+    it. A stop that a step sets after the blocks, on the last stage, reaches the others before they
+    end that batch.
     """
 
     def __init__(self, trainer: Trainer, exchange: Exchange, is_root: bool) -> None:
@@ -64,7 +65,7 @@ class JointStop:
         self._trainer.should_stop = stops
         self._wants = wants and not stops
 
-    def settle(self, any_stops: bool) -> None:
+    def apply(self, any_stops: bool) -> None:
         """Set ``should_stop`` where ranks have waited for each other."""
         self._trainer.should_stop = any_stops
         self._wants = self._any_stopped = False

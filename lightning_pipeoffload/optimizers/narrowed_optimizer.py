@@ -23,6 +23,7 @@ its gradient and its state, and sends the weight to the others::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,8 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, in_buckets, share_out
+from lightning_pipeoffload.runtime.contexts import NOTHING
+from lightning_pipeoffload.runtime.device.marks import mark
 from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
@@ -178,6 +181,7 @@ class NarrowedOptimizer:
         self._zero_own = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         self._whole: list[tuple[dict[str, Any], list[Any]]] = []
+        self._update: AbstractContextManager[Any] = NOTHING  # what a profiler shows of it
         ended = optimizer.register_step_post_hook(self._end_step)
         # Private: before the user's hooks after a step, so that they see whole groups.
         hooks: Any = optimizer._optimizer_step_post_hooks
@@ -254,12 +258,19 @@ class NarrowedOptimizer:
         if self.shares is not None:
             self.shares.start_step()
         self._narrow(self.shares)
-        if self.stand_ins is not None and not closures:
-            self.stand_ins.start()
+        if not closures:
+            self._start_update()
         return (
             (step, *map(self._among_whole, arguments)),
             {name: self._among_whole(value) for name, value in kwargs.items()},
         )
+
+    def _start_update(self) -> None:
+        """Begin with what follows the closure, in which the whole batch has run."""
+        self._update = mark("optimizer")
+        self._update.__enter__()
+        if self.stand_ins is not None:
+            self.stand_ins.start()
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.stand_ins is not None:
@@ -287,6 +298,8 @@ class NarrowedOptimizer:
         for group, members in self._whole:
             group["params"] = members
         self._whole.clear()
+        self._update.__exit__(None, None, None)
+        self._update = NOTHING
 
     def _among_whole(self, closure: Any) -> Any:
         return self._calling(closure) if callable(closure) else closure
@@ -300,8 +313,7 @@ class NarrowedOptimizer:
                 self.stand_ins.begin()
             result = closure()
             self._narrow(self.shares)
-            if self.stand_ins is not None:
-                self.stand_ins.start()
+            self._start_update()
             return result
 
         call.narrows_again = True  # type: ignore[attr-defined]

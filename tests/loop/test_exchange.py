@@ -27,7 +27,7 @@ def test_what_a_rank_says_is_read_a_batch_later_and_at_once_where_all_have_to_ag
     assert exchange.pop_flags() == Flags(stops=True)
     assert not exchange.all_stop()
     exchange.end_batch()  # a batch of an evaluation
-    assert exchange.settle(Flags()) == Flags(outgrown=True, due=2)
+    assert exchange.flush(Flags()) == Flags(outgrown=True, due=2)
 
 
 class Apart(fits.Net):

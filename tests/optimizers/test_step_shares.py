@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.profiler import profile, record_function
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
@@ -248,3 +249,20 @@ def test_infinities_skip_the_step_of_every_replica(ranks, tmp_path):
     assert {state["step"].item() for state in found["optimizer_states"][0]["state"].values()} == {3}
     for key in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=0)
+
+
+def test_a_trace_shows_the_update_without_the_batch_that_runs_in_its_closure():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    NarrowedOptimizer(optimizer, GradientAge())
+
+    def closure():
+        with record_function("batch"):
+            parameter.grad = torch.ones(3)
+
+    with profile(acc_events=True) as profiled:
+        optimizer.step(closure)
+    spans = {event.name: event.time_range for event in profiled.events()}
+    assert spans["batch"].end <= spans["optimizer"].start
+    assert spans["optimizer"].end <= spans["Optimizer.step#SGD.step"].end
+    assert torch.equal(parameter, torch.full((3,), 0.9))

@@ -6,6 +6,10 @@ no RECV, and the message waits here::
 
     give(1F0) -> [1SEND_F0] -> send     transport     post, until -> [2RECV_F0] -> receive(2F0)
     give(1F0) -> [2RECV_F0] -> receive(2F0)              where both stages are of this rank
+
+Which tensors a message has is decided in the trace, alike on every rank:
+:meth:`StepRecord.payload_over`. ``StageRunner`` collects them, and ``StagePass`` enters them into
+the next stage.
 """
 
 from __future__ import annotations
