@@ -106,7 +106,8 @@ def test_a_hang_is_reported_and_the_next_schedule_goes_on(monkeypatch, be_rank):
     rows = [*gpu_nccl._rows_of_group(CPU, 2, names, alone)]
     assert "interleaved_1f1b did not end" in rows
     waits, hangs = (row for row in rows if row.startswith("interleaved_1f1b, rank "))
-    assert "HANGS in 1B0, open receives ['1RECV_B0']" in waits
+    assert "HANGS in 1" in waits
+    assert "open receives ['1RECV_" in waits
     assert ("HANGS in " in hangs) is (be_rank is be_rank_that_sleeps)
     assert rows[-1].startswith("1f1b, ")  # the next one has run
 
