@@ -34,8 +34,8 @@ from lightning_pipeoffload import chunked_loss
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, Stage, cut
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.schedule import Costs, build, lower
 from lightning_pipeoffload.schedule.simulation.simulate import steady_period
 
@@ -159,7 +159,7 @@ def plan(make: Any, num_chunks: int, head_weight_grad: str, is_small: bool) -> F
     pipeline = Pipeline(module, 0, settings, torch.device("cpu"))
     tokens = torch.zeros(1, 256 if is_small else TOKENS, dtype=torch.long)
     step = lambda part, _: module.training_step(part, 0)  # noqa: E731
-    (part,) = slice_batch(pipeline, tokens, 1, step, "train", 0)
+    (part,) = trace_batch(pipeline, tokens, 1, step, "train", 0)
     costs = pipeline.cut.segment_costs
     whole = replace(costs, impossible=costs.impossible | {len(pipeline.chain)})
     busiest, periods = [], []

@@ -63,7 +63,7 @@ from examples.benchmarks.torch_pipeline import (
     csv_peer,
 )
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall
 from lightning_pipeoffload.schedule import Costs, build
@@ -169,7 +169,7 @@ class BareLoop:
     def step(self) -> None:
         """Train on one batch."""
         self._optimizer.zero_grad()
-        slices = slice_batch(self._pipeline, self._batch, 1, self._call, "training_step", seed=0)
+        slices = trace_batch(self._pipeline, self._batch, 1, self._call, "training_step", seed=0)
         weights = [1 / self._num_microbatches] * self._num_microbatches
         self._executor.run(self._plan, placed(slices, weights))
         self._optimizer.step()

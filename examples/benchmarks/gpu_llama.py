@@ -30,9 +30,9 @@ from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, build, lower, simulate
@@ -474,7 +474,7 @@ def _rehearse(
     def cut_batch(count: int) -> list[Microbatch]:
         text = torch.randint(_VOCABULARY, (count, size.sequence), device=device)
         step = module.model
-        return slice_batch(
+        return trace_batch(
             pipeline, text, 1, lambda part, _: step(input_ids=part, labels=part).loss, "train", 0
         )
 

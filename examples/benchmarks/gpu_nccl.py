@@ -175,7 +175,7 @@ def _parted(row: str) -> tuple[str, str]:
     return way, digest
 
 
-def _verdicts(rows: list[str], alone: dict[str, str]) -> Iterator[str]:
+def _verdicts(rows: list[str], alone: Mapping[str, str]) -> Iterator[str]:
     for row in rows:
         name, digest = _parted(row)
         if digest:

@@ -40,9 +40,9 @@ from lightning_pipeoffload.runtime.comm.transport import ProcessGroupTransport
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.schedule import COPIES, Schedule, build, lower, one_at_a_time
 
@@ -130,7 +130,7 @@ def gradients_of_rank(
     memory = offloading_memory(device)
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(device), memory)
     for measures, step in ((True, one_at_a_time(schedule)), (False, plan)):
-        slices = slice_batch(
+        slices = trace_batch(
             pipeline, batch, 1, lambda part, _: call_step(pipeline.module, part), "train", 0
         )
         if not pipeline.committed:

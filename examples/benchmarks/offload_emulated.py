@@ -29,10 +29,10 @@ from lightning_pipeoffload.runtime.device.accelerator import CopyLanes
 from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -115,7 +115,7 @@ def measure(setup: Setup, plan: Schedule, k: float, num_steps: int) -> tuple[flo
     stage_ranks = tuple(plan.rank_of(stage) for stage in range(plan.num_stages))
     pipeline = Pipeline(model, 0, CutSettings(stage_ranks, "blocks", "even"), CPU)
     batch = torch.randn(ROWS * setup.num_microbatches, FEATURES)
-    slices = slice_batch(pipeline, batch, ROWS, lambda part, _: model.step(part), "train", 0)
+    slices = trace_batch(pipeline, batch, ROWS, lambda part, _: model.step(part), "train", 0)
     microbatches = placed(slices)
     pipeline.commit()
     transport = AbsentNeighbours(plan, 0, costs, CPU)

@@ -46,9 +46,9 @@ from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
 from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
@@ -153,7 +153,7 @@ def rehearse(size: Size, variant: Variant) -> Rehearsal:
 
     def cut_batch(count: int) -> list[Microbatch]:
         tokens = torch.randint(VOCABULARY, (count, size.sequence), device=size.device)
-        return slice_batch(pipeline, tokens, 1, lambda part, _: model.step(part), "train", 0)
+        return trace_batch(pipeline, tokens, 1, lambda part, _: model.step(part), "train", 0)
 
     budget = HostBudget.share_of_machine(1)
     if budget is not None and budget.num_bytes < size.least_host_bytes:

@@ -42,8 +42,8 @@ from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.making.construction import costs_of_sizes, make_blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
 from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import mesh_of_absent_ranks
@@ -391,7 +391,7 @@ class ModelProbe:
 
     def _first_slice(self, pipeline: Pipeline, size: int) -> Microbatch:
         inputs = StepCalls(self._module, SEED).inputs("training_step", (self._batch, 0), {})
-        slices = slice_batch(pipeline, inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
+        slices = trace_batch(pipeline, inputs.batch, size, inputs.step, inputs.kind, inputs.seed)
         return slices[0]
 
     def _as_made(self, placement: tuple[int, ...], settings: PipelineSettings) -> PipelineSettings:

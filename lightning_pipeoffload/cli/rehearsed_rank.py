@@ -32,9 +32,9 @@ from lightning_pipeoffload.runtime.cut.remote_values import make_real
 from lightning_pipeoffload.runtime.device.accelerator import make_lanes
 from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.step.autocast import sharing_casts
@@ -147,7 +147,7 @@ class RehearsedModel(ModelProbe):
         batch: Any = move_data_to_device(self._batch, self._device)
         inputs = StepCalls(self._module, SEED).inputs("training_step", (batch, 0), {})
         with self._precision.train_step_context():
-            slices = slice_batch(
+            slices = trace_batch(
                 self._pipeline, inputs.batch, self._size, inputs.step, inputs.kind, inputs.seed
             )
         return (slices * count)[:count]

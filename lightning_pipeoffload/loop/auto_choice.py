@@ -141,11 +141,11 @@ class AutoChoice:
 
         def cut_batch(count: int) -> list[Microbatch]:
             copied = replace(inputs, batch=copy_batch(inputs.batch))
-            slices = self._cutter.cut_into(copied, count, batch_size)
+            microbatches = self._cutter.cut_into(copied, count, batch_size)
             # As they are made before they are compiled and measured.
             self._blocks = self._blocks or describe_blocks(self._pipeline.chain)
-            self._works[count] = digest_work(self._blocks, slices[0].record)
-            return slices
+            self._works[count] = digest_work(self._blocks, microbatches[0].record)
+            return microbatches
 
         store = None
         if not self._pipeline.is_split:  # else the cut stays

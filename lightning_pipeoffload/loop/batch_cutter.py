@@ -23,8 +23,8 @@ from lightning_pipeoffload.runtime.batch.structure import (
     batch_size,
 )
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.run.batch_slicer import trace_parts
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.traced_batch import trace_parts
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 
@@ -162,11 +162,11 @@ class BatchCutter:
         is_first = inputs.kind not in self._traced
         self._traced.add(inputs.kind)
         with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
-            slices = trace_parts(*arguments)
+            microbatches = trace_parts(*arguments)
         blocks = self._pipeline.called_blocks
         if blocks is not None:
             self.first_batch["blocks"] = blocks
-        return slices
+        return microbatches
 
     def record_of_first(self, inputs: StepInputs, size: int) -> StepRecord | None:
         """Return the step on the first ``size`` samples; None if it fails with so many.

@@ -1,4 +1,4 @@
-"""The batches of an evaluation: in slices by the plan's forwards, or whole on every rank."""
+"""The batches of an evaluation: in microbatches by the plan's forwards, or whole on every rank."""
 
 from __future__ import annotations
 
@@ -50,52 +50,56 @@ class Evaluation:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
         key = inputs.kind, shape_signature(inputs.batch)
         is_open = not self._runs_whole.get(key)
-        slices = self._cut(inputs, key) if is_open else None
-        self._note(slices or ())
-        if slices is not None and not self._runs_whole[key]:
-            return self._run_slices(inputs, slices)
+        microbatches = self._cut(inputs, key) if is_open else None
+        self._note(microbatches or ())
+        if microbatches is not None and not self._runs_whole[key]:
+            return self._run_microbatches(inputs, microbatches)
         self._send_written()
-        done, could_be_cut = self._run_whole(inputs, slices)
+        done, could_be_cut = self._run_whole(inputs, microbatches)
         if is_open and self._runs_whole[key]:
-            stays_whole = slices is None or not could_be_cut
+            stays_whole = microbatches is None or not could_be_cut
             self._runs_whole[key] = self._group.agree(stays_whole, unanimous=False)
         return done
 
-    def _run_slices(self, inputs: StepInputs, slices: list[Microbatch]) -> StepOutput:
+    def _run_microbatches(self, inputs: StepInputs, microbatches: list[Microbatch]) -> StepOutput:
         split, training = self._split, self._split.plans.training
-        training.expect(any(map(attrgetter("is_new"), slices)), split.pipeline.cut.costs)
+        training.expect(any(map(attrgetter("is_new"), microbatches)), split.pipeline.cut.costs)
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
-        sizes, shares = split.shares(inputs, slices)
+        sizes, shares = split.shares(inputs, microbatches)
         results: list[Any] = []
         most = training.schedule.num_microbatches  # a batch may have more packed rows
         with without_fused_layers(split.pipeline.device):
-            for start in range(0, len(slices), most):
-                some = placed(slices[start : start + most])
+            for start in range(0, len(microbatches), most):
+                some = placed(microbatches[start : start + most])
                 results += split.executor.run(training.of_evaluation(len(some)), some)
         self._exchange.end_batch()
         return StepOutput.of(results, sizes, shares)
 
     def _cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
-        """Cut a batch, and decide whether batches of its key run in slices; None: not cut."""
-        cutter, slices, obstacle = self._split.cutter, None, ""
+        """Cut a batch, and decide whether batches of its key run in microbatches; None: not cut."""
+        cutter, microbatches, obstacle = self._split.cutter, None, ""
         parts = self._split.make_parts(inputs) if cutter.by_user else None
         try:
-            slices = self._slice(inputs) if parts is None else cutter.trace(inputs, parts)
+            microbatches = (
+                self._cut_by_size(inputs) if parts is None else cutter.trace(inputs, parts)
+            )
         except GlobalWriteError:
             raise
         except Exception as error:  # an error of the user's comes again in the whole step
             obstacle = str(error)
         if key not in self._runs_whole:
-            is_certain = slices is not None and all(cut.record.is_certain for cut in slices)
-            of_ranks = self._group.gather((is_certain, slices is None))
+            is_certain = microbatches is not None and all(
+                each.record.is_certain for each in microbatches
+            )
+            of_ranks = self._group.gather((is_certain, microbatches is None))
             self._runs_whole[key] = not all(certain for certain, _ in of_ranks)
             if any(is_uncut for _, is_uncut in of_ranks):
-                slices = None  # all ranks run as many
+                microbatches = None  # all ranks run as many
             if obstacle and self._group.reports:
                 log.info(_WHOLE, inputs.kind, obstacle)
-        return slices
+        return microbatches
 
-    def _slice(self, inputs: StepInputs) -> list[Microbatch]:
+    def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
         cutter = self._split.cutter
         total = cutter.count(inputs)
         size = self._split.smallest_size(inputs, total)
@@ -108,7 +112,7 @@ class Evaluation:
             self._cuts_predictions[inputs.loader] = counts is None or total in counts
         return cutter.cut(inputs, size if self._cuts_predictions[inputs.loader] else total)
 
-    def _num_shared_calls(self, kind: str, slices: list[Microbatch] | None) -> int:
+    def _num_shared_calls(self, kind: str, microbatches: list[Microbatch] | None) -> int:
         """Return in how many calls of blocks all ranks get what these keep in their arguments.
 
         The code after the blocks of one pass may read it. The caches of a step that goes through
@@ -117,19 +121,19 @@ class Evaluation:
         """
         if kind in self._split.generating:
             return 0
-        traced = (len(cut.record.calls.blocks) for cut in slices or ())
+        traced = (len(each.record.calls.blocks) for each in microbatches or ())
         return max(traced, default=len(self._split.pipeline.chain))
 
     def _run_whole(
-        self, inputs: StepInputs, slices: list[Microbatch] | None
+        self, inputs: StepInputs, microbatches: list[Microbatch] | None
     ) -> tuple[StepOutput, bool]:
         """Run a step on every rank alike, each block of it on its owner.
 
         Returns:
-            The outcome, and whether the step has called the blocks as the traces of ``slices`` did.
+            The outcome, and whether the step has called the blocks as the traces did.
         """
         self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
-        num_shared = self._num_shared_calls(inputs.kind, slices)
+        num_shared = self._num_shared_calls(inputs.kind, microbatches)
         run = self._split.whole_runs.run(inputs.seed, num_shared_calls=num_shared)
         with run.running():
             result = inputs.step(
@@ -139,7 +143,7 @@ class Evaluation:
         self._exchange.end_batch()
         if len(run.calls) > num_shared:
             self._split.generating.add(inputs.kind)
-        could_be_cut = all(run.calls == [*cut.record.calls.blocks] for cut in slices or ())
+        could_be_cut = all(run.calls == [*each.record.calls.blocks] for each in microbatches or ())
         of_root = values if self._group.is_root else None
         return StepOutput(of_root, [_size_of(inputs.batch)], [1.0]), could_be_cut
 

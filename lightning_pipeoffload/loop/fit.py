@@ -209,7 +209,7 @@ class Fit:
         self._metric_groups = MetricGroups(group.replicas, self._refuse_metric)
         stop = self._join_ranks()
         self._evaluation = Evaluation(
-            self.split, self._exchange, self._note_slices, self._send_in_step
+            self.split, self._exchange, self._note_microbatches, self._send_in_step
         )
         # What each replica draws for itself: noise on its own data.
         seed = mix_seed(self._seed, group.replica) if group.replica else self._seed
@@ -350,14 +350,14 @@ class Fit:
         split, self._has_sent = self.split, False
         with self._precision.train_step_context(), self._between_hooks("training_step"):
             inputs = self._steps.inputs("training_step", args, kwargs)
-            slices = split.cut_training_batch(inputs)
+            microbatches = split.cut_training_batch(inputs)
             accumulation = self._accumulation(steps_later)
             if not split.pipeline.committed:
-                self._begin_training(slices[0], accumulation)
+                self._begin_training(microbatches[0], accumulation)
             if split.cutter.packs_rows(inputs.kind):
                 self._packed_rows.check(inputs)
-            self._note_slices(slices)
-            done = self._run(inputs, slices, accumulation)
+            self._note_microbatches(microbatches)
+            done = self._run(inputs, microbatches, accumulation)
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last and split.reduction is not None:
             split.finish_reduction(split.reduction)
@@ -377,30 +377,31 @@ class Fit:
         split.begin_training(first, accumulation.num_batches)
 
     def _run(
-        self, inputs: StepInputs, slices: list[Microbatch], accumulation: Accumulation
+        self, inputs: StepInputs, microbatches: list[Microbatch], accumulation: Accumulation
     ) -> StepOutput:
         """Run the plan of a batch that was cut."""
         split, training, backward = self.split, self.split.plans.training, self.backward
         if self._early_step is None and training.steps_early:
             self._early_step = split.parameters.early_step()
-        self.batch_end.start_batch(len(slices))
-        muted, settle = self.boundary.start_ahead(slices)
+        self.batch_end.start_batch(len(microbatches))
+        muted, settle = self.boundary.start_ahead(microbatches)
         with muted, sharing_casts(self._strategy.root_device), self.batch_end.counted():
             if split.reduction is not None:
                 self._first_batches.start_step()
             if split.plans.before_plan(accumulation.is_first):
                 split.report.print_plan()
             # Of the plan that runs: edges may have to hold more messages than the last one's.
-            is_new, num_slices = any(map(attrgetter("is_new"), slices)), slices[0].num_slices
+            is_new = any(map(attrgetter("is_new"), microbatches))
+            num_slices = microbatches[0].num_slices
             has_fewer_slices = num_slices < training.schedule.num_sequence_slices
             training.expect(is_new, split.pipeline.cut.costs, has_fewer_slices)
             self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
-            sizes, shares = split.shares(inputs, slices)
+            sizes, shares = split.shares(inputs, microbatches)
             of_replica = split.share_of_replica()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
             results = split.executor.run_to_backward(
-                training.of_training(len(slices), num_slices, accumulation.is_last),
-                in_slices(placed(slices, weights, backward.differentiate)),
+                training.of_training(len(microbatches), num_slices, accumulation.is_last),
+                in_slices(placed(microbatches, weights, backward.differentiate)),
                 settle,
                 (split.reduction or self._early_step) if accumulation.is_last else None,
             )
@@ -464,9 +465,9 @@ class Fit:
         if self._collected is not None:
             self._collected.send()
 
-    def _note_slices(self, slices: Sequence[Microbatch]) -> None:
+    def _note_microbatches(self, microbatches: Sequence[Microbatch]) -> None:
         if self._collected is not None:
-            self._collected.note(slices)
+            self._collected.note(microbatches)
 
     def _send_in_step(self) -> None:
         if self._collected is not None and not self._has_sent:

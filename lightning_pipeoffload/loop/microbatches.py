@@ -114,22 +114,22 @@ class MicrobatchWeights:
             log.warning(_LABELS_LEFT_OUT)
 
     def note_differences(
-        self, slices: Sequence[Microbatch], larger: StepRecord | None, num_larger: int
+        self, microbatches: Sequence[Microbatch], larger: StepRecord | None, num_larger: int
     ) -> None:
         """Warn of what microbatches compute otherwise than the whole batch, a line for each kind.
 
         Args:
-            slices: The first batch's microbatches, several.
+            microbatches: The first batch's microbatches, several.
             larger: The record of the step for more samples than the first of them has, where
                 :func:`may_follow_samples` holds of that one's.
             num_larger: How many.
         """
-        sizes = [cut.num_samples for cut in slices]
+        sizes = [each.num_samples for each in microbatches]
         for name, part in _norms_over_batch(self._module):
             if part.training:
                 log.warning(_NORM.format(name, type(part).__name__, sizes[0], sum(sizes)))
                 break
-        uses = [cut.record.samples for cut in slices]
+        uses = [each.record.samples for each in microbatches]
         weights = [use.class_weights for use in uses if use.class_weights]
         if weights and self._weight == "samples":
             log.warning(_CLASS_WEIGHTS.format(in_brackets(weights[0])))

@@ -43,12 +43,12 @@ class Report:
         self._num_samples = 0  # of batches that have tokens
         self._num_tokens: int | Tensor = 0
 
-    def count(self, batch: Any, slices: Sequence[Microbatch]) -> None:
+    def count(self, batch: Any, microbatches: Sequence[Microbatch]) -> None:
         """Count the tokens of a training batch, for the mean of a sample."""
         num_tokens = tokens_in(batch)
         if num_tokens is not None:
             self._num_tokens += num_tokens
-            self._num_samples += sum(each.num_samples for each in slices)
+            self._num_samples += sum(each.num_samples for each in microbatches)
 
     def make(self, live_bytes: bool = False) -> dict[str, Any]:
         """Describe the pipeline; see ``PipeOffloadStrategy.report``."""

@@ -152,29 +152,31 @@ class Split:
     # Cutting a training batch
 
     def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
-        """Cut a batch into slices of the first batch's size; a shorter one into fewer.
+        """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
 
         Raises:
             ValueError: The batch has no samples, or it or the step cannot be cut.
         """
         is_first = not self.plans.microbatch_size
-        slices = self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
-        self.report.count(inputs.batch, slices)
-        if is_first and len(slices) > 1:
-            self._note_differences(inputs, slices)
-        return slices
+        microbatches = (
+            self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
+        )
+        self.report.count(inputs.batch, microbatches)
+        if is_first and len(microbatches) > 1:
+            self._note_differences(inputs, microbatches)
+        return microbatches
 
-    def _note_differences(self, inputs: StepInputs, slices: list[Microbatch]) -> None:
+    def _note_differences(self, inputs: StepInputs, microbatches: list[Microbatch]) -> None:
         """Warn where microbatches give other numbers than the whole batch.
 
         A trace with more samples tells what follows their number from what is as large by chance.
         """
-        size, larger = slices[0].num_samples, None
-        more = min(2 * size + 1, sum(cut.num_samples for cut in slices))
-        if not self.cutter.by_user and may_follow_samples(slices[0].record, size):
+        size, larger = microbatches[0].num_samples, None
+        more = min(2 * size + 1, sum(each.num_samples for each in microbatches))
+        if not self.cutter.by_user and may_follow_samples(microbatches[0].record, size):
             larger = self.cutter.record_of_first(inputs, more)
         if self.group.reports:
-            self.weights.note_differences(slices, larger, more)
+            self.weights.note_differences(microbatches, larger, more)
 
     def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
         parts = self.cutter.split(inputs, partial(self._size_of_part, inputs))
@@ -219,7 +221,7 @@ class Split:
         return self.cutter.make_parts(inputs, count, may_be_fewer)
 
     def smallest_size(self, inputs: StepInputs, total: int) -> int:
-        """Return the microbatch size by which a batch has no more slices than the plan has.
+        """Return the microbatch size by which a batch has no more microbatches than the plan has.
 
         Of packed rows each is one slice.
         """
@@ -241,11 +243,12 @@ class Split:
         ) from error
 
     def shares(
-        self, inputs: StepInputs, slices: list[Microbatch]
+        self, inputs: StepInputs, microbatches: list[Microbatch]
     ) -> tuple[list[int], Sequence[Any]]:
-        """Return the samples of a batch's slices, and their shares in its means."""
-        sizes, is_packed = [cut.num_samples for cut in slices], self.cutter.packs_rows(inputs.kind)
-        return sizes, self.weights.shares([cut.part for cut in slices], sizes, is_packed)
+        """Return the samples of a batch's microbatches, and their shares in its means."""
+        sizes = [each.num_samples for each in microbatches]
+        is_packed = self.cutter.packs_rows(inputs.kind)
+        return sizes, self.weights.shares([each.part for each in microbatches], sizes, is_packed)
 
     def share_of_replica(self) -> Any:
         """Return the factor for this replica's loss: its number of labels over the replicas' mean.

@@ -113,11 +113,11 @@ class StepBoundary:
             has_hooks = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 
-    def start_ahead(self, slices: Sequence[Microbatch]) -> tuple[ExitStack, Settle | None]:
+    def start_ahead(self, microbatches: Sequence[Microbatch]) -> tuple[ExitStack, Settle | None]:
         """Begin a batch before the weights are final, if what runs can be taken back.
 
         Args:
-            slices: Its microbatches; where steps have side effects, they cannot run again.
+            microbatches: Its microbatches; where steps have side effects, they cannot run again.
 
         Returns:
             A context for the batch, and the function by which its executor waits for final weights.
@@ -125,7 +125,7 @@ class StepBoundary:
         validation, muted = self.validation, ExitStack()
         if not validation.is_open:
             return muted, None
-        leaves_trace = any(cut.record.leaves_trace for cut in slices)
+        leaves_trace = any(each.record.leaves_trace for each in microbatches)
         if leaves_trace or self._has_forward_hooks:
             validation.settle()
         elif not has_forward_hooks(self._module):

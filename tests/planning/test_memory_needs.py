@@ -7,8 +7,8 @@ from lightning_pipeoffload.planning.measurements import times_of
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
 from lightning_pipeoffload.runtime.device.timing import TimedStep
 from lightning_pipeoffload.runtime.memory.stage_store import Held
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.rank_memory import Ledger
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.schedule import Action, Kind, build
 from tests.support.in_process import InProcessPipeline
 
@@ -38,7 +38,7 @@ def needs(schedule, states=None):
     pipeline = InProcessPipeline(Tied(), plan, lambda model, x: model(x), split="even")
     rank = pipeline.ranks[0]
     batch = torch.randint(32, (256, 4))
-    parts = slice_batch(rank, batch, 64, lambda part, _: rank.module(part), "train", 0)
+    parts = trace_batch(rank, batch, 64, lambda part, _: rank.module(part), "train", 0)
     known = {} if states is None else states(rank.module)
     return describe_needs(MemoryNeeds.of(rank, parts[0], known).of_ranks(pipeline.plan))
 

@@ -32,10 +32,10 @@ from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
 from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater
 from lightning_pipeoffload.runtime.memory.stage_store import Held, OffloadSettings
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Action,
@@ -96,7 +96,7 @@ def test_blocks_are_measured_with_the_casts_that_a_step_shares():
 
     def cut_batch():
         batch = torch.randn(4, 4)
-        return slice_batch(pipeline, batch, 1, lambda x, _: module.step(x), "train", 0)
+        return trace_batch(pipeline, batch, 1, lambda x, _: module.step(x), "train", 0)
 
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), CountCasts() as casts:
         cut_batch()  # the first cut, block by block of which is measured
@@ -114,7 +114,7 @@ def test_a_record_whose_shapes_have_run_is_kept_so_that_no_other_has_its_id():
     pipeline = Pipeline(module, 0, CutSettings((0, 0)), CPU)
 
     def cut_batch():
-        return slice_batch(pipeline, torch.randn(4, 4), 1, lambda x, _: module.step(x), "train", 0)
+        return trace_batch(pipeline, torch.randn(4, 4), 1, lambda x, _: module.step(x), "train", 0)
 
     measured = weakref.ref(cut_batch()[0].record)
     trial = BlockMeasurement(pipeline, InProcessTransport(), range(4))
@@ -338,7 +338,7 @@ def test_shapes_tell_what_the_ledger_counts_of_slices(name, schedule, recompute)
     pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
     rank = pipeline.ranks[0]
     size = (len(batch) if torch.is_tensor(batch) else count(batch)) // NUM_MICROBATCHES
-    parts = slice_batch(rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
+    parts = trace_batch(rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
     costs = MemoryNeeds.of(rank, parts[0]).costs
     pipeline.run(batch, size)
     counted = [executor.memory.ledger.peak_device_bytes for executor in pipeline.executors]
@@ -397,7 +397,7 @@ def test_of_alike_blocks_of_a_stage_two_run_and_the_last(monkeypatch):
     module, batch = make("gpt_deep")
     pipeline = InProcessPipeline(module, build("zb_h1", 2, NUM_MICROBATCHES), call_step)
     rank = pipeline.ranks[0]
-    parts = slice_batch(rank, batch, 2, lambda p, _: call_step(rank.module, p), "train", 0)
+    parts = trace_batch(rank, batch, 2, lambda p, _: call_step(rank.module, p), "train", 0)
     ran, attend = [], functional.scaled_dot_product_attention
     monkeypatch.setattr(
         functional,
@@ -429,7 +429,7 @@ def test_what_adapters_would_keep_of_a_frozen_base_waits_for_no_w():
 def assert_as_counted(pipeline, batch):
     rank = pipeline.ranks[0]
     size = (len(batch) if torch.is_tensor(batch) else count(batch)) // NUM_MICROBATCHES
-    parts = slice_batch(rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
+    parts = trace_batch(rank, batch, size, lambda p, _: call_step(rank.module, p), "train", 0)
     found = measure_shapes(rank, parts[0])
     pipeline.run(batch, size)
     costs = replace(

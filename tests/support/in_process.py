@@ -19,10 +19,10 @@ from lightning_pipeoffload.runtime.comm.transport import Transport
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
 from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
 from lightning_pipeoffload.schedule import Action, Schedule, keep_microbatches, lower
@@ -102,7 +102,7 @@ class InProcessPipeline:
         for pipeline, executor in zip(self.ranks, self.executors, strict=True):
             batch_of_rank = batch if pipeline is self.ranks[0] else copy_batch(batch)
             step = partial(_call, self._step, pipeline.module)
-            slices = slice_batch(pipeline, batch_of_rank, size, step, "train", seed)
+            slices = trace_batch(pipeline, batch_of_rank, size, step, "train", seed)
             weights = [cut.num_samples / batch_size(batch) for cut in slices]
             microbatches = in_slices(placed(slices, weights))
             plan = self.plan

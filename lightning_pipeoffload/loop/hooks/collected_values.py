@@ -107,9 +107,9 @@ class CollectedValues:
                 self._late.update(dict.fromkeys(labels, kind))
             self._end_step()
 
-    def note(self, slices: Iterable[Microbatch]) -> None:
+    def note(self, microbatches: Iterable[Microbatch]) -> None:
         """Note the microbatches of the step, by whose records it writes."""
-        self._records = [*{id(cut.record): cut.record for cut in slices}.values()]
+        self._records = [*{id(each.record): each.record for each in microbatches}.values()]
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -63,22 +63,22 @@ class Microbatch:
 
 
 def placed(
-    slices: Sequence[Microbatch],
+    microbatches: Sequence[Microbatch],
     weights: Sequence[float | Tensor] | None = None,
     differentiate: Callable[[Tensor], None] = Tensor.backward,
 ) -> Sequence[Microbatch]:
-    """Set the index in the plan and the weight of each microbatch of a batch; return ``slices``.
+    """Set the index in the plan and the weight of each microbatch of a batch; return them.
 
     Args:
-        slices: The microbatches of the batch.
+        microbatches: The microbatches of the batch.
         weights: The weight of each; None: 1.
         differentiate: Runs the backward from a weighted loss.
     """
-    weights = [1.0] * len(slices) if weights is None else weights
-    for index, (microbatch, weight) in enumerate(zip(slices, weights, strict=True)):
+    weights = [1.0] * len(microbatches) if weights is None else weights
+    for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
         microbatch.index, microbatch.weight = index, weight
         microbatch.differentiate = differentiate
-    return slices
+    return microbatches
 
 
 def in_slices(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:

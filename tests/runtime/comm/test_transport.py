@@ -29,10 +29,10 @@ from lightning_pipeoffload.runtime.device.timing import ActionTimer
 from lightning_pipeoffload.runtime.measure import link_speed
 from lightning_pipeoffload.runtime.measure.link_speed import answer_latency, measure_latency
 from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.executor import Executor
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.step.microbatch import placed
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.support.forks import FORKS, fork
@@ -214,7 +214,7 @@ def train(name):
     memory, losses = ActivationMemory.on(CPU), []
     executor = Executor(rank, pipeline.stages, transport, ActionTimer(CPU), memory)
     for _ in range(2):
-        slices = slice_batch(pipeline, x, 1, users_step(module.step), "train", 0)
+        slices = trace_batch(pipeline, x, 1, users_step(module.step), "train", 0)
         microbatches = placed(slices, [1 / 12] * len(slices))
         losses = executor.run(lower(schedule), microbatches)
     pipeline.commit()

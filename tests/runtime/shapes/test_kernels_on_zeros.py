@@ -13,7 +13,7 @@ from torch.nn import functional
 from lightning_pipeoffload.runtime.cut.block_chain import find_chain
 from lightning_pipeoffload.runtime.cut.step_records import StepRecords
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.address_kernels import Cubed, Gate, Silu, memory, seeded, silu
@@ -158,7 +158,7 @@ def test_one_run_on_zeros_for_each_shape(caplog):
     counts = []
     for length in (4, 4, 8):
         before = Silu.num_runs
-        slice_batch(
+        trace_batch(
             rank, torch.randn(length, WIDTH), length // 4, users_step(rank.module.step), "train", 0
         )
         counts.append(Silu.num_runs - before)
@@ -198,7 +198,7 @@ def test_what_such_a_function_saves_is_counted(recompute):
         plan = build("zb_h1", 2, 4)
         pipeline = InProcessPipeline(module, plan, call_step, recompute=recompute)
         rank = pipeline.ranks[0]
-        part, *_ = slice_batch(
+        part, *_ = trace_batch(
             rank, torch.randn(4, WIDTH), 1, users_step(rank.module.step), "train", 0
         )
         kept.append([vars(found) for found in measure_shapes(rank, part)])

@@ -12,8 +12,8 @@ from lightning_pipeoffload import chunked_loss
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.comparison import evaluate, evaluate_plain, train, train_plain
 from tests.support.families import call_step
@@ -227,7 +227,7 @@ def measure(num_chunks, classes=4096):
     """Return the bytes of both stages of a microbatch, and the record."""
     module, batch = Model(num_chunks, classes=classes), tokens(16, classes)
     rank = Pipeline(module, 0, CutSettings((0, 1)), CPU)
-    (part,) = slice_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
+    (part,) = trace_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
     found = measure_shapes(rank, part)
     assert module.head.weight.grad is None
     rank.detach()

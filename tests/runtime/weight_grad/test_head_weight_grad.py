@@ -6,8 +6,8 @@ import torch
 from lightning_pipeoffload.runtime.cut.partition import CutSettings
 from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.run.batch_slicer import slice_batch
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
 from lightning_pipeoffload.schedule import Costs
 from tests.runtime.weight_grad.test_chunked_loss import Model, tokens
@@ -42,7 +42,7 @@ def test_nothing_of_the_head_waits_for_w(split):
         module, batch = Model(0, classes=4096), tokens(16, 4096)
         settings = CutSettings((0, 1), split=split, head_weight_grad=head)
         rank = Pipeline(module, 0, settings, CPU)
-        (part,) = slice_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
+        (part,) = trace_batch(rank, batch, 16, users_step(module.training_step), "train", 0)
         found[head] = measure_shapes(rank, part)[-1], rank.cut.costs
         rank.detach()
     logits = 16 * 6 * 4096 * 8
@@ -67,7 +67,7 @@ def test_another_pipeline_of_the_module_has_no_marks_of_the_first():
     module, queue = Model(0), WeightGradQueue(has_at_once=True)
     for head, is_at_once in (("B", True), ("W", False)):
         rank = Pipeline(module, 0, CutSettings((0,), head_weight_grad=head), CPU)
-        slice_batch(rank, tokens(), 2, users_step(module.training_step), "train", 0)
+        trace_batch(rank, tokens(), 2, users_step(module.training_step), "train", 0)
         assert queue.is_at_once((module.head.weight,)) == is_at_once
         rank.detach()
 

@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.users_code.step_call import (
 )
 
 
-def slice_batch(
+def trace_batch(
     pipeline: Pipeline, batch: Any, size: int, step: UsersStep, kind: str, seed: int
 ) -> list[Microbatch]:
     """Cut a batch into microbatches of ``size`` samples; see :func:`trace_parts`."""
@@ -58,13 +58,13 @@ def trace_parts(
         if cut.are_alike and len(records) == 1 and records[0].holds_for_shapes:
             of_alike = records[0]
     num_slices = pipeline.num_slices_for(records)
-    slices: list[Microbatch] = []
+    microbatches: list[Microbatch] = []
     for index, (part, record) in enumerate(zip(cut.parts, records, strict=True)):
         run: Callable[[StepCall], Any] = partial(step, part)
         if record.changes_batch:
             batch_of_part = without_shared(part, batch) if index < len(cut.parts) - 1 else part
             run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * num_slices)
-        slices.append(
+        microbatches.append(
             Microbatch(
                 part,
                 cut.sizes[index],
@@ -79,7 +79,7 @@ def trace_parts(
     shared = pipeline.tensors.shared_weights
     if shared and torch.is_grad_enabled():
         check_shared_weights(shared)
-    for each in slices:
+    for each in microbatches:
         if each.is_new:
             pipeline.records.note_run(each.record)
-    return slices
+    return microbatches
