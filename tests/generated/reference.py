@@ -146,5 +146,6 @@ def _part(batch, rows):
 
 def _field(field, rows):
     is_column = isinstance(field, list) or isinstance(field, torch.Tensor) and field.ndim
-    part = field[rows] if is_column else field
-    return part.clone() if isinstance(part, torch.Tensor) else part  # the step may write it
+    if is_column:
+        return field[rows]  # a view: what a step writes stays in the loader's own batch
+    return field.clone() if isinstance(field, torch.Tensor) else field  # each part has its own
