@@ -75,7 +75,7 @@ PARTS = [
     Part(gpu_parts.offload, 110, _QUEUES | _PINNING),
     Part(gpu_llama.compiled, 70),
     Part(gpu_nccl.nccl_ways, 60),
-    Part(gpu_nccl.nccl_killed, 20),
+    Part(gpu_nccl.nccl_killed, 35),
     Part(gpu_nccl.nccl_beside_torch, 30),
     Part(gpu_nccl.nccl_open_receives, 20),
     Part(gpu_nccl.shared_link, 15),

@@ -376,6 +376,12 @@ def be_one_that_is_killed(device: torch.device) -> Iterator[str]:
     yield "nothing has happened"
 
 
+def be_one_with_an_assert_in_a_step(device: torch.device) -> Iterator[str]:
+    """Train as one of two processes, of which one asserts on the device in the middle of a step."""
+    _train_as_one_of_two(device, FailInStep(_assert_on_device))
+    yield "nothing has happened"
+
+
 def be_one_with_an_assert(device: torch.device) -> Iterator[str]:
     """Train as one of two processes, of which one asserts on the device."""
     _train_as_one_of_two(device, Fail(_assert_on_device))

@@ -397,15 +397,24 @@ def nccl_ways(device: torch.device) -> Iterator[str]:
 
 @needing_nccl
 def nccl_killed(device: torch.device) -> Iterator[str]:
-    """A rank is killed in the middle of a step: the other one ends in time, and names it."""
+    """A rank is killed, or asserts, in the middle of a step: the other one ends, and names it."""
     with sharing(device, mps=False) as shared:  # a daemon's processes fail together
-        both = run_two(gpu_fits.be_one_that_is_killed, device, 60, shared, anew=True)
-    ended = time.monotonic()
-    (killed,) = rows_of(both[1])
-    lines = [line for line in both[0] if line.startswith("[pipeo")]
-    seconds = ended - float(killed.removeprefix("killed at "))
-    yield f"all have ended {seconds:.1f} s after global rank 1 was killed: {lines[-1:]}"
-    assert any("because of global rank 1" in line for line in lines)
+        both = run_two(gpu_fits.be_one_that_is_killed, device, 30, shared, anew=True)
+        ended = time.monotonic()
+        (killed,) = rows_of(both[1])
+        seconds = ended - float(killed.removeprefix("killed at "))
+        yield f"all have ended {seconds:.1f} s after global rank 1 was killed: {_blamed(both[0])}"
+        both = run_two(gpu_fits.be_one_with_an_assert_in_a_step, device, 30, shared, anew=True)
+    yield f"after an assert on the device in a step: {_blamed(both[0])}"
+
+
+def _blamed(said: list[str]) -> str:
+    """Return the line by which a rank has named global rank 1; raise where it has none."""
+    lines = [line for line in said if line.startswith("[pipeo")]
+    named = [line for line in lines if "because of global rank 1" in line]
+    if not named:
+        raise AssertionError(f"global rank 1 is not named: {lines[-2:]}")
+    return named[-1]
 
 
 # What an open receive takes of its device

@@ -27,8 +27,9 @@ key                   written by                   read by
 ``present/RANK``      a rank that has read roll    ranks that have lost others
 ====================  ===========================  ===============================
 
-A killed process writes nothing. The process that launched it sees its exit status, and the ranks
-that communicate with it get an error.
+A killed process writes nothing. The process that launched it sees its exit status, the ranks that
+communicate with it over gloo get an error, and the machine before it a closed connection
+(``next_machine.py``).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from lightning_pipeoffload.processes.failure import (
     show,
 )
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
+from lightning_pipeoffload.processes.next_machine import NextMachine
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class FailureBoard:
         timeout: timedelta | None = None,
     ) -> None:
         self._store: Store | None = None
+        self._next_machine: NextMachine | None = None
         self._describe_rank: Callable[[int], str] = lambda global_rank: ""
         self._added_polls: tuple[Callable[[Store], str | None], ...] = ()
         self._global_rank = global_rank
@@ -128,6 +131,8 @@ class FailureBoard:
             describe_rank: Returns the replica and stages of a global rank, or ""; None: always "".
         """
         self._describe_rank = describe_rank or self._describe_rank
+        following = self._launched.first_of_next_machine(self._world_size)
+        self._next_machine = NextMachine(store, self._global_rank, following)
         self._store = store
         if self._global_rank != 0:
             threading.Thread(target=self._guard, name="failure-guard", daemon=True).start()
@@ -179,13 +184,19 @@ class FailureBoard:
         self._is_over.set()
         self._has_task.set()
         self._thread.join(_LAST_POLL_SECONDS)
+        self._close()
 
     def _run_in_thread(self, task: Callable[[], bool]) -> bool:
         self._task = task
         self._has_task.set()
         self._thread.join()
         self._is_over.set()
+        self._close()
         return self._result
+
+    def _close(self) -> None:
+        if self._next_machine is not None:
+            self._next_machine.close()
 
     # The thread
 
@@ -234,11 +245,19 @@ class FailureBoard:
                 return failure
             failure = lost or self._launched.find_ended_child(is_connecting=False)
             if failure is None and reads:
+                failure = self._find_ended_machine(self._store)
+            if failure is None and reads:
                 causes = (poll(self._store) for poll in self._added_polls)
                 failure = next((Failure(cause) for cause in causes if cause), None)
             return None if failure is None or self._is_ending else self._announce(failure)
         except dist.DistError:
             return None if self._is_ending else _RANK_ZERO_GONE
+
+    def _find_ended_machine(self, store: Store) -> Failure | None:
+        ended = None if self._next_machine is None else self._next_machine.find_ended(store)
+        return (
+            None if ended is None else Failure(f"global rank {ended}, which is gone", is_gone=True)
+        )
 
     def _read(self, store: Store) -> Failure | None:
         has_failure = store.check(["failure"])

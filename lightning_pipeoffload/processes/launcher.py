@@ -88,13 +88,23 @@ class LaunchedProcesses:
     def __init__(
         self, global_rank: int, local_rank: int, children: Sequence[subprocess.Popen[bytes]]
     ) -> None:
-        self._first = global_rank - local_rank
+        self._global_rank, self._first = global_rank, global_rank - local_rank
         self._launcher = int(os.environ.get(_LAUNCHER, "0")) if local_rank else 0
         self._aborted_at: dict[int, float] = {}
         self._children = dict(enumerate(children, start=global_rank + 1))
         for thread in threading.enumerate():
             if isinstance(thread, _ChildProcessObserver):
                 thread._child_processes = []
+
+    def first_of_next_machine(self, world_size: int) -> int | None:
+        """Return the rank after those of this machine, as far as this process launched them.
+
+        None: this process was launched by another one, or there are no more ranks.
+        """
+        if self._launcher:
+            return None
+        following = max(self._children, default=self._global_rank) + 1
+        return following if following < world_size else None
 
     def find_lost_launcher(self) -> Failure | None:
         """Return the failure of the process that launched this one, if it is gone."""

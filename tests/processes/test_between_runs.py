@@ -169,6 +169,21 @@ def test_torchs_profiler_writes_a_trace_of_each_rank(ranks, tmp_path, num_epochs
         assert any(name.startswith("wait ") for name in names)
 
 
+def profile_predicting(num_devices, folder):
+    profiler = PyTorchProfiler(folder, "profile")
+    pipeline = {"data_parallel_size": 2}
+    fits.trainer(num_devices, pipeline, profiler=profiler).predict(fits.Net(), fits.loader())
+
+
+@pytest.mark.slow
+def test_torchs_profiler_writes_traces_of_predictions_of_replicas(ranks, tmp_path):
+    ranks(4).run(profile_predicting, 4, str(tmp_path))
+    for rank in range(4):
+        (trace,) = tmp_path.glob(f"predict-profile-{rank}-*predict_step*.json")
+        names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+        assert any("predict_step" in name for name in names)
+
+
 def test_a_metric_may_have_a_hook_that_cannot_be_copied():
     module, lock = fits.Net(), Lock()
     module.accuracy.register_forward_hook(lambda *args, lock=lock: None)

@@ -1,12 +1,18 @@
 """When a rank fails, every rank of the run ends soon, says why, and leaves no process."""
 
+import os
 import re
+import signal
 
 import pytest
+from lightning.pytorch import Trainer
 
-from tests.support import failing
+from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.processes.run_store import free_port
+from tests.support import failing, fits
 from tests.support.failing import HOOKS, STEPS
 from tests.support.forked_runs import run_forked
+from tests.support.forks import FORKS, fork
 from tests.support.pairs import pairs, slow, some
 
 BATCH = ("--hook", "on_train_batch_start", "--act")
@@ -103,6 +109,28 @@ def test_a_killed_rank_stops_all(rank, how):
     run = run_failing(*BATCH, "kill", "--rank", str(rank), "--workers", "2")
     assert run.status == (137 if rank == 0 else 1)
     assert run.lines == [because(rank, how)]
+
+
+def be_node(rank, port, pipe):
+    """Train as one of two machines; 1 is killed, and 0 waits for nothing that gloo reports."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK=str(rank))
+    os.dup2(pipe.fileno(), 2)
+    pipe.close()
+    strategy = PipeOffloadStrategy(num_microbatches=4)
+    trainer = Trainer(**fits.SILENT, devices=1, num_nodes=2, strategy=strategy, max_epochs=3)
+    trainer.fit(failing.Failing("on_train_batch_start", "kill", {1}, wait=True), fits.loader())
+
+
+def test_a_killed_machine_stops_one_that_waits_for_its_device():
+    (reader, writer), port = FORKS.Pipe(duplex=False), free_port()
+    nodes = [fork(be_node, rank, port, writer) for rank in range(2)]
+    writer.close()
+    with os.fdopen(os.dup(reader.fileno())) as pipe:
+        errors = pipe.read()
+    for node in nodes:
+        node.join()
+    assert [node.exitcode for node in nodes] == [1, -signal.SIGKILL]
+    assert because(1, ", which is gone") in errors
 
 
 @pytest.mark.parametrize(
