@@ -41,11 +41,14 @@ class CutSteps(SingleDeviceStrategy):
         outputs, shares, measured = [], [], []
         measure = getattr(self.lightning_module, "measure", None)
         self.lightning_module.measure = lambda *values: measured.append(values)
-        for part in cut(batch, self._size(total)):
+        parts, copies = cut(batch, self._size(total))
+        for part in parts:
             logged.begin(samples_in(part) / total)
             outputs.append(step(part, *rest))
             shares.append(samples_in(part) / total)
         del self.lightning_module.measure
+        for column, copied in copies:  # what steps write stays in the loader's own batch
+            column.copy_(copied)
         if measured:  # metrics get the whole batch
             losses, *columns = zip(*measured, strict=True)
             logged.begin(1.0)
@@ -125,27 +128,33 @@ def samples_in(batch):
 
 
 def cut(batch, size):
-    """Cut a generated batch: its fields are tensors, or lists with an entry for each sample."""
-    starts = range(0, samples_in(batch), size)
-    return [_part(batch, slice(start, start + size)) for start in starts]
+    """Cut a generated batch: its fields are tensors, or lists with an entry for each sample.
+
+    Returns:
+        The parts, whose tensors are copies, since each backward has a part of its own; and for each
+        copy of some rows those rows of the batch.
+    """
+    starts, copies = range(0, samples_in(batch), size), []
+    return [_part(batch, slice(start, start + size), copies) for start in starts], copies
 
 
-def _part(batch, rows):
+def _part(batch, rows, copies):
     if isinstance(batch, dict):
-        parts = {name: _field(field, rows) for name, field in batch.items()}
+        parts = {name: _field(field, rows, copies) for name, field in batch.items()}
         if "inputs" in batch:  # columns, in a list where torch has converted their tuple
-            parts["inputs"] = [_field(each, rows) for each in batch["inputs"]]
+            parts["inputs"] = [_field(each, rows, copies) for each in batch["inputs"]]
         return parts
     if dataclasses.is_dataclass(batch):
         part = copy.copy(batch)
-        vars(part).update({name: _field(field, rows) for name, field in vars(batch).items()})
+        vars(part).update({name: _field(each, rows, copies) for name, each in vars(batch).items()})
         return part
-    fields = [_field(field, rows) for field in batch]
+    fields = [_field(field, rows, copies) for field in batch]
     return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
 
 
-def _field(field, rows):
-    is_column = isinstance(field, list) or isinstance(field, torch.Tensor) and field.ndim
-    if is_column:
-        return field[rows]  # a view: what a step writes stays in the loader's own batch
-    return field.clone() if isinstance(field, torch.Tensor) else field  # each part has its own
+def _field(field, rows, copies):
+    is_tensor = isinstance(field, torch.Tensor)
+    if not is_tensor or not field.ndim:
+        return field.clone() if is_tensor else field[rows] if isinstance(field, list) else field
+    copies.append((field[rows], field[rows].clone()))
+    return copies[-1][1]
