@@ -259,7 +259,7 @@ def assert_alike(found, expected):
         else:
             # One device differs so from itself where it accumulates the batch in parts: a lora_A's
             # gradients begin at 0, and Adam enlarges what rounds in small ones.
-            rounding = 1e-5 if "lora_" in name else 2e-6
+            rounding = 3e-5 if "lora_" in name else 2e-6
             assert torch.dist(values[name][0], value) <= rounding * value.norm(), name
 
 
