@@ -114,7 +114,7 @@ class BatchEnd:
     def finish(self) -> None:
         """Compare what is not compared yet, after the last batch."""
         self._flush()
-        self._split.weights.check()
+        self._split.loss_weights.check()
 
     def _flush(self) -> bool:
         """Compare now, and wait; returns whether any rank wants to stop."""

@@ -69,7 +69,7 @@ class Split:
         measurements: What the actions cost.
         plans: Makes the plans.
         report: Describes the run.
-        weights: Each microbatch's share of its batch.
+        loss_weights: Each microbatch's share of its batch.
         parameters: The optimizers' parameters.
         state: The module and the optimizers as checkpoints have them.
         reduction: Averages gradients over the replicas; None where there is one.
@@ -120,7 +120,7 @@ class Split:
         self.cutter = BatchCutter(self.pipeline, settings)
         self.plans = Plans(settings, self.pipeline, self.executor, self.measurements, self.cutter)
         self.report = Report(self.pipeline, self.plans, self.measurements)
-        self.weights = MicrobatchWeights(module, settings.microbatch_weight)
+        self.loss_weights = MicrobatchWeights(module, settings.microbatch_weight)
         self.reduction: GradientReduction | None = None
         self.runs_whole: dict[Hashable, bool] = {}
         self.generating: set[str] = set()
@@ -176,7 +176,7 @@ class Split:
         if not self.cutter.by_user and may_follow_samples(microbatches[0].record, size):
             larger = self.cutter.record_of_first(inputs, more)
         if self.group.reports:
-            self.weights.note_differences(microbatches, larger, more)
+            self.loss_weights.note_differences(microbatches, larger, more)
 
     def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
         parts = self.cutter.split(inputs, partial(self._size_of_part, inputs))
@@ -197,7 +197,7 @@ class Split:
             first = self.cutter.count_first(total)
             self.plans.fix_size(first // self.plans.choose(inputs, first))
             if self.plans.microbatch_size < total and self.group.reports:
-                self.weights.note_ignored_labels(inputs.batch)
+                self.loss_weights.note_ignored_labels(inputs.batch)
         size = max(self.plans.microbatch_size, self.smallest_size(inputs, total))
         if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
             # The last one would have no statistics.
@@ -212,7 +212,7 @@ class Split:
         if is_first:
             self.plans.fix_size(-(-sum(cut.sizes) // len(cut.parts)))
             if self.group.reports:
-                self.weights.note_ignored_labels(inputs.batch)
+                self.loss_weights.note_ignored_labels(inputs.batch)
         return self.cutter.trace(inputs, cut)
 
     def make_parts(self, inputs: StepInputs, may_be_fewer: bool = True) -> BatchParts:
@@ -248,7 +248,9 @@ class Split:
         """Return the samples of a batch's microbatches, and their shares in its means."""
         sizes = [each.num_samples for each in microbatches]
         is_packed = self.cutter.packs_rows(inputs.kind)
-        return sizes, self.weights.shares([each.part for each in microbatches], sizes, is_packed)
+        return sizes, self.loss_weights.shares(
+            [each.part for each in microbatches], sizes, is_packed
+        )
 
     def share_of_replica(self) -> Any:
         """Return the factor for this replica's loss: its number of labels over the replicas' mean.
@@ -259,7 +261,7 @@ class Split:
         """
         if self.group.num_replicas == 1 or not self.cutter.packs_rows("training_step"):
             return 1.0
-        total, device = self.weights.total, self.group.device
+        total, device = self.loss_weights.total, self.group.device
         num_labels = torch.as_tensor(total, dtype=torch.float64, device=device)
         of_all = self.group.replicas.gather_tensor(num_labels, differentiable=False)
         return num_labels * len(of_all) / of_all.sum()
@@ -294,7 +296,7 @@ class Split:
             self.reduction.abandon()
         self.pipeline.gradients.drop_remote()
         self.group.replicas.pending.forget()
-        self.weights.forget()
+        self.loss_weights.forget()
         self.cutter.leave()
         self.whole_runs.forget()
         self.pipeline.detach()

@@ -245,7 +245,7 @@ class EarlyStep:
     def __init__(self, stages: Mapping[Tensor, int], take: Callable[[Tensor], None]) -> None:
         self._stages, self._take = stages, take
 
-    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
+    def announce(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Record that a stage's last B has run: its gradients are final except ``coming``."""
         later = {*coming}
         for parameter, owner in self._stages.items():

@@ -29,7 +29,7 @@ from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
 from lightning_pipeoffload.runtime.step.autocast import forget_casts
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.runtime.weight_grad.regrouping import FinalGradients
+from lightning_pipeoffload.runtime.weight_grad.regrouping import GradientListener
 from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, tails
 from lightning_pipeoffload.schedule.actions import COPIES, FINAL, RECVS, SENDS
 from lightning_pipeoffload.schedule.messages import actions_ahead
@@ -72,7 +72,7 @@ class Executor:
         self.memory = memory
         self.current: Action | None = None
         self._pending = pending
-        self._reduction: FinalGradients | None = None
+        self._listener: GradientListener | None = None
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -135,7 +135,7 @@ class Executor:
         plan: Schedule,
         microbatches: Sequence[Microbatch],
         settle: Settle | None = None,
-        reduction: FinalGradients | None = None,
+        listener: GradientListener | None = None,
     ) -> list[Any]:
         """Execute the rank's actions before its first backward; :meth:`run_rest` executes the rest.
 
@@ -145,12 +145,12 @@ class Executor:
             settle: Called after the actions that may run with weights that an optimizer step still
                 changes. Returns whether the weights have changed, so that these actions run again.
                 None: the weights are final.
-            reduction: Averages gradients over replicas, or steps them; None: neither is done.
+            listener: Averages gradients over replicas, or steps them, when they are final.
 
         Returns:
             The results of :meth:`run` that exist by then.
         """
-        self.start(plan, microbatches, reduction)
+        self.start(plan, microbatches, listener)
         actions: Sequence[Action] = plan[self.rank]
         if settle is not None:
             actions = self._run_ahead(settle, actions)
@@ -176,14 +176,14 @@ class Executor:
         self,
         plan: Schedule,
         microbatches: Sequence[Microbatch],
-        reduction: FinalGradients | None = None,
+        listener: GradientListener | None = None,
     ) -> None:
         """Begin a step whose actions :meth:`execute` runs one by one."""
         # By identity: every step passes the same object, and comparing all actions takes time.
         is_other = plan is not self._plan or self._costs is not self._used_costs
         if is_other or is_profiled() is not self._is_marked:
             self._use(plan)
-        self._reduction = reduction
+        self._listener = listener
         self._keep = not plan.is_forward_only
         self._microbatches = {microbatch.index: microbatch for microbatch in microbatches}
         self._results.clear()
@@ -318,7 +318,7 @@ class Executor:
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
-        elif self._reduction is not None and tail:
+        elif self._listener is not None and tail:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
         else:
             if self.memory.offloads:
@@ -328,20 +328,20 @@ class Executor:
             self._finish(action)
 
     def _run_tail(self, actions: list[Action]) -> None:
-        assert self._reduction is not None
+        assert self._listener is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
         for action in actions if self.memory.offloads else ():
             self.memory.arrive(action)
         self.timer.start()
-        self.stages[first.stage].last_weights(microbatches, self._reduction)
+        self.stages[first.stage].last_weights(microbatches, self._listener)
         self._finish(*actions)
         self._regrouped.update(others)
 
     def _declare_final(self, action: Action) -> None:
         """Declare all gradients of the stage final; waits for no replica and no step."""
-        if self._reduction is not None:
-            self._reduction.expect(action.stage)
+        if self._listener is not None:
+            self._listener.announce(action.stage)
 
     def _move(self, action: Action) -> None:
         self.memory.move(action)

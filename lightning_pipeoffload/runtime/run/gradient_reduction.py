@@ -60,7 +60,7 @@ class GradientReduction:
         self._wait_for_union: Callable[[], None] = _nothing
         self._to_owners: SumsToOwners | None = None
 
-    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
+    def announce(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Record that a stage's last B has run: its gradients are final except ``coming``.
 
         The gradients of parameters in ``coming`` become final in later W's.

@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.weight_grad.queue import (
     has_hooks,
 )
 from lightning_pipeoffload.runtime.weight_grad.regrouping import (
-    FinalGradients,
+    GradientListener,
     RegroupedWeightGrads,
 )
 
@@ -235,7 +235,7 @@ class StageRunner:
         with self._around_backward(flight):
             flight.queue.run()
 
-    def last_weights(self, microbatches: Sequence[Microbatch], final: FinalGradients) -> None:
+    def last_weights(self, microbatches: Sequence[Microbatch], final: GradientListener) -> None:
         """Run the last W's of a step, grouped by parameter, so that gradients become final early.
 
         Args:
@@ -246,14 +246,14 @@ class StageRunner:
         flights = [self.in_flight[microbatch.index] for microbatch in microbatches]
         if any(flight.seen for flight in flights):  # each W needs the values of its own F
             parameters = RegroupedWeightGrads(each.queue.waiting for each in flights).parameters
-            final.expect(self._context.stage.index, parameters)
+            final.announce(self._context.stage.index, parameters)
             for microbatch in microbatches:
                 self.weight(microbatch)
             for parameter in parameters:
                 final.finish(parameter)
             return
         gradients = RegroupedWeightGrads(flight.queue.pop_all() for flight in flights)
-        final.expect(self._context.stage.index, gradients.parameters)
+        final.announce(self._context.stage.index, gradients.parameters)
         with backward_on(microbatches[0].device), self._gradients, self._checking_hooks():
             gradients.run(final.finish)
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGrad, parameters_of
 
 
-class FinalGradients(Protocol):
+class GradientListener(Protocol):
     """Called when gradients of a step become final; see :class:`.GradientReduction`."""
 
-    def expect(self, stage: int, coming: Iterable[Tensor] = ()) -> None: ...
+    def announce(self, stage: int, coming: Iterable[Tensor] = ()) -> None: ...
 
     def finish(self, parameter: Tensor) -> None: ...
 
