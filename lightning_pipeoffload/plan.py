@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
 from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping
-from lightning_pipeoffload.cli.plan_output import drawn, print_plan
+from lightning_pipeoffload.cli.plan_output import drawn, print_answer
 from lightning_pipeoffload.pictures.picture_file import PictureFile
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, Units
 from lightning_pipeoffload.schedule import ScheduleError
@@ -69,20 +69,17 @@ def plan(config: DictConfig) -> None:
         )
     plans = GivenPlans(config)
     picture = _Picture(config, plans.units)
-    is_json = config.format == "json"
     if config.sweep is not None:
         if picture.file is not None:
             raise ScheduleError(
                 f"picture ({picture.file.path}) has no part in a sweep, which prints a table; "
                 f"leave it out"
             )
-        plans.sweep(is_json)
-    elif config.compare:
-        picture.draw(plans.compare(is_json))
+        answer = plans.sweep()
     else:
-        step, figures = plans.plan(is_json)
-        picture.draw([step])
-        print_plan(step, figures, plans.units, is_json)
+        answer = plans.compare() if config.compare else plans.plan()
+    picture.draw(answer.steps)
+    print_answer(answer, config.format == "json")
 
 
 def _check_devices(config: DictConfig) -> None:
@@ -184,7 +181,7 @@ def _plan_model(config: DictConfig) -> None:
             estimate_model,
         )
 
-        estimate_model(config)
+        print_answer(estimate_model(config), config.format == "json")
         return
     for name, value in others.items():
         if value:
@@ -202,9 +199,9 @@ def _plan_model(config: DictConfig) -> None:
         plan_for_device,
     )
 
-    step, figures, answer = plan_for_device(config)
-    picture.draw([step])
-    print_plan(step, figures, MEASURED, config.format == "json", answer)
+    answer = plan_for_device(config)
+    picture.draw(answer.steps)
+    print_answer(answer, config.format == "json")
 
 
 class _Picture:
@@ -228,7 +225,7 @@ class _Picture:
             if value is not None:
                 raise ScheduleError(f"picture.{name} ({value}) needs a file to draw: picture=FILE")
 
-    def draw(self, steps: list[PlannedStep]) -> None:
+    def draw(self, steps: Sequence[PlannedStep]) -> None:
         if self.file is not None:
             self.file.write([drawn(step, self._units, self._num_steps) for step in steps])
 

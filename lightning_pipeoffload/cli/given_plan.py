@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
-from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.plan_output import (
+    Answer,
+    Part,
+    about_choice,
+    about_comparison,
     described,
-    print_choice,
-    print_comparison,
-    print_json,
+    plan_answer,
     progress,
     step_figures,
 )
@@ -180,27 +181,28 @@ class GivenPlans:
         )
         return fill_request(self._work, Machines(self._limit), Fixed(wanted, offload), **how)
 
-    def plan(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
-        """Return the plan of ``strategy.schedule``, and what JSON says of it."""
+    def plan(self) -> Answer:
+        """Return the plan of ``strategy.schedule``."""
         name = str(self._config.strategy.schedule)
         if name == "auto":
-            return self._auto(is_json)
+            return self._auto()
         if name == "optpipe":
-            return self._solved(), {}
+            return plan_answer(self._solved(), {}, self.units)
         plan = self._named(name, self._config.strategy.offload)
-        return self._step(plan.schedule, plan.costs), described(plan, with_candidates=False)
+        return self._answer(plan, described(plan, with_candidates=False))
 
-    def _auto(self, is_json: bool) -> tuple[PlannedStep, dict[str, Any]]:
+    def _answer(self, plan: Plan, figures: dict[str, Any], before: Sequence[Part] = ()) -> Answer:
+        return plan_answer(self._step(plan.schedule, plan.costs), figures, self.units, before)
+
+    def _auto(self) -> Answer:
         if self._config.options:
             options = self._config.options
             raise ScheduleError(f"options ({options}) are for one schedule; name that one")
         check_limit(self._limit)
         with progress("Planning all schedules") as show:
             plan = make_plan(self._request_for_all(self._config.strategy.offload, show=show))
-        if not is_json:
-            print_choice(plan, self.units, _DEFAULT_COPIES * self.has_default_copies)
-        step = self._step(plan.schedule, plan.costs)
-        return step, described(plan, with_candidates=True)
+        before = about_choice(plan, self.units, _DEFAULT_COPIES * self.has_default_copies)
+        return self._answer(plan, described(plan, with_candidates=True), before)
 
     def _solved(self) -> PlannedStep:
         """Return a solver's plan; it starts from the best of all families."""
@@ -258,8 +260,8 @@ class GivenPlans:
         plan = as_it_runs(schedule, costs, self._work.steps_early)
         return PlannedStep(plan, costs, self._has_barrier)
 
-    def compare(self, is_json: bool) -> list[PlannedStep]:
-        """Print schedules side by side, for the same work of every rank; return those that fit."""
+    def compare(self) -> Answer:
+        """Return schedules side by side, for the same work of every rank."""
         config = self._config
         if config.strategy.offload != "none":
             raise ScheduleError(
@@ -285,15 +287,12 @@ class GivenPlans:
         if not steps:
             raise ScheduleError(rows[0]["refused"])
         sizes = {size: config[size] for size in ("num_ranks", "num_microbatches")}
-        if is_json:
-            print_json({**sizes, "compare": rows})
-        else:
-            title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
-            print_comparison(rows, title, self.units)
-        return steps
+        title = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches"
+        about = about_comparison(rows, title, self.units)
+        return Answer({**sizes, "compare": rows}, about, steps)
 
-    def sweep(self, is_json: bool) -> None:
-        """Print how long a step takes in how much memory, by family.
+    def sweep(self) -> Answer:
+        """Return how long a step takes in how much memory, by family.
 
         Raises:
             ScheduleError: An argument has no place here, or nothing fits any limit.
@@ -312,16 +311,11 @@ class GivenPlans:
         with progress("Planning all schedules under each limit") as show:
             offload, how = config.strategy.offload, {"searches_always": True, "show": show}
             sweep = _MemorySweep(self._request_for_all(offload, **how), limits)
-        if is_json:
-            print_json(sweep.figures())
-            return
         barrier = f"with{'' if self._has_barrier else 'out'} a barrier between steps"
         sizes = f"{config.num_ranks} ranks, {config.num_microbatches} microbatches, {barrier}"
-        console = Console()
         title = f"{sizes}; step time over the memory limit{self.units.words}"
-        console.print(sweep.table(title, self.units))
-        for line in lines_by_reason((n, r) for n, r in sweep.reasons.items() if not sweep.plans[n]):
-            console.out(line, highlight=False)
+        lines = lines_by_reason((n, r) for n, r in sweep.reasons.items() if not sweep.plans[n])
+        return Answer(sweep.figures(), [sweep.table(title, self.units), *lines])
 
 
 class _MemorySweep:

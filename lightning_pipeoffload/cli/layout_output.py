@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Column
 
 from lightning_pipeoffload.cli.layout_search import NEAR, QUICK, SHOWN
 from lightning_pipeoffload.cli.layouts import PlannedLayout, SearchResult
+from lightning_pipeoffload.cli.plan_output import Part
 from lightning_pipeoffload.planning.figures import bare_table, lines_by_reason
 from lightning_pipeoffload.schedule.families import FAMILIES
 from lightning_pipeoffload.schedule.text import bytes_text, seconds_text
@@ -16,14 +16,14 @@ from lightning_pipeoffload.schedule.text import bytes_text, seconds_text
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["describe_layouts", "how_to_train", "print_layouts"]
+__all__ = ["about_layouts", "describe_layouts", "how_to_train"]
 
 _MOST_ROWS = 10
 _HEADS = ("ranks", "tensor\nranks", "repli-\ncas", "re-\ncompute", "of-\nfload")
 
 
-def print_layouts(result: SearchResult, config: DictConfig) -> None:
-    """Print the layouts that fit, and why others are left out."""
+def about_layouts(result: SearchResult, config: DictConfig) -> list[Part]:
+    """Return the layouts that fit, and why others are left out."""
     shown = result.layouts[:_MOST_ROWS]
     has_tokens = tokens_per_second(shown[0]) is not None
     has_sharding = any(each.settings.sharding != "none" for each in shown)
@@ -53,24 +53,21 @@ def print_layouts(result: SearchResult, config: DictConfig) -> None:
             *[f"{tokens:,.0f}"] * has_tokens,
             bytes_text(_most_memory(each), most),
         )
-    console = Console()
-    console.print(table)
+    parts: list[Part] = [table]
     if config.strategy.schedule == "auto" and shown[-1].period > NEAR * shown[0].period:
-        console.print(
+        parts.append(
             f"Those that take more than {NEAR:g} times as long have been planned with "
             f"{', '.join(QUICK)} alone."
         )
-    lines = lines_by_reason(result.left_out)
     if result.not_planned:
         names = ", ".join(map(str, result.not_planned))
-        console.print(
+        parts.append(
             f"The search was stopped. Not planned yet, or not with copies, are "
-            f"{len(result.not_planned)} layouts of ranks x tensor ranks x replicas: {names}.",
-            highlight=False,
+            f"{len(result.not_planned)} layouts of ranks x tensor ranks x replicas: {names}."
         )
-    for line in ["Left out, of ranks x tensor ranks x replicas:"] * bool(lines) + lines:
-        console.print(line, highlight=False, markup=False)
-    console.print()
+    lines = lines_by_reason(result.left_out)
+    head = ["Left out, of ranks x tensor ranks x replicas:"] * bool(lines)
+    return [*parts, *head, *lines, ""]
 
 
 def describe_layouts(result: SearchResult) -> dict[str, Any]:

@@ -18,41 +18,38 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
+from lightning_pipeoffload.cli.advice import (
+    ABOUT_EQUAL,
+    OPTIMIZERS,
+    simplest_proposal,
+    step_time,
+    with_optimizer,
+)
 from lightning_pipeoffload.cli.layouts import (
     Layout,
     LayoutToPlan,
     PlannedLayout,
     SearchResult,
 )
-from lightning_pipeoffload.cli.model_planner import (
-    ABOUT_EQUAL,
-    HOST_STEP,
-    MASTERS,
-    ModelPlanner,
-    Show,
-)
-from lightning_pipeoffload.cli.plan_output import progress
+from lightning_pipeoffload.cli.model_planner import ModelPlanner, Show
+from lightning_pipeoffload.cli.strategy_settings import with_values
 from lightning_pipeoffload.planning.limits import bytes_writer
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
+from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.runtime.tensor_parallel.layers import NothingDistributedError
 from lightning_pipeoffload.schedule import Kind, MemoryLimitError, ScheduleError
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
 from lightning_pipeoffload.schedule.make_plan import PlanRequest, least_score
-from lightning_pipeoffload.schedule.text import seconds_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["NEAR", "QUICK", "SHOWN", "OutOfTimeError", "layouts_by_speed"]
+__all__ = ["NEAR", "QUICK", "SHOWN", "LayoutSearch", "tensor_sizes"]
 
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
 SHOWN = 1.2
@@ -79,27 +76,12 @@ _FEW_FORWARDS = 128
 _ABOUT_LEAST = 1.002
 # A full plan is looked for that takes so many times as long as the fastest so far, or less.
 _WORTH_A_PLAN = 0.97
-_MORE_MACHINES = (2, 4, 8)
-_WORDS = {"master_weights": MASTERS, "optimizer_offload": HOST_STEP}
+# Of what is asked for: machines, or ranks where sizes are given.
+_MORE = (1, 2, 4, 8, 16)
 
 
 class OutOfTimeError(KeyboardInterrupt):
     """The time that a search may take is over; as Ctrl-C it ends the search wherever it is."""
-
-
-@contextmanager
-def layouts_by_speed(config: DictConfig) -> Iterator[SearchResult]:
-    """Yield the fastest layouts; within the context their planners may trace the model.
-
-    Raises:
-        ValueError: A size cannot be, the model cannot be built, or no layout fits.
-    """
-    sizes = _tensor_sizes(config)
-    text = f"Planning layouts of {config.devices * config.num_nodes} devices"
-    with beside_absent_ranks(max(sizes)):
-        with progress(text) as show:
-            result = _Search(config, sizes, show).run()
-        yield result
 
 
 @contextmanager
@@ -122,7 +104,12 @@ def _stopping_after(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _tensor_sizes(config: DictConfig) -> list[int]:
+def tensor_sizes(config: DictConfig) -> list[int]:
+    """Return the numbers of tensor ranks to try.
+
+    Raises:
+        ScheduleError: The size that is given does not divide the devices of a machine.
+    """
     size, devices = config.tensor_parallel_size, config.devices
     if size == "auto":
         return [n for n in _powers_of_two(devices) if devices % n == 0]
@@ -139,22 +126,27 @@ def _powers_of_two(limit: int) -> list[int]:
     return [1 << n for n in range(limit.bit_length())]
 
 
-class _Search:
-    """A search over layouts.
+class LayoutSearch:
+    """A search over layouts; with ``only`` it is of one layout, which is planned in full.
 
     Args:
         config: Conf/plan.yaml with the command line's overrides.
         sizes: The numbers of tensor ranks to try.
         show: Shows what is being done.
+        only: The only layout; None: all that the configuration allows.
     """
 
-    def __init__(self, config: DictConfig, sizes: Sequence[int], show: Show) -> None:
+    def __init__(
+        self, config: DictConfig, sizes: Sequence[int], show: Show, only: Layout | None = None
+    ) -> None:
         self._config, self._show = config, show
-        self._sizes, self._beginning = sizes, ""
+        self._sizes, self._only, self._beginning = sizes, only, ""
         asked = config.strategy.recompute
         self._recomputes: tuple[str, ...] = RECOMPUTATIONS if asked == "auto" else (asked,)
+        self._schedule = str(config.strategy.schedule)
+        self._multiples: Sequence[int] = (1,)  # of the microbatches
         self._has_sharding = "sharding" in config.strategy
-        self._has_order = "rank_order" in config.strategy
+        self._has_order = "rank_order" in config.strategy or only is not None
         self._left_out: dict[str, str] = {}
         self._traced: dict[int, ModelPlanner] = {}  # by the number of tensor ranks
         self._least: tuple[float, Layout] | None = None  # bytes of a device, and the layout's sizes
@@ -170,15 +162,29 @@ class _Search:
             KeyboardInterrupt: The user has stopped the search before any layout was planned.
             ScheduleError: No layout can be, none fits, or none was planned in time.
         """
-        self._layouts(self._config.num_nodes)  # refuses sizes before the model is traced
+        self._layouts(1)  # refuses sizes before the model is traced
         with _stopping_after(self._config.seconds):
             try:
-                planned = self._plan_all(self._planners(), self._config.num_nodes)
+                planned = self._plan_only() if self._only else self._plan_all(self._planners(), 1)
             except KeyboardInterrupt as stop:
                 return self._stopped(stop)
             if planned:
                 return SearchResult(planned, [*self._left_out.items()])
             raise self._nothing_fits()
+
+    def _plan_only(self) -> list[PlannedLayout]:
+        """Plan the only layout; all its options, for a table."""
+        assert self._only is not None
+        planner = ModelPlanner(self._config, self._show)
+        self._traced[self._only.num_tensor_ranks] = planner
+        try:
+            return [self._plan_of(planner, self._only, None, FAMILIES)]
+        except MemoryLimitError as error:
+            write = bytes_writer(self._config.device_memory)
+            if planner.mixture:
+                raise ScheduleError(f"{error.message(write)}; {_OTHER_CARDS}") from None
+            self._too_large(planner, self._only, error)
+            return []
 
     def _stopped(self, stop: KeyboardInterrupt) -> SearchResult:
         planned = self._by_speed()
@@ -199,41 +205,95 @@ class _Search:
         write, (needed, layout) = bytes_writer(self._config.device_memory), self._least
         assert planner.memory is not None
         try:
-            advice = self._advice()
+            advice = self.advice(planner.settings_named(self._schedule))
         except KeyboardInterrupt:
             advice = "the search for what would fit was stopped"
+        needs = f"any such plan needs {write(needed)} or more of a device"
+        if self._only is None:
+            needs = (
+                f"any layout needs {write(needed)} or more of a device, as {layout} (ranks x "
+                f"tensor ranks x replicas) does"
+            )
         return ScheduleError(
-            f"{self._config.device} has {write(planner.memory)}, and any layout needs "
-            f"{write(needed)} or more of a device, as {layout} (ranks x tensor ranks x replicas) "
-            f"does; {advice}"
+            f"{self._config.device} has {write(planner.memory)}, and {needs}; {advice}"
         )
 
-    def _advice(self) -> str:
-        """Return what makes a layout fit: where the optimizer steps what, or more machines."""
-        num_nodes = self._config.num_nodes
-        others: dict[str, tuple[list[ModelPlanner], Mapping[str, Any]]] = {}
-        for planner in self._traced.values():
-            for changed_planner, changed in planner.places(self._asked(planner, "auto")):
-                for name in changed:
-                    self._trace(changed_planner)
-                    others.setdefault(name, ([], changed))[0].append(changed_planner)
-        for name, (changed_planners, changes) in others.items():
-            planned = self._plan_all(changed_planners, num_nodes, changes)
-            if planned:
-                return f"use {_WORDS[name]}: {_about(planned[0])}"
-        for times in _MORE_MACHINES:
-            planned = self._plan_all(self._traced.values(), num_nodes * times)
-            if planned:
-                return f"use num_nodes={num_nodes * times}: {_about(planned[0])}"
-        return "use a smaller model, batch or data type, or many more machines"
+    def advice(self, asked: PipelineSettings, planner: ModelPlanner | None = None) -> str:
+        """Return the words that ask for a plan that fits.
 
-    def _layouts(self, num_nodes: int) -> list[Layout]:
-        """List the layouts of the asked sizes.
+        Schedules, chunks, recomputation, offload, microbatches and sharding may change, even if
+        they are given; where nothing fits so, what the optimizer steps and where; then the number
+        of machines, or of ranks. Of plans that take about as long it is that with the fewest
+        changes.
+
+        Args:
+            asked: The settings that were asked for, with the schedule's name.
+            planner: The planner of the only layout, if it has not been planned.
+        """
+        if planner is not None:
+            self._traced = {planner.settings.tensor_parallel_size: planner}
+        self._free_settings()
+        planners: dict[str, list[ModelPlanner]] = {}
+        for times in _MORE:
+            for optimizer in OPTIMIZERS:
+                if optimizer not in planners:
+                    planners[optimizer] = self._with_optimizer(optimizer)
+                for planned in self._plan_all(planners[optimizer], times)[:1]:
+                    words = self._about(planned, asked, times)
+                    if words:
+                        return words
+        more = "" if self._only else ", or many more machines"
+        return f"use a smaller model, batch or data type{more}"
+
+    def _free_settings(self) -> None:
+        """Search all but sizes and the order of ranks from now on, whatever is given."""
+        self._schedule, self._recomputes, self._has_sharding = "auto", RECOMPUTATIONS, False
+        count, batch_size = self._config.num_microbatches, self._any_planner.probe.batch_size
+        self._multiples = [
+            times
+            for times in (1, 2, 4)
+            if batch_size % (times * count) == 0 and times * count <= MOST_MICROBATCHES
+        ]
+
+    @property
+    def _any_planner(self) -> ModelPlanner:
+        return next(iter(self._traced.values()))
+
+    def _with_optimizer(self, optimizer: str) -> list[ModelPlanner]:
+        """Return traced planners with one of ``OPTIMIZERS`` whose settings are searched."""
+        planners = []
+        for traced in self._traced.values():
+            planner = with_optimizer(traced, optimizer)
+            if planner is not None:
+                free: Any = {"offload": "auto", "num_chunks": "auto"}
+                planners.append(planner.in_layout(replace(planner.settings, **free)))
+                self._trace(planners[-1])
+        return planners
+
+    def _about(self, planned: PlannedLayout, asked: PipelineSettings, times: int) -> str:
+        """Return the words for a layout, and how long a step takes; "" if it does not fit."""
+        if self._only is None:
+            sizes = {f"num_nodes={times * self._config.num_nodes}": times > 1}
+        else:
+            sizes = {f"num_ranks={planned.layout.num_ranks}": times > 1}
+        proposal = simplest_proposal(planned, asked, self._config, sizes)
+        if proposal is None:
+            return ""
+        num_ranks = planned.layout.num_ranks // times
+        step = step_time(proposal.candidate, planned, asked, num_ranks)
+        layout = "" if self._only else f"as {planned.layout} "
+        return f"use {' '.join(proposal.words)}: {layout}{step}"
+
+    def _layouts(self, times: int) -> list[Layout]:
+        """List the layouts of the asked sizes, on so many times the machines or ranks.
 
         Raises:
             ScheduleError: There is none.
         """
-        config, num_devices = self._config, self._config.devices * num_nodes
+        if self._only is not None:
+            return [self._only._replace(num_ranks=times * self._only.num_ranks)]
+        config, num_nodes = self._config, self._config.num_nodes * times
+        num_devices = config.devices * num_nodes
         replicas = config.strategy.get("data_parallel_size", "auto")
         asked = {"num_ranks": config.num_ranks, "strategy.data_parallel_size": replicas}
         given = {name: size for name, size in asked.items() if size != "auto"}
@@ -285,10 +345,9 @@ class _Search:
             raise errors[0]
 
     def _planner_of(self, size: int) -> ModelPlanner:
-        config = deepcopy(self._config)
-        changes = {"tensor_parallel_size": size, "strategy.recompute": self._recomputes[0]}
-        for name, value in {**changes, "strategy.data_parallel_size": 1}.items():
-            OmegaConf.update(config, name, value, force_add=True)
+        sizes = {"tensor_parallel_size": size, "strategy.data_parallel_size": 1}
+        recompute = {"strategy.recompute": self._recomputes[0]}
+        config = with_values(self._config, sizes | recompute)
         planner = ModelPlanner(config, self._say, next(iter(self._traced.values()), None))
         self._trace(planner)
         return planner
@@ -309,23 +368,24 @@ class _Search:
                     raise
                 self._recomputes = tuple(r for r in self._recomputes if r != recompute)
 
-    def _asked(self, planner: ModelPlanner, num_replicas: int | str) -> PipelineSettings:
+    def _asked(self, planner: ModelPlanner, num_replicas: int) -> PipelineSettings:
         count = self._config.num_microbatches
-        if isinstance(num_replicas, int):
-            count //= num_replicas
-        sizes: Any = {"data_parallel_size": num_replicas, "num_microbatches": count}
+        sizes: Any = {"data_parallel_size": num_replicas}
+        if self._only is None:
+            sizes["num_microbatches"] = count // num_replicas
         return replace(planner.settings, **sizes)
 
-    def _plan_all(
-        self,
-        planners: Iterable[ModelPlanner],
-        num_nodes: int,
-        changed: Mapping[str, Any] | None = None,
-    ) -> list[PlannedLayout]:
-        """Return planned layouts: the simplest of the fastest, then the others by their speed."""
-        self._planned, self._open, self._begun = {}, self._layouts(num_nodes), set()
+    def _plan_all(self, planners: Iterable[ModelPlanner], times: int) -> list[PlannedLayout]:
+        """Return planned layouts: the simplest of the fastest, then the others by their speed.
+
+        They are of so many times the machines or ranks that are asked for.
+        """
+        self._planned, self._open, self._begun = {}, self._layouts(times), set()
         self._num_layouts = len(self._open)
-        places = self._plan_quickly(planners, num_nodes, changed or {})
+        if self._only is not None:
+            in_full = [self._plan(each, inf, FAMILIES) for each in self._places(planners, times)]
+            return [planned for planned in in_full if planned is not None]
+        places = self._plan_quickly(planners, times)
         best, quick = self._best, dict(self._planned)
         scores = {layout: quick[layout].score if layout in quick else inf for layout, *_ in places}
         places.sort(key=lambda place: (scores[place.layout], place.least, place.work))
@@ -378,12 +438,10 @@ class _Search:
     def _close_tensor_ranks(self, least: int, most: float = inf) -> None:
         self._close(*(each for each in self._open if least <= each.num_tensor_ranks <= most))
 
-    def _plan_quickly(
-        self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[LayoutToPlan]:
+    def _plan_quickly(self, planners: Iterable[ModelPlanner], times: int) -> list[LayoutToPlan]:
         """Plan the layouts that fit without copies; return all that may become the fastest."""
         places: list[LayoutToPlan] = []
-        for place in self._places(planners, num_nodes, changed):
+        for place in self._places(planners, times):
             best = self._best
             if place.work > SHOWN * best:
                 self._leave_out(place.layout, _SLOW)
@@ -398,20 +456,20 @@ class _Search:
         """Plan a layout without copies, if that has not been done; return whether it fits so."""
         if place.layout not in self._planned:
             self._say("", place.layout)
-            candidate = self._plan(place, SHOWN * self._best, _SHORTLY)
+            # A large one is wanted only if it is the fastest.
+            times = 1.0 if place.is_large else SHOWN
+            candidate = self._plan(place, times * self._best, _SHORTLY)
             if candidate is not None:
                 self._planned[place.layout] = candidate
                 self._close(place.layout)
         return place.layout in self._planned
 
-    def _places(
-        self, planners: Iterable[ModelPlanner], num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[LayoutToPlan]:
+    def _places(self, planners: Iterable[ModelPlanner], times: int) -> list[LayoutToPlan]:
         """Return the layouts of all tensor ranks that are worth it, the most promising first."""
         places: list[LayoutToPlan] = []
         for planner in planners:
             first = min(places, key=lambda place: place.least, default=None)
-            of_size = self._places_of(planner, num_nodes, changed)
+            of_size = self._places_of(planner, times)
             best_of_size = min((place.least for place in of_size), default=inf)
             places += of_size
             size, best = planner.settings.tensor_parallel_size, first.least if first else inf
@@ -429,20 +487,18 @@ class _Search:
         self._left_out[str(layout)] = reason
         self._close(layout)
 
-    def _places_of(
-        self, planner: ModelPlanner, num_nodes: int, changed: Mapping[str, Any]
-    ) -> list[LayoutToPlan]:
+    def _places_of(self, planner: ModelPlanner, times: int) -> list[LayoutToPlan]:
         """Return the layouts of a planner's tensor ranks whose weights and states fit."""
         places = []
-        for layout in self._layouts(num_nodes):
+        for layout in self._layouts(times):
             num_ranks, size, num_replicas = layout
             if size != planner.settings.tensor_parallel_size:
                 continue
-            if self._config.num_microbatches % num_replicas:
+            if self._only is None and self._config.num_microbatches % num_replicas:
                 count = self._config.num_microbatches
                 self._leave_out(layout, f"the replicas cannot divide num_microbatches ({count})")
                 continue
-            settings = replace(self._asked(planner, num_replicas), **changed)
+            settings = self._asked(planner, num_replicas)
             option = Option("1f1b", 1, int(settings.num_microbatches), self._recomputes[0])
             in_layout, memory = planner.in_layout(settings), planner.memory
             assert memory is not None
@@ -450,12 +506,12 @@ class _Search:
                 replace(settings, sharding=sharding) for sharding in self._shardings(settings)
             ]
             try:
-                least_bytes = in_layout.least_beside(option, num_ranks, sharded)
+                least_bytes = planner.in_layout(sharded).least_beside(option, num_ranks)
                 if least_bytes > memory:
                     self._leave_out(layout, self._needs_more(layout, least_bytes))
                     continue
-                times = in_layout.costs_of(option, 1, settings).compute(1).values()
-                work = sum(map(sum, times)) * option.num_microbatches / num_ranks
+                seconds = in_layout.costs_of(option, 1).compute(1).values()
+                work = sum(map(sum, seconds)) * option.num_microbatches / num_ranks
                 planners = [planner.in_layout(each) for each in all_settings]
                 bounds = [least_score(self._request(each, layout, _SHORTLY)) for each in planners]
             except ScheduleError as error:
@@ -497,15 +553,10 @@ class _Search:
         self,
         planner: ModelPlanner,
         layout: Layout,
-        omits_above: float,
+        omits_above: float | None,
         recipes: Mapping[str, Recipe],
     ) -> PlannedLayout:
-        request = self._request(planner, layout, recipes, omits_above)
-        plan, needs = planner.plan(request)
-        most, memory = max(rank.device for rank in needs), planner.memory
-        assert memory is not None
-        if most > memory:
-            raise MemoryLimitError("its messages do not fit", memory, most)
+        plan, needs = planner.plan(self._request(planner, layout, recipes, omits_above))
         return PlannedLayout(planner, plan, needs)
 
     def _request(
@@ -513,23 +564,25 @@ class _Search:
         planner: ModelPlanner,
         layout: Layout,
         recipes: Mapping[str, Recipe],
-        omits_above: float = inf,
+        omits_above: float | None = inf,
     ) -> PlanRequest:
-        """Return the request for a layout's plans; without copies unless all recipes are given."""
-        settings, name = planner.settings, self._config.strategy.schedule
-        is_quick = _is_quick(recipes)
-        wanted = planner.options(name, int(settings.num_microbatches), self._recomputes)
-        if name == "auto":  # searches of many seconds
+        """Return the request for a layout's plans; without copies unless all recipes are given.
+
+        ``omits_above`` None: for all options, searches of many seconds among them.
+        """
+        settings, is_quick = planner.settings, _is_quick(recipes)
+        counts = [int(settings.num_microbatches) * times for times in self._multiples]
+        wanted = planner.options(self._schedule, counts, self._recomputes)
+        if self._schedule == "auto" and omits_above is not None:
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
-            if is_quick:
-                head = settings.heads_to_try[0]
-                quick = [option for option in wanted if option.head_weight_grad == head]
-                wanted = [option for option in quick if option.schedule in recipes] or quick
-        tried = settings
+        if self._schedule == "auto" and is_quick:
+            head = settings.heads_to_try[0]
+            quick = [option for option in wanted if option.head_weight_grad == head]
+            wanted = [option for option in quick if option.schedule in recipes] or quick
         if is_quick and settings.offload == "auto":
-            tried = replace(settings, offload="none")
+            planner = planner.in_layout(replace(settings, offload="none"))
         more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **recipes}}
-        return planner.request(wanted, layout.num_ranks, tried, **more)
+        return planner.request(wanted, layout.num_ranks, **more)
 
     def _too_large(self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError) -> str:
         _, limit, needed = error.args
@@ -559,7 +612,7 @@ class _Search:
         placement = option.placement(layout.num_ranks)
         seconds, sums = {}, {}
         for order in _RANK_ORDERS:
-            links = planner.links(replace(settings, rank_order=order))
+            links = planner.in_layout(replace(settings, rank_order=order)).links
             messages = links.message_seconds(needs.sent[Kind.SEND_F], placement)
             reduce = links.reduce_seconds(needs.gradient_bytes(), placement)
             seconds[order] = [*messages, *reduce]
@@ -585,6 +638,7 @@ def _is_quick(recipes: Mapping[str, Recipe]) -> bool:
 
 _SLOW = f"takes more than {SHOWN:g} times as long"
 _WITH_COPIES = "no quick plan without copies is faster, and large layouts are planned with none"
+_OTHER_CARDS = "use another order or larger cards, strategy.recompute=full, or smaller microbatches"
 _NOT_FASTER = "no plan that fits is faster than those shown"
 
 
@@ -594,10 +648,3 @@ def _is_nowhere_more(seconds: Iterable[float], others: Iterable[float]) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-def _about(planned: PlannedLayout) -> str:
-    return (
-        f"as {planned.layout} a step takes {seconds_text(planned.period)} with "
-        f"schedule={planned.plan.best.option.schedule}"
-    )

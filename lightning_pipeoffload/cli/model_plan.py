@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.devices import FP16_SUMS, Device
 from lightning_pipeoffload.cli.given_plan import has_barrier, parse_name
-from lightning_pipeoffload.cli.layout_output import describe_layouts, how_to_train, print_layouts
-from lightning_pipeoffload.cli.layout_search import layouts_by_speed
+from lightning_pipeoffload.cli.layout_output import about_layouts, describe_layouts, how_to_train
+from lightning_pipeoffload.cli.layout_search import LayoutSearch, tensor_sizes
+from lightning_pipeoffload.cli.layouts import Layout, PlannedLayout
 from lightning_pipeoffload.cli.model_planner import Estimate, ModelPlanner
-from lightning_pipeoffload.cli.plan_output import described, print_choice, print_json, progress
+from lightning_pipeoffload.cli.plan_output import (
+    Answer,
+    Part,
+    about_choice,
+    described,
+    plan_answer,
+    progress,
+)
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
-from lightning_pipeoffload.planning.limits import bytes_writer
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
-from lightning_pipeoffload.schedule import (
-    MemoryLimitError,
-    ScheduleError,
-    as_it_runs,
-)
+from lightning_pipeoffload.schedule import ScheduleError, as_it_runs
 from lightning_pipeoffload.schedule.families import check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
 from lightning_pipeoffload.schedule.schedule import places_of
@@ -37,10 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["estimate_model", "plan_for_device"]
 
-Result = TypeVar("Result")
-
 _GIB, _MIB = 1 << 30, 1 << 20
-_OTHER_CARDS = "use another order or larger cards, strategy.recompute=full, or smaller microbatches"
 # Slices of sequences are proposed for a gain of this share, and not if shorter than so many tokens.
 _NUMBERS_OF_SLICES, _LEAST_GAIN, _LEAST_TOKENS = (2, 4, 8, 16), 0.05, 512
 _HEADS = {
@@ -54,65 +52,59 @@ _HEADS = {
 """Headings with which a table of plans fits into 80 columns."""
 
 
-def _beside_tensor_ranks(plan: Callable[[DictConfig], Result]) -> Callable[[DictConfig], Result]:
-    @wraps(plan)
-    def plan_beside(config: DictConfig) -> Result:
-        with beside_absent_ranks(config.tensor_parallel_size):
-            return plan(config)
-
-    return plan_beside
-
-
-def plan_for_device(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
-    """Return the fastest plan that fits a device, and what JSON and the text say of it.
+def plan_for_device(config: DictConfig) -> Answer:
+    """Return the fastest plan that fits a device, or the fastest layouts.
 
     Raises:
         ValueError: The device is unknown, the model cannot be built, or nothing fits.
     """
-    if config.devices is not None:
-        return _plan_of_search(config)
-    return _plan_of_sizes(config)
-
-
-def _plan_of_search(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
-    with layouts_by_speed(config) as result:
+    if config.devices is None:
+        check_sizes(num_ranks=config.num_ranks)
+        is_one = isinstance(config.device, (str, int))
+        only = _layout_of(config, config.num_ranks if is_one else len(config.device))
+        sizes, text = (
+            [only.num_tensor_ranks],
+            f"{config.strategy.schedule} for {only.num_ranks} ranks",
+        )
+    else:
+        only, sizes = None, tensor_sizes(config)
+        text = f"layouts of {config.devices * config.num_nodes} devices"
+    with beside_absent_ranks(max(sizes)):
+        with progress(f"Planning {text}") as show:
+            result = LayoutSearch(config, sizes, show, only).run()
         fastest = result.layouts[0]
-        if config.format == "text":
-            print_layouts(result, config)
-        step, figures, answer = _described_plan(fastest.planner, fastest.plan, config)
-        return step, figures | describe_layouts(result), [*answer, *how_to_train(fastest, config)]
+        if only is not None:
+            return _answer_of(fastest, about_choice(fastest.plan, MEASURED), [], {}, config)
+        lines = how_to_train(fastest, config)
+        figures = describe_layouts(result)
+        return _answer_of(fastest, about_layouts(result, config), lines, figures, config)
 
 
-@_beside_tensor_ranks
-def _plan_of_sizes(config: DictConfig) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
-    check_sizes(num_ranks=config.num_ranks)
-    is_one = isinstance(config.device, (str, int))
-    num_ranks = config.num_ranks if is_one else len(config.device)
-    text = f"Planning {config.strategy.schedule} for {num_ranks} ranks"
-    with progress(text) as show:
-        planner = ModelPlanner(config, show)
-        plan = _plan(planner, config, num_ranks)
-    if config.format == "text":
-        print_choice(plan, MEASURED)
-    return _described_plan(planner, plan, config)
+def _layout_of(config: DictConfig, num_ranks: int) -> Layout:
+    """Return the layout of sizes that are given."""
+    replicas = config.strategy.get("data_parallel_size", 1)
+    return Layout(num_ranks, config.tensor_parallel_size, replicas)
 
 
-def _described_plan(
-    planner: ModelPlanner, plan: Plan, config: DictConfig
-) -> tuple[PlannedStep, dict[str, Any], list[str | Table]]:
+def _answer_of(
+    planned: PlannedLayout,
+    before: Sequence[Part],
+    behind: Sequence[str],
+    of_search: dict[str, Any],
+    config: DictConfig,
+) -> Answer:
+    planner, plan, needs = planned.planner, planned.plan, planned.needs
     num_ranks = plan.schedule.num_ranks
     device, precision = planner.device, planner.probe.precision
     assert device is not None
     assert planner.memory is not None
-    if config.format == "text":
-        Console().print(
-            f"{device.name} at {config.efficiency:g} of its data sheet's rates: "
-            f"{_rates(planner)} TFLOP/s dense (precision {precision}), copies "
-            f"{device.copy_rate / 1e9:.4g} GB/s each way, messages {device.link_rate / 1e9:.4g} "
-            f"GB/s, between machines of {planner.devices_per_machine} "
-            f"{device.network_rate / 1e9:.4g} GB/s\n",
-            highlight=False,
-        )
+    rates = (
+        f"{device.name} at {config.efficiency:g} of its data sheet's rates: "
+        f"{_rates(planner)} TFLOP/s dense (precision {precision}), copies "
+        f"{device.copy_rate / 1e9:.4g} GB/s each way, messages {device.link_rate / 1e9:.4g} "
+        f"GB/s, between machines of {planner.devices_per_machine} "
+        f"{device.network_rate / 1e9:.4g} GB/s\n"
+    )
     figures = {
         "device": device.name,
         "tensor_parallel_size": planner.settings.tensor_parallel_size,
@@ -123,20 +115,19 @@ def _described_plan(
         "link_rate": device.link_rate,
         "device_memory": planner.memory,
         "devices": [each.name for each in planner.mixture] or [device.name] * num_ranks,
-        "taken_by_weights": planner.memory_beside(plan.best.option, num_ranks, planner.settings),
+        "taken_by_weights": max(planner.beside(plan.best.option, num_ranks)),
     }
-    early = planner.steps_early(planner.settings)
-    as_run = as_it_runs(plan.schedule, plan.costs, early)
+    as_run = as_it_runs(plan.schedule, plan.costs, planner.steps_early)
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
-    needs = planner.rank_needs(plan)
     proposal = _proposed_slices(planner, plan)
     speed = _speed(planner, step, config)
     figures |= {"memory": describe_needs(needs), **speed}
     if proposal is not None:
         figures |= {"sequence_slices": proposal}
-    answer: list[str | Table] = [_table_of_ranks(needs), *_answer(plan, needs, speed, planner)]
-    answer += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner)]
-    return step, described(plan, with_candidates=True) | figures, answer
+    beside: list[Part] = [_table_of_ranks(needs), *_about_speed(plan, needs, speed, planner)]
+    beside += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner), *behind]
+    figures = described(plan, with_candidates=True) | figures | of_search
+    return plan_answer(step, figures, MEASURED, [*before, rates], beside)
 
 
 def _rates(planner: ModelPlanner) -> str:
@@ -156,7 +147,7 @@ def _proposed_slices(planner: ModelPlanner, plan: Plan) -> dict[str, Any] | None
         if length >= count * _LEAST_TOKENS:
             wanted = [replace(whole, num_sequence_slices=count)]
             with suppress(ScheduleError):
-                request = planner.request(wanted, plan.schedule.num_ranks, planner.settings)
+                request = planner.request(wanted, plan.schedule.num_ranks)
                 periods[count] = make_plan(request).best.period or before
     least = min(periods.values(), default=before)
     if least > before * (1 - _LEAST_GAIN):
@@ -206,7 +197,7 @@ def _speed(planner: ModelPlanner, step: PlannedStep, config: DictConfig) -> dict
     }
 
 
-def _answer(
+def _about_speed(
     plan: Plan,
     needs: Sequence[RankNeeds],
     speed: Mapping[str, float | None],
@@ -222,19 +213,18 @@ def _answer(
     pairs = [(rank.device, limit) for rank, limit in zip(needs, limits, strict=True)]
     most, limit = max(pairs, key=lambda pair: pair[0] / pair[1])
     replicas = int(planner.settings.data_parallel_size)
-    size, links = planner.settings.tensor_parallel_size, planner.links(planner.settings)
+    size, links = planner.settings.tensor_parallel_size, planner.links
     rate, hosts = links.tensor_rate / 1e9, [rank.host for rank in needs]
     reserve = 0.0 if planner.mixture else planner.device.memory - planner.memory
     beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
     per_machine = links.most_of_a_machine(hosts, plan.schedule.placement)
-    fits = "it fits" if most <= limit else "with its messages it does not fit"
     return [
         f"{', '.join(rates)}, with {planner.num_batches * planner.probe.batch_size} samples a step",
         *_about_tensor_ranks(
             len(needs), size, replicas, f"F and B wait for collectives at {rate:.4g} GB/s"
         ),
         *_about_devices(plan, planner),
-        f"the fullest rank needs {bytes_text(most)} of {bytes_text(limit)}{beside}: {fits}",
+        f"the fullest rank needs {bytes_text(most)} of {bytes_text(limit)}{beside}: it fits",
         f"host memory: {bytes_text(max(hosts))} of the rank that needs most, "
         f"{bytes_text(per_machine)} of a machine",
     ]
@@ -264,34 +254,14 @@ def _about_tensor_ranks(num_ranks: int, size: int, replicas: int, collectives: s
     ]
 
 
-def _plan(planner: ModelPlanner, config: DictConfig, num_ranks: int) -> Plan:
-    recomputes = [config.strategy.recompute]
-    wanted = planner.options(config.strategy.schedule, config.num_microbatches, recomputes)
-    request = planner.request(wanted, num_ranks, planner.settings)
-    memory = planner.memory
-    assert memory is not None
-    try:
-        return planner.plan(request)[0]
-    except MemoryLimitError as error:
-        _, limit, needed = error.args
-        write = bytes_writer(config.device_memory)
-        if planner.mixture:
-            raise ScheduleError(f"{error.message(write)}; {_OTHER_CARDS}") from None
-        raise ScheduleError(
-            f"{config.device} has {write(memory)}, and any such plan needs "
-            f"{write(needed + memory - limit)} or more of a device; "
-            f"{planner.advice(planner.settings_named(config.strategy.schedule), num_ranks)}"
-        ) from None
-
-
-@_beside_tensor_ranks
-def estimate_model(config: DictConfig) -> None:
-    """Print what each rank needs for the model of ``config``, in one plan or several.
+def estimate_model(config: DictConfig) -> Answer:
+    """Return what each rank needs for the model of ``config``, in one plan or several.
 
     Raises:
         ValueError: The model, its data or a plan cannot be; or no plan fits ``device_memory``.
     """
-    with progress("Counting what the model needs") as show:
+    size = config.tensor_parallel_size
+    with beside_absent_ranks(size), progress("Counting what the model needs") as show:
         planner = ModelPlanner(config, show)
         if planner.num_slices > 1:
             raise ScheduleError(
@@ -305,7 +275,8 @@ def estimate_model(config: DictConfig) -> None:
         least = min(estimates, key=lambda plan: plan.largest.device)
         if limit is not None and least.largest.device > limit:
             show("it does not fit; searching for the fastest plan that does")
-            advice = planner.advice(least.settings, least.num_ranks)
+            search = LayoutSearch(config, [size], show, _layout_of(config, least.num_ranks))
+            advice = search.advice(least.settings, planner)
             raise ScheduleError(_refusal(least, limit, advice))
     host_bytes = min(max(rank.host for rank in plan.needs) for plan in estimates)
     if host_bytes > planner.host_memory:
@@ -314,12 +285,11 @@ def estimate_model(config: DictConfig) -> None:
             f"{planner.settings.host_memory_limit}; use more ranks, "
             f"+strategy.sharding=optimizer or less offload"
         )
-    if config.format == "json":
-        figures = [_describe(plan) for plan in estimates]
-        is_one = not config.compare and len(estimates) == 1
-        print_json(figures[0] if is_one else {"estimates": figures, "refused": refusals})
-        return
-    _print_estimates(estimates, refusals, limit, bool(config.compare))
+    is_one = not config.compare and len(estimates) == 1
+    described_plans = [_describe(plan) for plan in estimates]
+    figures = described_plans[0] if is_one else {"estimates": described_plans, "refused": refusals}
+    table = _table_of_ranks(estimates[0].needs) if is_one else _table_of_plans(estimates, limit)
+    return Answer(figures, [table, *_about_estimates(estimates), *refusals])
 
 
 def _estimates(planner: ModelPlanner, config: DictConfig) -> tuple[list[Estimate], list[str]]:
@@ -370,27 +340,17 @@ def _describe(plan: Estimate) -> dict[str, Any]:
     }
 
 
-def _print_estimates(
-    estimates: Sequence[Estimate], refusals: Sequence[str], limit: float | None, are_compared: bool
-) -> None:
-    is_one = not are_compared and len(estimates) == 1
-    console = Console()
-    console.print(
-        _table_of_ranks(estimates[0].needs) if is_one else _table_of_plans(estimates, limit)
-    )
-    for plan in estimates:
-        console.out(
-            f"{plan.name}: {plan.num_ranks} ranks, {plan.num_microbatches} microbatches, bubble "
-            f"{share_text(plan.step.bubble)} by the operations that are counted",
-            highlight=False,
-        )
+def _about_estimates(estimates: Sequence[Estimate]) -> list[str]:
     settings = estimates[0].settings
     sizes = settings.tensor_parallel_size, int(settings.data_parallel_size)
+    lines = [
+        f"{plan.name}: {plan.num_ranks} ranks, {plan.num_microbatches} microbatches, bubble "
+        f"{share_text(plan.step.bubble)} by the operations that are counted"
+        for plan in estimates
+    ]
     for num_ranks in dict.fromkeys(plan.num_ranks for plan in estimates):
-        for line in _about_tensor_ranks(num_ranks, *sizes, "F and B wait for collectives"):
-            console.out(line, highlight=False)
-    for line in refusals:
-        console.out(line, highlight=False)
+        lines += _about_tensor_ranks(num_ranks, *sizes, "F and B wait for collectives")
+    return lines
 
 
 def _table_of_ranks(needs: Sequence[RankNeeds]) -> Table:

@@ -1,4 +1,4 @@
-"""Plans of a model from its shapes: memory of each rank, times by counted operations, advice.
+"""Plans of a model from its shapes: memory of each rank, times by counted operations.
 
 A model is planned by the bytes of its shapes and by its operations, divided by the rate that the
 device reaches. Without a device operations are the unit of time, a copy there and back takes as
@@ -7,16 +7,14 @@ long as its stage's computing, and a byte to a tensor rank as long as ``OPERATIO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy, deepcopy
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from operator import mul, truediv
 from statistics import mean
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
 
 from lightning_pipeoffload.cli.devices import Device, device_named, joined, kind_of_product
 from lightning_pipeoffload.cli.given_plan import (
@@ -26,7 +24,7 @@ from lightning_pipeoffload.cli.given_plan import (
 )
 from lightning_pipeoffload.cli.machine_links import Links
 from lightning_pipeoffload.cli.model_probe import ModelProbe
-from lightning_pipeoffload.cli.strategy_settings import settings_of
+from lightning_pipeoffload.cli.strategy_settings import settings_of, with_values
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.limits import SHARE_PLANNED, parse_bytes, parse_limits
 from lightning_pipeoffload.planning.memory_needs import (
@@ -38,33 +36,31 @@ from lightning_pipeoffload.planning.memory_needs import (
 from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
 from lightning_pipeoffload.planning.run_plans import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
 from lightning_pipeoffload.runtime.device.devices import Device as KnownDevice
 from lightning_pipeoffload.runtime.device.devices import Devices
-from lightning_pipeoffload.schedule import Costs, Kind, Schedule, ScheduleError, Slices, lower
-from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option, options
+from lightning_pipeoffload.schedule import (
+    Costs,
+    Kind,
+    MemoryLimitError,
+    Schedule,
+    ScheduleError,
+    Slices,
+    lower,
+)
+from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
 from lightning_pipeoffload.schedule.schedule import places_of, stages_on
 from lightning_pipeoffload.schedule.slices import of_every_stage
-from lightning_pipeoffload.schedule.text import seconds_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["ABOUT_EQUAL", "HOST_STEP", "MASTERS", "Estimate", "ModelPlanner", "Show"]
+__all__ = ["Estimate", "ModelPlanner", "Show"]
 
 Show = Callable[[str], None]
 """Shows what is being done."""
-
-ABOUT_EQUAL = 1.01
-"""Of plans that take so little longer than the fastest, the simplest is taken."""
-MASTERS = "++trainer.precision=bf16-true +strategy.master_weights=float32"
-"""Words for weights in bfloat16 and their masters."""
-HOST_STEP = "+strategy.optimizer_offload=true"
-"""Words for an optimizer that steps on the host."""
-_MORE_RANKS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -88,21 +84,6 @@ class Estimate:
     def largest(self) -> RankNeeds:
         """The needs of the rank that needs most on its device."""
         return max(self.needs, key=lambda rank: rank.device)
-
-
-@dataclass(frozen=True)
-class _Proposal:
-    """A plan that fits, and the words of the command line that ask for it."""
-
-    candidate: Candidate
-    settings: PipelineSettings
-    num_ranks: int
-    words: Sequence[str]
-
-    @property
-    def order(self) -> tuple[int, float]:
-        assert self.candidate.peak_memory is not None
-        return len(self.words), self.candidate.peak_memory
 
 
 # What memory and times of a rank follow from; schedules come from ``schedule`` and ``compare``.
@@ -157,9 +138,9 @@ class ModelPlanner:
             precision = str((config.get("trainer") or {}).get("precision", "32-true"))
             self.kind_of_product = kind_of_product(self.device, precision, config.float16_sums)
         self._config, self._like = config, like
-        self._num_chunks, self._count = config.num_chunks, config.num_microbatches
+        self._count = config.num_microbatches
         self.num_slices = config.get("num_sequence_slices", 1)
-        chunks = {} if self._num_chunks is None else {"num_chunks": self._num_chunks}
+        chunks = {} if config.num_chunks is None else {"num_chunks": config.num_chunks}
         counts = {"num_microbatches": self._count, "num_sequence_slices": self.num_slices}
         check_sizes(**counts, **chunks)
         size = {"tensor_parallel_size": config.get("tensor_parallel_size", 1)}
@@ -215,8 +196,7 @@ class ModelPlanner:
     @property
     def num_dividing(self) -> int:
         """The replicas that divide the batch among them; 1: each has a batch as large as it."""
-        is_divided = self._config.get("devices") is not None
-        return int(self.settings.data_parallel_size) if is_divided else 1
+        return int(self.settings.data_parallel_size) if self.is_searched else 1
 
     @property
     def num_batches(self) -> int:
@@ -226,8 +206,17 @@ class ModelPlanner:
     @property
     def devices_per_machine(self) -> int:
         """The devices of a machine."""
-        devices = self._config.get("devices")
-        return int(self._config.devices_per_machine if devices is None else devices)
+        config = self._config
+        return int(config.devices if self.is_searched else config.devices_per_machine)
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether layouts are searched, whose replicas divide the batch among them."""
+        return self._config.get("devices") is not None
+
+    def with_values(self, values: Mapping[str, Any]) -> ModelPlanner:
+        """Return a planner of the same model with other values of the configuration."""
+        return ModelPlanner(with_values(self._config, values), self._show, self._like)
 
     def in_layout(self, settings: PipelineSettings) -> ModelPlanner:
         """Return a planner by other sizes, with what this one has traced."""
@@ -268,9 +257,9 @@ class ModelPlanner:
             self._needs[key] = needs.scaled(times)
         return self._needs[key]
 
-    def costs_of(self, option: Option, num_ranks: int, settings: PipelineSettings) -> Costs:
+    def costs_of(self, option: Option, num_ranks: int) -> Costs:
         """Return the costs of an option's stages: bytes, and seconds or average blocks' work."""
-        needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
+        needs = self._with_optimizer(self.needs_of(option, num_ranks))
         num_stages = len(needs.owned)
         unit = needs.flops_of_one / (self.flops if self.device else 1e12)
         compute: dict[str, Any] = {
@@ -283,13 +272,13 @@ class ModelPlanner:
         copies = [sum(work) / 2 for work in zip(*compute.values(), strict=True)]
         per_byte: float = OPERATIONS_PER_BYTE
         if self.device is not None:
-            per_byte = self.flops / self.links(settings).tensor_rate
+            per_byte = self.flops / self.links.tensor_rate
         for name, waits in needs.waits(per_byte).items():
             pairs = zip(compute[name], waits, strict=True)
             compute[name] = [seconds + unit * wait for seconds, wait in pairs]
         if self.device is None:
             return replace(needs.costs, **compute, offload=copies, reload=copies, copy_lanes=2)
-        links, placement = self.links(settings), option.placement(num_ranks)
+        links, placement = self.links, option.placement(num_ranks)
         rates = [self.device.copy_rate] * num_stages
         if self._unlike is not None:
             of_ranks = places_of(placement)
@@ -302,7 +291,7 @@ class ModelPlanner:
         sizes = needs.costs.per_stage("activation", num_stages)
         copies = [*map(truediv, sizes, rates)]
         compute["communication"] = links.message_seconds(needs.sent[Kind.SEND_F], placement)
-        if int(settings.data_parallel_size) > 1:
+        if int(self.settings.data_parallel_size) > 1:
             compute["reduce"] = links.reduce_seconds(needs.gradient_bytes(), placement)
         if needs.is_on_host:
             compute["step"] = [moved / self.device.host_rate for moved in needs.step_bytes()]
@@ -323,59 +312,92 @@ class ModelPlanner:
         sizes = (num_slices,) if length is None else (num_slices, length)
         return costs.with_equal_slices(num_stages, *sizes).slices
 
-    def links(self, settings: PipelineSettings) -> Links:
-        """Return the links between the ranks of these settings."""
+    @property
+    def links(self) -> Links:
+        """The links between the ranks."""
         assert self.device is not None
-        return Links(self.device, settings, self.devices_per_machine)
+        return Links(self.device, self.settings, self.devices_per_machine)
 
-    def options(self, name: str, count: int, recomputes: Sequence[str]) -> list[Option]:
+    def options(self, name: str, counts: Sequence[int], recomputes: Sequence[str]) -> list[Option]:
         """Return the options of a schedule, or of all families with "auto"."""
-        heads = self.settings.heads_to_try
-        wanted = options_of(name, [count], self._num_chunks, recomputes, heads, self.num_slices)
+        settings = self.settings
+        heads, chunks = settings.heads_to_try, settings.num_chunks
+        wanted = options_of(name, counts, chunks, recomputes, heads, self.num_slices)
         if not self.mixture:
             return wanted
-        counts = 0, len(self.mixture), 1
-        return [replace(option, num_kept=kept) for option in wanted for kept in counts]
+        numbers = 0, len(self.mixture), 1
+        return [replace(option, num_kept=kept) for option in wanted for kept in numbers]
 
     def plan(self, request: PlanRequest) -> tuple[Plan, list[RankNeeds]]:
         """Return the fastest plan that fits a device, and what its ranks need with messages.
 
+        Where plans need not fit, it is that which needs least if none does.
+
         Raises:
-            ScheduleError: None fits, or none can be made.
+            ScheduleError: None fits, none can be made, or all take longer than ``omits_above``.
         """
-        plan, memory = make_plan(request), self.memory
-        assert memory is not None
-        needs = self.rank_needs(plan)
-        limits = self.memories_of(plan.schedule.placement)
-        if all(rank.device <= limit for rank, limit in zip(needs, limits, strict=True)):
+        plan, most = make_plan(request), request.omits_above
+        # Not later: counting the messages of a large plan takes seconds.
+        if most is not None and plan.best.score > most:
+            raise ScheduleError("no plan is as fast as one that is known")
+        needs = self.rank_needs(plan.best.option, plan.schedule)
+        if self.has_room(needs, plan.schedule):
             return plan, needs
-        messages = max(rank.messages for rank in needs)  # the planner counts none
-        plan = make_plan(replace(request, memory_limit=memory - messages))
-        return plan, self.rank_needs(plan)
+        limit, messages = request.memory_limit, max(rank.messages for rank in needs)
+        assert limit is not None
+        plans, error = [plan], None
+        try:
+            plans.append(make_plan(replace(request, memory_limit=limit - messages)))
+        except MemoryLimitError as too_small:
+            error = too_small
+        # Others may have fewer messages.
+        found = [
+            (each, of)
+            for of in plans
+            for each in of.candidates
+            if each.fits and each is not plan.best
+        ]
+        for best, of in sorted(found, key=lambda pair: pair[0].score):
+            assert best.schedule is not None
+            needs = self.rank_needs(best.option, best.schedule)
+            if self.has_room(needs, best.schedule):
+                costs, chosen = (
+                    self.costs_of(best.option, request.num_ranks),
+                    replace(best, reason=""),
+                )
+                others = [chosen if each is best else each.judged(chosen) for each in of.candidates]
+                return Plan(chosen, best.schedule, costs, others), needs
+        if request.must_fit:
+            most = max(rank.device for rank in needs)
+            sentence = "{limit} of a device is less than the {needed} that it needs with messages"
+            raise error or MemoryLimitError(sentence, limit, most)
+        return plans[-1], self.rank_needs(plans[-1].best.option, plans[-1].schedule)
 
-    def rank_needs(self, plan: Plan) -> list[RankNeeds]:
+    def has_room(self, needs: Sequence[RankNeeds], plan: Schedule) -> bool:
+        """Whether all ranks' devices have room for what they need."""
+        limits = self.memories_of(plan.placement)
+        return all(rank.device <= limit for rank, limit in zip(needs, limits, strict=True))
+
+    def rank_needs(self, option: Option, plan: Schedule) -> list[RankNeeds]:
         """Return the memory that each rank of a plan needs, messages included."""
-        num_ranks = plan.schedule.num_ranks
-        needs = self._with_optimizer(self.needs_of(plan.best.option, num_ranks), self.settings)
-        return needs.in_slices(plan.costs).of_ranks(lower(plan.schedule))
+        needs = self._with_optimizer(self.needs_of(option, plan.num_ranks))
+        if option.num_sequence_slices > 1:
+            needs = needs.in_slices(self.costs_of(option, plan.num_ranks))
+        return needs.of_ranks(lower(plan))
 
-    def memory_beside(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
-        """Return the bytes of the fullest rank besides activations."""
-        return max(self._beside(option, num_ranks, settings))
-
-    def _beside(
-        self, option: Option, num_ranks: int, settings: PipelineSettings
-    ) -> Sequence[float]:
-        needs = self._with_optimizer(self.needs_of(option, num_ranks), settings)
+    def beside(self, option: Option, num_ranks: int) -> Sequence[float]:
+        """Return the bytes of each rank besides activations."""
+        needs = self._with_optimizer(self.needs_of(option, num_ranks))
         placement = option.placement(num_ranks)
         return [needs.taken_by(stages_on(placement, rank)) for rank in range(num_ranks)]
 
-    def least_beside(self, option: Option, num_ranks: int, settings: PipelineSettings) -> float:
+    def least_beside(self, option: Option, num_ranks: int) -> float:
         """Return the bytes besides activations that one rank of any cut has at least."""
-        return self._with_optimizer(self.needs_of(option, 1), settings).least_of_any(num_ranks)
+        return self._with_optimizer(self.needs_of(option, 1)).least_of_any(num_ranks)
 
-    def _with_optimizer(self, needs: MemoryNeeds, settings: PipelineSettings) -> MemoryNeeds:
+    def _with_optimizer(self, needs: MemoryNeeds) -> MemoryNeeds:
         """Return the needs with optimizer states where the settings have them."""
+        settings = self.settings
         num_sharing = settings.num_sharing(int(settings.data_parallel_size))
         on_host, has_masters = settings.optimizer_offload, settings.master_weights is not None
         stand_ins = None
@@ -396,30 +418,32 @@ class ModelPlanner:
         self,
         wanted: Sequence[Option],
         num_ranks: int,
-        settings: PipelineSettings,
         recipes: Mapping[str, Recipe] = FAMILIES,
         must_fit: bool = True,
         **how: Any,
     ) -> PlanRequest:
         """Return the request for some options; offload and sharding are those of the settings."""
+
+        def memory_beside(option: Option) -> float | Sequence[float]:
+            of_ranks = self.beside(option, num_ranks)
+            return of_ranks if self.mixture else max(of_ranks)
+
         work = Work(
             num_ranks,
-            lambda option: self.costs_of(option, num_ranks, settings),
-            lambda option: (
-                self._beside(option, num_ranks, settings)
-                if self.mixture
-                else self.memory_beside(option, num_ranks, settings)
-            ),
+            lambda option: self.costs_of(option, num_ranks),
+            memory_beside,
             lambda option: self._has_barrier,
-            self.steps_early(settings),
+            self.steps_early,
         )
         names = [device.name for device in self.mixture]
         machines = Machines(self.memories if names else self.memory, must_fit, names=names)
-        fixed = Fixed(wanted, settings.offload, recipes)
+        fixed = Fixed(wanted, self.settings.offload, recipes)
         return fill_request(work, machines, fixed, show=self._show, **how)
 
-    def steps_early(self, settings: PipelineSettings) -> bool:
+    @property
+    def steps_early(self) -> bool:
         """Whether an optimizer on the host steps as gradients become final."""
+        settings = self.settings
         is_alone = settings.data_parallel_size == 1 and not self._is_clipped
         return settings.optimizer_offload and is_alone and self.probe.host_step[0]
 
@@ -435,159 +459,14 @@ class ModelPlanner:
             ValueError: The plan cannot be, or the model cannot be cut so.
         """
         count = settings.choose_num_microbatches(num_ranks, self.probe.batch_size)
-
-        def needs_of(plan: Schedule) -> MemoryNeeds:
-            needs = self.probe.joined_needs(plan.placement, count, settings)
-            return self._with_optimizer(needs, settings)
-
+        planner = self.in_layout(settings)
         if settings.offload == "auto" and self.memory is not None:
-            request = self.request([settings.option(count)], num_ranks, settings, must_fit=False)
-            plan = lower(make_plan(request).schedule)
-            # The planner counts no messages.
-            messages = max(rank.messages for rank in needs_of(plan).of_ranks(plan))
-            request = replace(request, memory_limit=self.memory - messages)
-            plan = lower(make_plan(request).schedule)
+            request = planner.request([settings.option(count)], num_ranks, must_fit=False)
+            plan = lower(planner.plan(request)[0].schedule)
         else:
             plan = lower(first_plan(settings, num_ranks, count)[0])
-        needs = needs_of(plan)
+        # Not by the option: a schedule from a file has a placement of its own.
+        joined = self.probe.joined_needs(plan.placement, count, settings)
+        needs = planner._with_optimizer(joined)
         step = PlannedStep(plan, needs.costs_by_operations, self._has_barrier)
         return Estimate(settings, num_ranks, count, needs.of_ranks(plan), step)
-
-    def advice(self, asked: PipelineSettings, num_ranks: int) -> str:
-        """Return the words that ask for the fastest plan that fits.
-
-        Schedules, chunks, recomputation, offload, microbatches and sharding may change; where no
-        plan fits the optimizer steps masters that replicas divide, else on the host, and where none
-        fits then the number of ranks is another. Of plans that take about as long it is that with
-        the fewest changes.
-        """
-        self.probe.recomputes = RECOMPUTATIONS
-        for times in _MORE_RANKS:
-            for planner, changed in self.places(asked):
-                best = planner._best(asked, num_ranks, times, changed)
-                if best is not None:
-                    return f"use {' '.join(best.words)}: {self._step_time(best, asked, num_ranks)}"
-        return "use a smaller model, batch or data type"
-
-    def places(self, asked: PipelineSettings) -> Iterator[tuple[ModelPlanner, dict[str, Any]]]:
-        """Yield what the optimizer may step where: the planner, and the settings that change."""
-        yield self, {}
-        is_whole = self.probe.precision == "bf16-mixed" and not asked.optimizer_offload
-        if is_whole and asked.data_parallel_size != 1 and not self.probe.master_step[1]:
-            yield self._with_masters, {"master_weights": "float32"}
-        if not asked.optimizer_offload and not self.probe.host_step[1]:
-            yield self, {"optimizer_offload": True}
-
-    @cached_property
-    def _with_masters(self) -> ModelPlanner:
-        """The planner of the same run with weights in bfloat16 and their masters."""
-        config = deepcopy(self._config)
-        OmegaConf.update(config, "trainer.precision", "bf16-true", force_add=True)
-        OmegaConf.update(config, "strategy.master_weights", "float32", force_add=True)
-        return ModelPlanner(config, self._show)
-
-    def _best(
-        self, asked: PipelineSettings, num_ranks: int, times: int, changed: Mapping[str, Any]
-    ) -> _Proposal | None:
-        proposals = [*self._search(asked, num_ranks, times, changed)]
-        while proposals:
-            fastest = min(each.candidate.score for each in proposals)
-            near = [f for f in proposals if f.candidate.score <= fastest * ABOUT_EQUAL]
-            best = min(near, key=lambda each: each.order)
-            if self._fits(best):
-                return best
-            proposals.remove(best)
-        return None
-
-    def _fits(self, proposal: _Proposal) -> bool:
-        """Whether a plan fits with its messages too."""
-        self.probe.recomputes = ()  # its own suffices
-        try:
-            estimate = self.estimate(proposal.settings, proposal.num_ranks)
-        except ValueError:
-            return False
-        on_host = max(rank.host for rank in estimate.needs)
-        return estimate.largest.device <= (self.memory or inf) and on_host <= self.host_memory
-
-    def _step_time(self, proposal: _Proposal, asked: PipelineSettings, num_ranks: int) -> str:
-        period = proposal.candidate.period
-        assert period is not None
-        if self.device is not None:
-            on_top = " and the optimizer's on the host" * proposal.settings.optimizer_offload
-            return f"a step takes {seconds_text(period)}{on_top}"
-        try:
-            wanted = [self._option(asked)]
-            free = replace(self.request(wanted, num_ranks, asked), memory_limit=None)
-            before = make_plan(free).best.period or period
-        except ScheduleError:
-            return "it fits"
-        return f"a step takes {period / before:.2f} times as long as {asked.schedule} would"
-
-    def _option(self, asked: PipelineSettings) -> Option:
-        count = asked.num_microbatches
-        return asked.option(count if isinstance(count, int) else self._count)
-
-    def _search(
-        self, asked: PipelineSettings, num_ranks: int, times: int, changed: Mapping[str, Any]
-    ) -> Iterator[_Proposal]:
-        """Yield plans that fit on multiples of the ranks."""
-        counts = [self._count * n for n in (1, 2, 4)]
-        counts = [c for c in counts if c <= MOST_MICROBATCHES and self.probe.batch_size % c == 0]
-        wanted = [
-            option
-            for option in options(
-                counts, recompute=RECOMPUTATIONS, head_weight_grad=asked.heads_to_try
-            )
-            if not FAMILIES[option.schedule].takes_seconds
-        ]
-        shardings = ["none"] if asked.data_parallel_size == 1 else ["none", "optimizer"]
-        best = inf
-        for sharding in dict.fromkeys([asked.sharding, *shardings]):
-            settings = replace(asked, schedule="auto", offload="auto", sharding=sharding, **changed)
-            request = self.request(wanted, times * num_ranks, settings, omits_above=best)
-            try:
-                plan = make_plan(request)
-            except ScheduleError:
-                continue
-            best = min(best, plan.best.score)
-            for candidate in plan.candidates:
-                if candidate.fits:
-                    yield self._proposal(candidate, asked, settings, num_ranks, times)
-
-    def _proposal(
-        self,
-        candidate: Candidate,
-        asked: PipelineSettings,
-        settings: PipelineSettings,
-        num_ranks: int,
-        times: int,
-    ) -> _Proposal:
-        option, before = candidate.option, self._option(asked)
-        offload = asked.offload if candidate.offload == "its own" else settings.offload
-        settings = replace(
-            settings,
-            schedule=option.schedule,
-            num_chunks=option.num_chunks,
-            num_microbatches=option.num_microbatches,
-            recompute=option.recompute,
-            head_weight_grad=option.head_weight_grad,
-            offload="none" if candidate.offload == "none" else offload,
-        )
-        is_default = option.num_chunks == FAMILIES[option.schedule].num_chunks
-        changes = {
-            f"num_ranks={times * num_ranks}": times > 1,
-            f"schedule={option.schedule}": option.schedule != before.schedule,
-            f"num_chunks={option.num_chunks}": not is_default
-            or (self._num_chunks not in (None, option.num_chunks)),
-            f"num_microbatches={option.num_microbatches}": option.num_microbatches != self._count,
-            "num_sequence_slices=1": option.num_sequence_slices != self.num_slices,
-            f"offload={settings.offload}": settings.offload != asked.offload,
-            f"strategy.recompute={option.recompute}": option.recompute != asked.recompute,
-            f"+strategy.head_weight_grad={option.head_weight_grad}": option.head_weight_grad
-            != before.head_weight_grad,
-            f"+strategy.sharding={settings.sharding}": settings.sharding != asked.sharding,
-            MASTERS: settings.master_weights != asked.master_weights,
-            HOST_STEP: settings.optimizer_offload and not asked.optimizer_offload,
-        }
-        words = [word for word, is_changed in changes.items() if is_changed]
-        return _Proposal(candidate, settings, times * num_ranks, words)

@@ -1,4 +1,7 @@
-"""The output of ``pipeoffload-plan``: tables and a drawing, or JSON."""
+"""The output of ``pipeoffload-plan``: tables, lines and a drawing, or JSON.
+
+What plans gives an :class:`Answer`; nothing else of the command prints.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -27,16 +30,48 @@ from lightning_pipeoffload.schedule.messages import send_after
 from lightning_pipeoffload.schedule.text import share_text
 
 __all__ = [
+    "Answer",
+    "Part",
+    "about_choice",
+    "about_comparison",
     "comparison_table",
     "described",
     "drawn",
-    "print_choice",
-    "print_comparison",
+    "plan_answer",
+    "print_answer",
     "print_json",
-    "print_plan",
     "progress",
     "step_figures",
 ]
+
+Part = str | Table
+"""A paragraph of the text, or a table."""
+
+
+class Answer(NamedTuple):
+    """What a command answers.
+
+    Attributes:
+        figures: The JSON.
+        parts: The text.
+        steps: The plans, for a picture.
+    """
+
+    figures: Mapping[str, Any]
+    parts: Sequence[Part]
+    steps: Sequence[PlannedStep] = ()
+
+
+def print_answer(answer: Answer, is_json: bool) -> None:
+    """Print an answer as text, or as one JSON object."""
+    if is_json:
+        print_json(answer.figures)
+        return
+    console = Console()
+    for part in answer.parts:
+        is_text = isinstance(part, str)
+        console.print(part, highlight=not is_text, markup=not is_text)
+
 
 _EVEN = 1.01  # a rank whose work is more than so many times the mean is named
 _SECONDS_BETWEEN_LINES = 10
@@ -81,13 +116,10 @@ def print_json(figures: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(figures) + "\n")
 
 
-def print_choice(plan: Plan, units: Units, about_copies: str = "") -> None:
-    """Print the plans that were tried, and why the rest was not."""
-    console = Console()
-    console.print(choice_table(plan, units.write_time, units.write_memory))
-    for line in (*lines_of_refused(plan.candidates), *[about_copies] * bool(about_copies)):
-        console.print(line, highlight=False)
-    console.print()
+def about_choice(plan: Plan, units: Units, about_copies: str = "") -> list[Part]:
+    """Return the plans that were tried, and why the rest was not."""
+    table = choice_table(plan, units.write_time, units.write_memory)
+    return [table, *lines_of_refused(plan.candidates), *[about_copies] * bool(about_copies), ""]
 
 
 @contextmanager
@@ -109,33 +141,28 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
         yield show
 
 
-def print_plan(
+def plan_answer(
     step: PlannedStep,
     figures: Mapping[str, Any],
     units: Units,
-    is_json: bool,
-    answer: Iterable[str | Table] = (),
-) -> None:
-    """Print a plan: a table of the ranks, the figures of all and a drawing; or one JSON object.
+    before: Iterable[Part] = (),
+    beside: Iterable[Part] = (),
+) -> Answer:
+    """Return the answer of a plan: a table of the ranks, the figures of all and a drawing.
 
-    ``figures`` are in JSON besides, as of :func:`described`; ``answer`` is in the text besides.
+    ``figures`` are in JSON besides, as of :func:`described`; ``before`` and ``beside`` are in the
+    text before the table of the ranks, and behind the figures.
     """
     ratio = max(copy_ratios(step.costs, step.schedule.num_stages))
-    share = free_share(step.costs, step.schedule.num_stages)
-    if is_json:
-        copies = {"copy_ratio": ratio if isfinite(ratio) else None, "free_share": share}
-        print_json({**step_figures(step), **copies, "full_offload_is_free": share == 1, **figures})
-        return
-    console, timeline = Console(), step.timeline
-    console.print(_rank_table(step, units))
+    share, timeline = free_share(step.costs, step.schedule.num_stages), step.timeline
+    copies = {"copy_ratio": ratio if isfinite(ratio) else None, "free_share": share}
+    copies["full_offload_is_free"] = share == 1
     alone = f"alone {units.sentence(timeline.makespan)}, bubble {share_text(timeline.bubble)}"
-    console.out(f"{_sentence(step, units)}\n{alone}", highlight=False)
-    for line in (*_about_the_busiest(timeline.busy), *answer):
-        console.print(line, highlight=False, markup=False)
-    console.print()
-    if ratio or "offloaded" in figures:
-        console.out(_about_copies(ratio, share, figures), highlight=False)
-    console.out(draw(timeline, console.width), highlight=False)
+    parts: list[Part] = [*before, _rank_table(step, units), _sentence(step, units), alone]
+    parts += [*_about_the_busiest(timeline.busy), *beside, ""]
+    parts += [_about_copies(ratio, share, figures)] * bool(ratio or "offloaded" in figures)
+    parts.append(draw(timeline, Console().width))
+    return Answer({**step_figures(step), **copies, **figures}, parts, [step])
 
 
 def _sentence(step: PlannedStep, units: Units) -> str:
@@ -204,13 +231,10 @@ def drawn(step: PlannedStep, units: Units, num_steps: int) -> Drawn:
     return Drawn(timeline, step.costs, f"{_headline(step)}; {_sentence(step, units)}")
 
 
-def print_comparison(rows: Sequence[Mapping[str, Any]], title: str, units: Units) -> None:
-    """Print the figures of schedules side by side; under ``refused`` a row says why it has none."""
-    console = Console()
-    console.print(comparison_table(rows, title, units))
-    for row in rows:
-        if "refused" in row:
-            console.out(f"{row['schedule']}: {row['refused']}", highlight=False)
+def about_comparison(rows: Sequence[Mapping[str, Any]], title: str, units: Units) -> list[Part]:
+    """Return schedules side by side; under ``refused`` a row says why it has no figures."""
+    refused = [f"{row['schedule']}: {row['refused']}" for row in rows if "refused" in row]
+    return [comparison_table(rows, title, units), *refused]
 
 
 def comparison_table(rows: Iterable[Mapping[str, Any]], title: str, units: Units) -> Table:

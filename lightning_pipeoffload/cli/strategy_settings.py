@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -41,3 +42,11 @@ def settings_of(
     arguments["num_microbatches"] = config.num_microbatches
     arguments["num_chunks"] = "auto" if config.num_chunks is None else config.num_chunks
     return PipelineSettings(**{**arguments, **chosen})
+
+
+def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Return a configuration with other values, by their names on the command line."""
+    changed = deepcopy(config)
+    for name, value in values.items():
+        OmegaConf.update(changed, name, value, force_add=True)
+    return changed

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeoffload.cli import model_planner
+from lightning_pipeoffload.cli import advice
+from lightning_pipeoffload.cli.layouts import PlannedLayout
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
+from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.candidates import options
+from lightning_pipeoffload.schedule.candidates import Option, options
 from lightning_pipeoffload.schedule.make_plan import make_plan
 from tests.support.composed import composed
 from tests.support.pairs import slow
@@ -41,7 +43,8 @@ def fastest(planner, num_ranks):
         wanted = options([4, 8], recompute=["none", "cheap", "full"])
         settings = replace(planner.settings, offload="auto", sharding=sharding)
         try:
-            found.append(make_plan(planner.request(wanted, num_ranks, settings)).best.score)
+            request = planner.in_layout(settings).request(wanted, num_ranks)
+            found.append(make_plan(request).best.score)
         except ScheduleError:
             continue
     return min(found)
@@ -76,7 +79,8 @@ def test_what_is_advised_fits_and_nothing_faster_was_left_out(model, share, aske
     planner = ModelPlanner(advised)
     settings = planner.settings_named(advised.strategy.schedule)
     option = settings.option(advised.num_microbatches)
-    taken = make_plan(planner.request([option], advised.num_ranks, settings)).best
+    request = planner.in_layout(settings).request([option], advised.num_ranks)
+    taken = make_plan(request).best
     # Plans within 1 % are about equal, and the planner leaves messages out of the memory.
     assert taken.score <= 1.05 * fastest(planner, advised.num_ranks)
 
@@ -91,14 +95,14 @@ def test_more_ranks_are_named_only_where_nothing_fits():
         plan(composed("plan", *asked, "num_ranks=2", memory))
 
 
-def test_the_words_for_a_head_in_b_are_understood(monkeypatch):
-    def is_in_b(planner, found):
-        return found.settings.head_weight_grad == "B"
-
-    monkeypatch.setattr(model_planner, "RECOMPUTATIONS", ("none",))
-    monkeypatch.setattr(ModelPlanner, "_fits", is_in_b)
-    planner = ModelPlanner(composed("plan", *WIDE, "num_ranks=2"))
-    advice = planner.advice(planner.settings_named("zb_h1"), 2)
-    words = re.search("^use (.*): a step takes", advice)[1].split()
-    advised = ModelPlanner(composed("plan", *WIDE, "num_ranks=2", *words))
+def test_the_words_for_a_head_in_b_are_understood():
+    config = composed("plan", *WIDE, "num_ranks=2", "schedule=zb_h1", "device_memory=1GiB")
+    planner = ModelPlanner(config).in_layout(PipelineSettings(num_microbatches=4))
+    option = Option("zb_h1", 1, 4, head_weight_grad="B")
+    plan, needs = planner.plan(planner.request([option], 2))
+    planned = PlannedLayout(planner, plan, needs)
+    asked = planner.settings_named("zb_h1")
+    proposal = advice.simplest_proposal(planned, asked, config, {})
+    assert proposal.words == ("+strategy.head_weight_grad=B",)
+    advised = ModelPlanner(composed("plan", *WIDE, "num_ranks=2", *proposal.words))
     assert advised.settings.head_weight_grad == "B"

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeoffload.cli.configuration import build as make
 from lightning_pipeoffload.cli.devices import DEVICES, FP16_SUMS, device_named, kind_of_precision
+from lightning_pipeoffload.cli.layout_search import LayoutSearch
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.schedule import ScheduleError
@@ -42,7 +43,7 @@ def planned(capsys, *overrides):
 def test_seconds_are_the_operations_of_a_step_on_one_device_over_what_it_reaches():
     config = plan_config("+trainer.precision=bf16-mixed", "efficiency=0.4")
     planner = ModelPlanner(config)
-    costs = planner.costs_of(Option("zb_h1", 1, 4), 2, planner.settings)
+    costs = planner.costs_of(Option("zb_h1", 1, 4), 2)
     seconds = sum(map(sum, costs.compute(2).values()))
     module, batch = make(config, "model"), torch.zeros(2, 33, dtype=torch.long)
     module.log = lambda *args, **more: None
@@ -140,7 +141,7 @@ def test_an_optimizer_on_the_host_steps_at_its_share_of_the_machines_memory(caps
     on_host = "+strategy.optimizer_offload=true", "host_bandwidth=50GB", "efficiency=0.5"
     config = plan_config(*on_host)
     planner = ModelPlanner(config)
-    step = planner.costs_of(Option("zb_h1", 1, 4), 2, planner.settings).step
+    step = planner.costs_of(Option("zb_h1", 1, 4), 2).step
     module = make(config, "model")
     moved = sum(28 * parameter.numel() for parameter in module.parameters())  # AdamW in float32
     assert sum(step) == pytest.approx(moved / 25e9)
@@ -171,7 +172,7 @@ def test_weights_gradients_and_states_leave_less_for_activations(capsys):
 
 
 def test_a_refusal_counts_messages(capsys, monkeypatch):
-    monkeypatch.setattr(ModelPlanner, "advice", lambda *_: "")
+    monkeypatch.setattr(LayoutSearch, "advice", lambda *_: "")
     needs = planned(capsys, "schedule=1f1b")["memory"]
     memory = max(needs["device"]) - min(needs["messages"]) // 2
     with pytest.raises(ScheduleError) as refusal:
@@ -287,7 +288,7 @@ def test_slices_of_long_sequences_are_proposed_with_their_gain_and_planned(capsy
 
 def test_slices_of_a_model_take_equal_time_by_its_attention():
     planner = ModelPlanner(plan_config(*LONG, "num_sequence_slices=4"))
-    costs = planner.costs_of(Option("seq_zb", 1, 2, num_sequence_slices=4), 4, planner.settings)
+    costs = planner.costs_of(Option("seq_zb", 1, 2, num_sequence_slices=4), 4)
     seconds = [
         sum(of)
         for of in zip(
@@ -350,7 +351,7 @@ def test_a_small_card_of_a_mixture_has_what_fits():
     planner = ModelPlanner(config)
     assert planner.memories_of((0, 1, 2)) == pytest.approx([0.9 * n * 2**30 for n in (12, 24, 24)])
     assert planner.memories_of((0, 1, 2, 2, 1, 0))[0] == planner.memories_of((0, 1, 2))[2]
-    kept = {option.num_kept for option in planner.options("zb_h1", 4, ["none"])}
+    kept = {option.num_kept for option in planner.options("zb_h1", [4], ["none"])}
     assert kept == {0, 1, 3}
 
 

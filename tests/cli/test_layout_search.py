@@ -119,14 +119,14 @@ LAYOUTS = "devices=2", "num_nodes=2", "tensor_parallel_size=1"
 
 
 def interrupt_at(monkeypatch, name):
-    plan_one = layout_search._Search._plan
+    plan_one = layout_search.LayoutSearch._plan
 
     def plan_or_stop(self, place, *arguments):
         if str(place.layout) == name:
             raise KeyboardInterrupt
         return plan_one(self, place, *arguments)
 
-    monkeypatch.setattr(layout_search._Search, "_plan", plan_or_stop)
+    monkeypatch.setattr(layout_search.LayoutSearch, "_plan", plan_or_stop)
 
 
 def test_a_search_that_is_stopped_answers_with_the_best_so_far(capsys, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_search_that_is_stopped_before_a_plan_has_no_answer(capsys, monkeypatc
         ScheduleError, match=r"of 3 layouts none is planned after seconds \(0.001\)"
     ):
         searched(capsys, *QUICK, *LAYOUTS, "seconds=0.001")
-    monkeypatch.setattr(layout_search._Search, "_planner_of", interrupted)
+    monkeypatch.setattr(layout_search.LayoutSearch, "_planner_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         searched(capsys, *QUICK, *LAYOUTS)
 
@@ -162,7 +162,7 @@ def interrupted(*_):
 def test_progress_says_which_layout_of_how_many(monkeypatch):
     config = composed("plan", *GPT, *QUICK, *LAYOUTS, "num_ranks=auto", "strategy.recompute=none")
     shown = []
-    layout_search._Search(config, [1], shown.append).run()
+    layout_search.LayoutSearch(config, [1], shown.append).run()
     numbers = {text.partition(",")[0] for text in shown if text.startswith("layout")}
     assert numbers == {f"layout {number} of 3" for number in (1, 2, 3)}
 
@@ -173,7 +173,9 @@ def period_of(monkeypatch, words, **constants):
             patch.setattr(layout_search, name, value)
         config = composed("plan", *GPT, *words)
         try:
-            return layout_search._Search(config, [1], lambda text: None).run().layouts[0].period
+            return (
+                layout_search.LayoutSearch(config, [1], lambda text: None).run().layouts[0].period
+            )
         except ScheduleError:
             return None
 

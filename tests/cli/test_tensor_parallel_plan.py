@@ -173,8 +173,8 @@ def test_collectives_in_f_and_b_take_the_time_of_their_bytes():
     words_of_device = words("Net", "device=h100", "link=1GB", "efficiency=1")
     with beside_absent_ranks(2):
         planner, option = ModelPlanner(composed("plan", *words_of_device)), Option("zb_h1", 1, 4)
-        needs, settings = planner.needs_of(option, 2), planner.settings
-        costs = planner.costs_of(option, 2, settings).compute(2)
+        needs = planner.needs_of(option, 2)
+        costs = planner.costs_of(option, 2).compute(2)
     message = 2 * 192 * fits.WIDTH * 8  # an all-reduce of two ranks sends half of it twice
     assert [sum(needs.collectives[kind]) for kind in (Kind.F, Kind.B)] == [4 * message, 8 * message]
     assert sum(map(sum, costs.values())) == pytest.approx(12 * message / 1e9, rel=0.01)
