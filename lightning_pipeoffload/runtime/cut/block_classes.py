@@ -23,7 +23,6 @@ from lightning_pipeoffload.runtime.cut.record import SegmentDigest, StepRecord
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit, options_of
-from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 aten = torch.ops.aten
@@ -36,19 +35,13 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 class SegmentWork:
-    """Hashes the work of each segment of a step: its operations and their arguments.
-
-    Attributes:
-        draws: Segments that draw from a generator argument, or draw real numbers in the trace.
-    """
+    """Hashes the work of each segment of a step: its operations and their arguments."""
 
     def __init__(self, num_segments: int) -> None:
         self._forms = [sha256() for _ in range(num_segments)]
         self._others = [sha256() for _ in range(num_segments)]
         self._sizes = [0] * num_segments
         self._factors = [1] * num_segments
-        self.draws: set[int] = set()
-        self._reads: set[int] = set()
 
     @property
     def digests(self) -> list[SegmentDigest]:
@@ -56,19 +49,8 @@ class SegmentWork:
         columns = zip(self._forms, self._sizes, self._others, strict=True)
         return [SegmentDigest(f.hexdigest(), sizes, o.hexdigest()) for f, sizes, o in columns]
 
-    @property
-    def by_chance(self) -> set[int]:
-        """Segments that draw random numbers and read values: these may decide which code runs."""
-        return self.draws & self._reads
-
     def add(self, segment: int, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
         """Add an operation with its arguments to the hashes of a segment."""
-        if torch.Tag.nondeterministic_seeded in func.tags and (
-            kwargs.get("generator") is not None or not has_shapes(args)
-        ):
-            self.draws.add(segment)
-        if func is aten._local_scalar_dense.default:
-            self._reads.add(segment)
         self.add_values(segment, str(func), (args, kwargs))
 
     def add_values(self, segment: int, name: str, values: Any) -> None:
@@ -204,7 +186,7 @@ def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
     return {
         index: output
         for index, output in enumerate(record.outputs)
-        if record.shapes_suffice(index) and index not in written | record.draws
+        if record.shapes_suffice(index) and index not in written | record.draws.segments
     }
 
 
@@ -215,8 +197,8 @@ def describe_blocks(chain: BlockChain) -> str:
 
 
 def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
-    is_alone = bool(segments & (record.imagined.keys() | record.by_chance))
-    if is_alone or record.draws_beside_torch:
+    is_alone = bool(segments & (record.imagined.keys() | record.draws.by_chance))
+    if is_alone or record.draws.beside_torch:
         return index
     return *(record.work[segment] for segment in sorted(segments)), index in record.opened
 

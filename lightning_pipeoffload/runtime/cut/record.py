@@ -18,13 +18,14 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
+from lightning_pipeoffload.runtime.cut.draws import Draws
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleUses
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder
@@ -148,15 +149,7 @@ class StepRecord:
     """For each segment, a digest of its operations and their arguments."""
     between: SegmentDigest = SegmentDigest("", 0, "")
     """A digest of the operations outside of the blocks."""
-    draws: set[int] = field(default_factory=set)  # segments that draw random numbers
-    by_chance: set[int] = field(default_factory=set)
-    """Segments that draw random numbers and read values, which may decide what code runs."""
-
-    # Random numbers.
-    drawing: dict[nn.Module, bool] = field(default_factory=dict)
-    """With tensor parallelism: for each module that draws random numbers, whether for a shard."""
-    draws_beside_torch: bool = False
-    """Whether the step draws from numpy's or Python's global generator."""
+    draws: Draws = field(default_factory=Draws)  # random numbers
 
     # Writes of the step.
     writes: list[Write] = field(default_factory=list)  # to attributes of modules
@@ -285,7 +278,7 @@ class StepRecord:
         writes = [(write.variable.key, *write[1:]) for write in self.writes]
         return (
             *(*values, segments, writes, self.reads.lines, self.reads.common),
-            self.samples.class_weights,
+            *(self.draws.structure, self.samples.structure),
         )
 
     @property
@@ -343,8 +336,7 @@ _SIZED = (
 _APART = {
     *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
     *("lengths", "sequence", "sequence_slice", "sequence_slices", "slice_checks"),
-    "samples",
-    "drawing",  # of blocks that run in a trace
+    *("draws", "samples"),  # which say it themselves
     "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }
@@ -398,7 +390,7 @@ class StageRecord:
         self.sent = frozenset(() if is_last else step.handed_over(stop))
         self.exit = -1 if is_last else step.calls.last_before(stop)
         self.shape_outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
-        self.seed_segment = segment_seeder(step.draws_beside_torch)
+        self.seed_segment = segment_seeder(step.draws.beside_torch)
         self.meets_kernels = step.meets_kernels()
         self.shapes_suffice = [step.shapes_suffice(block) for block in self.calls]
 

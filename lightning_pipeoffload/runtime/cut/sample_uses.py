@@ -39,6 +39,11 @@ class SampleUses:
     rows_kept: set[tuple[int, str, str]] = field(default_factory=set)
     loss_terms: Terms = field(default_factory=dict)
 
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """All that does not depend on lengths."""
+        return (self.class_weights,)
+
     def lines_with_pairs(self, size: int) -> set[str]:
         """Return the lines behind the blocks that make a tensor of two dimensions of a size."""
         return {line for count, line in self.pairs if count == size}

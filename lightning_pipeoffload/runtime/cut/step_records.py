@@ -148,7 +148,7 @@ class StepRecords:
             self._sized_in[key] = record.sized_in, record.calls
             sizes = record.sizes
         record.changes_batch = trial.changes_batch
-        record.draws_beside_torch = trial.draws_beside_torch
+        record.draws.beside_torch = trial.draws_beside_torch
         self._keep(key, sizes, record)
         self._compared.add(shapes[:2])
         if self._derives and not is_apart:

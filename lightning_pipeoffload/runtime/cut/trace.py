@@ -43,6 +43,7 @@ from lightning_pipeoffload.runtime.cut.checks import (
     loss_in,
     refuse_packed,
 )
+from lightning_pipeoffload.runtime.cut.draws import DrawWatch
 from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
     HookedSpan,
@@ -56,7 +57,6 @@ from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.shapes.drawing_modules import note_draw
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
@@ -149,6 +149,7 @@ class StepTrace:
         self._between = SegmentWork(1)
         self._stripped = StrippedModule(module, device, self._values, self.record)
         self._samples = SampleWatch(self.record.samples)
+        self.draws = DrawWatch(self.record.draws, module, lambda: self._stripped.has_shards)
         self._sizes = _SizesByValues(self)
         self._checks = CallChecks(chain, calls)
         self.arguments = ArgumentWatch(self.record)
@@ -378,11 +379,6 @@ class StepTrace:
         """A digest of the operations outside of the blocks so far."""
         return self._between.digests[0]
 
-    def note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record which module draws random numbers, where tensor ranks share layers."""
-        if self._stripped.has_shards and torch.Tag.nondeterministic_seeded in func.tags:
-            note_draw(self.record.drawing, self._module, func, args, kwargs)
-
     def _note_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
         """Record the segment that uses weights, and writes of buffers.
 
@@ -499,8 +495,8 @@ class StepTrace:
         hooked = set(self._checks.hooked)
         if record.opened & hooked:  # a list that hooks fill has an entry of each of their blocks
             record.opened |= hooked
-        record.work, record.draws = self.work.digests, self.work.draws
-        record.by_chance, record.between = self.work.by_chance, self.between
+        record.work, record.between = self.work.digests, self.between
+        self.draws.finish()
         record.flags.finish()
         made_up = [record.calls.blocks.index(block) for block in record.imagined]
         record.reads.finish(min(made_up, default=len(record.calls.blocks)))
@@ -647,8 +643,9 @@ class _SizesByValues(TorchDispatchMode):
         trace.arguments.note_use(args, trace.num_calls)
         trace.note_between(func, args, kwargs)
         if trace.observes:
-            trace.work.add(trace.segment_of(args), func, args, kwargs)
-            trace.note_draw(func, args, kwargs or {})
+            segment = trace.segment_of(args)
+            trace.work.add(segment, func, args, kwargs)
+            trace.draws.note(segment, func, args, kwargs or {})
         reads = trace.record.reads
         if point.is_in_block or point.segment == len(trace.chain):
             result = func(*args, **(kwargs or {}))

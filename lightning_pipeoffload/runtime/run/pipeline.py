@@ -384,7 +384,7 @@ class Pipeline:
             self._learn(record)
         self._writes.expect(record, self.cut.stages)
         if self._shard_draws is not None:
-            self._shard_draws.expect(record.drawing, self.chain.blocks, self.settings.compile)
+            self._shard_draws.expect(record.draws.modules, self.chain.blocks, self.settings.compile)
         self._leave_to_b(record)
         if self.settings.head_weight_grad == "B":
             self._leave_head_to_b(record)

@@ -219,5 +219,4 @@ class _Deferred(torch.autograd.Function):
 
 # Without the checks of Function.apply, which take a fifth of a small layer's forward. They are for
 # transforms of torch.func, of which none is active in a kernel.
-_apply_directly: Callable[..., Tensor]
-_apply_directly = super(torch.autograd.Function, _Deferred).apply  # C's class
+_apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, _Deferred).apply
