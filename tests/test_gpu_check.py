@@ -1,6 +1,7 @@
 """The check of a GPU, as far as the CPU can run it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,8 +107,8 @@ def test_a_hang_is_reported_and_the_next_schedule_goes_on(monkeypatch, be_rank):
     rows = [*gpu_nccl._rows_of_group(CPU, 2, names, alone)]
     assert "interleaved_1f1b did not end" in rows
     waits, hangs = (row for row in rows if row.startswith("interleaved_1f1b, rank "))
-    assert "HANGS in 1" in waits
-    assert "open receives ['1RECV_" in waits
+    # Which of its messages the other one still sends depends on when it is stopped.
+    assert re.search(r"HANGS in [13][FB]\d, open receives \['[13]RECV_[FB]\d", waits)
     assert ("HANGS in " in hangs) is (be_rank is be_rank_that_sleeps)
     assert rows[-1].startswith("1f1b, ")  # the next one has run
 
