@@ -172,7 +172,8 @@ def _about_sums(device: Device, planner: ModelPlanner) -> list[str]:
     """Say what sums in float16 need, or what they would give."""
     rates, kind = device.flops, planner.kind_of_product
     if kind == FP16_SUMS:
-        return [
+        scaling = "Lightning scales no loss under 16-true, so gradients below 6e-8 are 0"
+        return [scaling] * (planner.probe.precision == "16-true") + [
             "write torch.backends.cuda.matmul.allow_fp16_accumulation = True before training: "
             "products then add up in float16, with 11 bits of a sum in place of 24 and none above "
             "65,504"

@@ -461,6 +461,11 @@ class ModelPlanner:
         count = settings.choose_num_microbatches(num_ranks, self.probe.batch_size)
         planner = self.in_layout(settings)
         if settings.offload == "auto" and self.memory is not None:
+            if settings.own_recipe:
+                raise ScheduleError(
+                    f"offload=auto is planned for schedules by their names, and schedule is "
+                    f"{settings.schedule}; use offload=none, half or full"
+                )
             request = planner.request([settings.option(count)], num_ranks, must_fit=False)
             plan = lower(planner.plan(request)[0].schedule)
         else:

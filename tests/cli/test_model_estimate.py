@@ -27,6 +27,16 @@ def estimate(capsys, *overrides):
     return json.loads(capsys.readouterr().out)
 
 
+def test_a_schedule_from_a_file_has_advice_and_no_planned_offload(tmp_path):
+    path = tmp_path / "given.csv"
+    build("zb_h1", 2, 4).to_csv(path)
+    given = f"strategy.schedule={path}", "device_memory=1400KiB"
+    with pytest.raises(ScheduleError, match=r"rank 1 of 2 needs .*; use .*: it fits$"):
+        plan(composed("plan", *SMALL, *given))
+    with pytest.raises(ScheduleError, match=r"offload=auto is planned for .*; use offload=none"):
+        plan(composed("plan", *SMALL, *given, "offload=auto"))
+
+
 class LateGPT(L.LightningModule):
     """Makes its layers in configure_model, and is trained by SGD."""
 
