@@ -27,6 +27,8 @@ from lightning_pipeoffload.runtime.users_code.users_lines import is_opaque
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), FunctionType, MethodType}
 _PLAIN |= {BuiltinFunctionType, ModuleType, type}
 _SEQUENCES = (list, deque)
+# Private: what an RNN derives from its weights, and anew in a forward where they are others.
+_OF_WEIGHTS = REGISTRIES | {"_flat_weights", "_flat_weight_refs"}
 _GONE = object()
 
 Place = tuple[Any, ...]
@@ -145,7 +147,8 @@ def _contents_of(holder: Any) -> Any:
 def attributes_of(value: Any) -> Mapping[str, Any] | None:
     """Return the attributes of a module or of an object of a user's class; None of others."""
     if isinstance(value, nn.Module):
-        return {name: each for name, each in vars(value).items() if name not in REGISTRIES}
+        skipped = _OF_WEIGHTS if isinstance(value, nn.RNNBase) else REGISTRIES
+        return {name: each for name, each in vars(value).items() if name not in skipped}
     if isinstance(value, (type, Optimizer, Tensor)) or is_opaque(value) or callable(value):
         return None
     space = getattr(value, "__dict__", None)
