@@ -75,7 +75,7 @@ _FEW_FORWARDS = 128
 # A plan that takes no longer than so many times the least possible is not looked for any longer.
 _ABOUT_LEAST = 1.002
 # A full plan is looked for that takes so many times as long as the fastest so far, or less.
-_WORTH_A_PLAN = 0.97
+_WORTH_A_PLAN = 0.99
 # Of what is asked for: machines, or ranks where sizes are given.
 _MORE = (1, 2, 4, 8, 16)
 
