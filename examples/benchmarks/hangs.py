@@ -373,7 +373,7 @@ class ModelReduction:
         self._host, self._rank, self._num = host, rank, num_replicas
         self._works: list[Work] = []
 
-    def expect(self, stage: int) -> None:
+    def announce(self, stage: int) -> None:
         """Start the sum of a stage."""
         label = f"the sum of stage {stage} over the replicas"
         meets = "sum", self._rank, self._host.step, len(self._works)

@@ -132,7 +132,7 @@ def test_an_optimizer_on_the_host_takes_nothing_of_the_device(capsys):
     parts = zip(plain["memory"]["optimizer"], found["memory"]["parameters"], strict=True)
     # One buffer is enough: a whole rank goes through it.
     assert found["memory"]["host"] == [states + 2 * weights for states, weights in parts]
-    half = "+trainer.precision=bf16-true", ON_HOST, "+strategy.master_weights=float32"
+    half = "+trainer.precision=bf16-true", ON_HOST, "++strategy.master_weights=float32"
     kept = estimate(capsys, *half)["memory"]
     for found, bytes_of_one in (("device", 4), ("host_optimizer", 12 + 4)):
         numbers = [size // 2 for size in kept["parameters"]]
@@ -147,7 +147,7 @@ def test_an_optimizer_on_the_host_takes_nothing_of_the_device(capsys):
 
 LEAST = "strategy.recompute=full", "num_microbatches=8"
 REPLICAS = ("+trainer.precision=bf16-mixed", "+strategy.data_parallel_size=4")
-MASTERS = "++trainer.precision=bf16-true", "+strategy.master_weights=float32"
+MASTERS = "++trainer.precision=bf16-true", "++strategy.master_weights=float32"
 
 
 @pytest.mark.slow
