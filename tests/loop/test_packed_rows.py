@@ -165,7 +165,7 @@ def test_a_replica_weighs_by_weights_that_are_computed_once_and_sent_from_its_de
     cutter = SimpleNamespace(packs_rows=lambda kind: True)
     weights = MicrobatchWeights(torch.nn.Identity(), weigh)
     assert weights.shares([1, 3], [1, 1], are_packed=True) == [0.25, 0.75]
-    Split.share_of_replica(SimpleNamespace(group=group, cutter=cutter, weights=weights))
+    Split.share_of_replica(SimpleNamespace(group=group, cutter=cutter, loss_weights=weights))
     assert weighed == [1, 3]
     assert [each.device for each in sent] == [group.device]
 
