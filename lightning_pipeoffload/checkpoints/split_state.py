@@ -75,9 +75,9 @@ class SplitState:
         ranks: HostGroup = self._group
         if self._masters is not None and self._group.num_replicas > 1:
             ranks = self._group.world  # which may step some of the masters each
-        if in_shards:
-            part.update(shards_in(part, self._pipeline.module))
-        entries = self._of_all(part, ranks)
+        shards = shards_in(part, self._pipeline.module) if in_shards else {}
+        part.update(shards)
+        entries = self._of_all(part, ranks) | shards  # of which each tensor rank writes its own
         order = {name: index for index, name in enumerate(self._pipeline.tensors.names)}
         names = sorted(entries, key=lambda name: order.get(name, len(order)))
         return state_dict_of({name: entries[name] for name in names}, like=part)
