@@ -117,6 +117,7 @@ def _words(
         f"num_chunks={option.num_chunks}": (is_named and not is_default)
         or config.num_chunks not in (None, option.num_chunks),
         f"num_microbatches={count}": count != config.num_microbatches,
+        "num_sequence_slices=1": option.num_sequence_slices != config.get("num_sequence_slices", 1),
         f"offload={offload}": asked.offload not in ("auto", offload)
         and candidate.offload != "its own",
         f"strategy.recompute={option.recompute}": strategy.recompute

@@ -144,6 +144,7 @@ class LayoutSearch:
         asked = config.strategy.recompute
         self._recomputes: tuple[str, ...] = RECOMPUTATIONS if asked == "auto" else (asked,)
         self._schedule = str(config.strategy.schedule)
+        self._num_slices = config.get("num_sequence_slices", 1)
         self._multiples: Sequence[int] = (1,)  # of the microbatches
         self._has_sharding = "sharding" in config.strategy
         self._has_order = "rank_order" in config.strategy or only is not None
@@ -246,7 +247,8 @@ class LayoutSearch:
         return f"use a smaller model, batch or data type{more}"
 
     def _free_settings(self) -> None:
-        """Search all but sizes and the order of ranks from now on, whatever is given."""
+        """Search all but sizes and the order of ranks from now on, by whole sequences."""
+        self._num_slices = 1
         self._schedule, self._recomputes, self._has_sharding = "auto", RECOMPUTATIONS, False
         count, batch_size = self._config.num_microbatches, self._any_planner.probe.batch_size
         self._multiples = [
@@ -572,7 +574,7 @@ class LayoutSearch:
         """
         settings, is_quick = planner.settings, _is_quick(recipes)
         counts = [int(settings.num_microbatches) * times for times in self._multiples]
-        wanted = planner.options(self._schedule, counts, self._recomputes)
+        wanted = planner.options(self._schedule, counts, self._recomputes, self._num_slices)
         if self._schedule == "auto" and omits_above is not None:
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
         if self._schedule == "auto" and is_quick:

@@ -318,11 +318,13 @@ class ModelPlanner:
         assert self.device is not None
         return Links(self.device, self.settings, self.devices_per_machine)
 
-    def options(self, name: str, counts: Sequence[int], recomputes: Sequence[str]) -> list[Option]:
+    def options(
+        self, name: str, counts: Sequence[int], recomputes: Sequence[str], num_slices: int = 1
+    ) -> list[Option]:
         """Return the options of a schedule, or of all families with "auto"."""
         settings = self.settings
         heads, chunks = settings.heads_to_try, settings.num_chunks
-        wanted = options_of(name, counts, chunks, recomputes, heads, self.num_slices)
+        wanted = options_of(name, counts, chunks, recomputes, heads, num_slices)
         if not self.mixture:
             return wanted
         numbers = 0, len(self.mixture), 1
