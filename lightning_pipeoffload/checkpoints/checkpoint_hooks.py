@@ -171,30 +171,21 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
                 read_states(optimizer)
             if self._masters is not None:
                 self._masters.read()
-        checkpoint = self._of_whole_weights(checkpoint)
         if self._save_distributed_checkpoint:
             refuse_remote_folder(filepath, storage_options)
             self._save_folder(checkpoint, Path(self.group.world.broadcast(filepath, 0)))
             return
         # Another plugin may copy the checkpoint before it writes it.
         one_by_one = type(self.checkpoint_io) is MovingCheckpointIO
+        checkpoint = join_saved(checkpoint, self.group)
         with without_collection(), SavedValues(checkpoint, self.group).coming(one_by_one) as coming:
             super().save_checkpoint(coming, filepath, storage_options=storage_options)
-
-    def _of_whole_weights(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint whose shards a folder's planner, or tensor ranks here, join."""
-        if self.group.num_tensor_ranks == 1:
-            return checkpoint
-        if not self._save_distributed_checkpoint:
-            return join_saved(checkpoint, self.group)
-        by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
-        rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
-        by_ranks["state_dict"] = place_saved(by_ranks["state_dict"])
-        return join_saved(rest, self.group) | by_ranks
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
         rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
+        by_ranks["state_dict"] = place_saved(by_ranks["state_dict"])
+        rest = join_saved(rest, self.group)
         with SavedValues(rest, self.group).coming(one_by_one=False) as whole:
             rest = whole
         write_checkpoint_folder({**rest, **by_ranks}, path, self.group.world)

@@ -25,7 +25,6 @@ from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import (
     Sharding,
-    is_shard,
     local_part,
     sharding_of,
 )
@@ -57,7 +56,10 @@ def join_saved(checkpoint: dict[str, Any], group: PipelineGroup) -> dict[str, An
     Raises:
         RuntimeError: Tensor ranks save other shards than each other; all ranks raise it.
     """
-    mine = [tuple(leaf.shape) for leaf in leaves_of(checkpoint) if _is_value_of_shard(leaf)]
+    if group.num_tensor_ranks == 1:
+        return checkpoint
+    leaves = [leaf for leaf in leaves_of(checkpoint) if not isinstance(leaf, ShapeOnly)]
+    mine = [tuple(leaf.shape) for leaf in leaves if _division_of(leaf) is not None]
     of_ranks, size = group.world.gather(mine), group.num_tensor_ranks
     if any(shapes != of_ranks[rank - rank % size] for rank, shapes in enumerate(of_ranks)):
         raise RuntimeError(
@@ -69,13 +71,15 @@ def join_saved(checkpoint: dict[str, Any], group: PipelineGroup) -> dict[str, An
     return with_versions(tree_map(partial(_whole_of, group=group), checkpoint), checkpoint)
 
 
-def _is_value_of_shard(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, ShapeOnly) and is_shard(leaf)
+def _division_of(value: Any) -> Sharding | None:
+    """Return how tensor ranks divide a tensor; None of what they do not."""
+    sharding = sharding_of(value) if isinstance(value, Tensor) else None
+    return sharding if sharding is not None and sharding.is_divided else None
 
 
 def _whole_of(leaf: Any, group: PipelineGroup) -> Any:
-    sharding = sharding_of(leaf) if isinstance(leaf, Tensor) else None
-    if sharding is None or not sharding.is_divided:
+    sharding = _division_of(leaf)
+    if sharding is None:
         return leaf
     if isinstance(leaf, ShapeOnly):
         return shapes_of(torch.empty(sharding.shape, dtype=leaf.dtype, device="meta"), 0)
@@ -84,14 +88,12 @@ def _whole_of(leaf: Any, group: PipelineGroup) -> Any:
 
 def place_saved(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict, which may be of a copy, with its shards as DTensors."""
-    return {
-        name: _placed(value, sharding)
-        if _is_value_of_shard(value)
-        and not isinstance(value, DTensor)
-        and (sharding := sharding_of(value))
-        else value
-        for name, value in state.items()
-    }
+    placed = dict(state)
+    for name, value in state.items():
+        sharding = None if isinstance(value, ShapeOnly | DTensor) else _division_of(value)
+        if sharding is not None:
+            placed[name] = _placed(value, sharding)
+    return placed
 
 
 def shards_in(state: Mapping[str, Any], module: nn.Module) -> dict[str, DTensor]:
@@ -111,8 +113,8 @@ def state_of_whole(
 
     With ``in_shards`` it has DTensors; else as by :func:`join_shards`.
     """
-    sharding = sharding_of(parameter)
-    if sharding is None or not sharding.is_divided:
+    sharding = _division_of(parameter)
+    if sharding is None:
         return state
     of_whole = dict(state)
     for key, value in state.items():
@@ -171,8 +173,8 @@ def optimizer_parts_of(
 
 def _shardings_in(module: nn.Module) -> dict[str, Sharding]:
     tensors = module.state_dict(keep_vars=True).items()
-    shardings = {name: sharding_of(value) for name, value in tensors if isinstance(value, Tensor)}
-    return {name: each for name, each in shardings.items() if each is not None and each.is_divided}
+    shardings = {name: _division_of(value) for name, value in tensors}
+    return {name: each for name, each in shardings.items() if each is not None}
 
 
 def _part_later(whole: Any, sharding: Sharding) -> Any:

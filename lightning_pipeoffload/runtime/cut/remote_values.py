@@ -216,9 +216,8 @@ class ModuleCopies:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copied: list[
-            tuple[nn.Module, nn.Module]
-        ] = []  # originals, which may be copies, first
+        # Each copy after its original, which may be a copy itself.
+        self._copied: list[tuple[nn.Module, nn.Module]] = []
         self.resume()
 
     def pause(self) -> None:
@@ -234,20 +233,16 @@ class ModuleCopies:
     def follow(self) -> None:
         """Update the copies: shapes, shards and values where the module has them now."""
         by_tensor: dict[int, Tensor] = {}
-        shards: dict[int, tuple[nn.Module, dict[str, Sharding]]] = {}
         for original, copied in self._pairs():
             shape, of_copy = original.tensor, copied.tensor
             sharding = sharding_of(shape)
             if sharding is not None and _is_whole(of_copy, sharding):
                 _put(copied, by_tensor.setdefault(id(of_copy), _part_of(of_copy, sharding)))
-                _, of_layer = shards.setdefault(id(copied.module), (copied.module, {}))
-                of_layer[copied.attribute] = sharding
+                keep_in_state(copied.module, {copied.attribute: sharding})
             elif isinstance(shape, RemoteTensor) and not isinstance(of_copy, RemoteTensor):
                 _put(copied, by_tensor.setdefault(id(of_copy), _shape_like(shape, copied)))
             elif isinstance(of_copy, RemoteTensor) and not isinstance(shape, RemoteTensor):
                 _put(copied, by_tensor.setdefault(id(of_copy), _value_like(shape, of_copy)))
-        for layer, of_layer in shards.values():
-            keep_in_state(layer, of_layer)
 
     def remove(self) -> None:
         """Stop tracking copies for good."""
