@@ -53,10 +53,10 @@ from the start of the step."""
 class Rehearsal:
     """Runs steps of one rank; other ranks' parameters may be shapes."""
 
-    def __init__(self, pipeline: Pipeline, memory: ActivationMemory, trace_batch: CutBatch) -> None:
+    def __init__(self, pipeline: Pipeline, memory: ActivationMemory, cut_batch: CutBatch) -> None:
         self.pipeline = pipeline
         self.memory = memory
-        self._cut_batch = trace_batch
+        self._cut_batch = cut_batch
 
     def run(self, plan: Schedule, costs: Costs | None, num_steps: int) -> float:
         """Run ``num_steps`` steps of a lowered plan after one to warm up.

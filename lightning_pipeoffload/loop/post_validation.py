@@ -142,9 +142,7 @@ class PostValidation:
                 log.info(_WAITS, type(self._snapshot.optimizer).__name__)
             self._snapshot, self.is_on = None, False
             return False
-        self._is_watched = has_foreign_code(
-            self._snapshot.optimizer
-        )  # on this rank, since it trains
+        self._is_watched = has_foreign_code(self._snapshot.optimizer)  # on this rank: it trains
         self._snapshot.save()
         return True
 

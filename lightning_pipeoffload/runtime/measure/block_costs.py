@@ -328,7 +328,7 @@ class BlockMeasurement:
         )
 
     def measure(
-        self, trace_batch: Callable[[], Sequence[Microbatch]], recompute: str, speed: CopySpeed
+        self, cut_batch: Callable[[], Sequence[Microbatch]], recompute: str, speed: CopySpeed
     ) -> tuple[RankCosts, RankCosts]:
         """Return the costs of the sampled stages, and those of stages to compare with them.
 
@@ -340,10 +340,10 @@ class BlockMeasurement:
             # As in a step; the first pass casts, so that later ones take what most microbatches do.
             casts = sharing_casts(pipeline.device)
             with leaving_no_trace(pipeline.module, self._written), casts:
-                samples = self._measure(self._cut, trace_batch, recompute, speed)
+                samples = self._measure(self._cut, cut_batch, recompute, speed)
                 if self._compares_itself:
                     return samples, samples
-                return samples, self._measure(self._first_cut, trace_batch, recompute, speed)
+                return samples, self._measure(self._first_cut, cut_batch, recompute, speed)
         finally:
             forget_casts()
             pipeline.cut_anew(pipeline.rank, self._first_cut)
@@ -394,14 +394,14 @@ class BlockMeasurement:
     def _measure(
         self,
         cut_settings: CutSettings,
-        trace_batch: Callable[[], Sequence[Microbatch]],
+        cut_batch: Callable[[], Sequence[Microbatch]],
         recompute: str,
         speed: CopySpeed,
     ) -> RankCosts:
         pipeline, device = self._pipeline, self._pipeline.device
         pipeline.cut_anew(pipeline.rank, replace(cut_settings, recompute=recompute))
         try:
-            parts = islice(cycle(trace_batch()), _NUM_MEASURED)
+            parts = islice(cycle(cut_batch()), _NUM_MEASURED)
             slices = [_silent(part) for part in parts]  # one object for each place in the plan
         except ValueError as error:
             raise ScheduleError(str(error)) from error
