@@ -67,7 +67,7 @@ LISTED = {
         "torchs.register_module_forward_pre_hook": "a trace: the order of modules' calls",
         "torchs.register_module_forward_hook": "as the former",
     },
-    "runtime/cut/stripped_module.py": {
+    "runtime/cut/writes.py": {
         "nn.Module.register_parameter": "a trace: a step replaces a parameter",
     },
     "runtime/leaves.py": {

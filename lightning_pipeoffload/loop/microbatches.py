@@ -217,7 +217,7 @@ def sees_its_size(pipeline: Pipeline) -> bool:
     whatever the step draws or writes.
     """
     trained = [record for record in pipeline.records.by_key.values() if record.trained is not None]
-    keeps = any(record.written_in_place or record.writes for record in trained)
+    keeps = any(each.writes.in_place or each.writes.attributes for each in trained)
     return keeps or any(map(_depends, pipeline.module.modules()))
 
 

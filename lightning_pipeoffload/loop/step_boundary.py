@@ -125,8 +125,8 @@ class StepBoundary:
         validation, muted = self.validation, ExitStack()
         if not validation.is_open:
             return muted, None
-        leaves_trace = any(each.record.leaves_trace for each in microbatches)
-        if leaves_trace or self._has_forward_hooks:
+        is_final = any(each.record.writes.cannot_run_again for each in microbatches)
+        if is_final or self._has_forward_hooks:
             validation.settle()
         elif not has_forward_hooks(self._module):
             return muted, validation.settle

@@ -197,7 +197,7 @@ class CollectedValues:
         return points
 
     def _written_in(self, record: StepRecord) -> Iterator[tuple[str, StepPoint]]:
-        for write in record.writes:
+        for write in record.writes.attributes:
             if _is_sent(write.variable):
                 yield self._add(write.variable), write.point
 

@@ -16,13 +16,21 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 _NUMBERS = {type(None), bool, int, float, str}
 _DEPTH = 3  # of objects in attributes: a cache has layers, which have lists
+
+
+class ArgumentWrite(NamedTuple):
+    """A tensor that a block gets as an argument, and writes in place."""
+
+    block: int
+    argument: str
+    line: str  # of the user's code that calls the block
 
 
 class _Attributes(NamedTuple):
@@ -53,34 +61,32 @@ class _State(NamedTuple):
 class ArgumentWatch:
     """Compares the arguments of each block before and after its call.
 
+    Args:
+        chain: The blocks.
+        writes: The writes into tensors that are read after the call; filled.
+
     Attributes:
         filling: The indices of blocks that have modified a list, a dict, or an object's attributes
             other than tensors and what a filled part of a cache notes of them.
     """
 
-    def __init__(self, record: StepRecord) -> None:
-        self._record = record
+    def __init__(self, chain: BlockChain, writes: list[ArgumentWrite]) -> None:
+        self._chain, self._writes = chain, writes
         self.filling: set[int] = set()
         self._written: dict[int, tuple[ArgumentWrite, int]] = {}  # by the tensor's memory
+        self._before: list[_State] = []
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_State]:
-        """Return the state of a block's arguments."""
-        return [_state_of(value) for value in (*args, *kwargs.values())]
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the state of a block's arguments."""
+        self._before = [_state_of(value) for value in (*args, *kwargs.values())]
 
-    def after(
-        self,
-        call: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: list[_State],
-    ) -> None:
-        """Record the arguments that a call of a block has changed."""
-        block = self._record.calls.blocks[call]
+    def after(self, block: int, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the arguments that a call of a block has changed."""
         values = (*args, *kwargs.values())
-        for place, (value, was) in enumerate(zip(values, before, strict=True)):
+        for place, (value, was) in enumerate(zip(values, self._before, strict=True)):
             written = [tensor for tensor, version in was.versions if tensor._version != version]
             if written:
+                forward = self._chain.blocks[block].forward
                 name = [*_names(forward, len(args)), *kwargs][place]
                 write = ArgumentWrite(block, name, calling_line())
                 self._written.update((memory_of(tensor), (write, call)) for tensor in written)
@@ -88,11 +94,11 @@ class ArgumentWatch:
                 self.filling.add(block)
 
     def note_use(self, args: tuple[Any, ...], num_calls: int) -> None:
-        """Record a write into a tensor that an operation reads after the writing call has ended."""
+        """Note a write into a tensor that an operation reads after the writing call has ended."""
         for tensor in tensors_in(args) if self._written else ():
             write, call = self._written.get(memory_of(tensor), (None, num_calls))
             if write is not None and call < num_calls:
-                self._record.argument_writes.append(write)
+                self._writes.append(write)
                 del self._written[memory_of(tensor)]
 
 

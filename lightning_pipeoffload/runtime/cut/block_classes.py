@@ -180,13 +180,13 @@ def _repeated(
 
 def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
     """Return, by index, the outputs of blocks without side effects, if only shapes are needed."""
-    if record.argument_writes or record.starts_backward or not record.calls.is_once:
+    if record.writes.arguments or record.starts_backward or not record.calls.is_once:
         return {}
-    written = {write.point.segment for write in record.writes if write.point.is_in_block}
+    alone = record.writes.writing_blocks | record.draws.segments
     return {
         index: output
         for index, output in enumerate(record.outputs)
-        if record.shapes_suffice(index) and index not in written | record.draws.segments
+        if record.shapes_suffice(index) and index not in alone
     }
 
 

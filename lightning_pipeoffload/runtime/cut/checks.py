@@ -12,11 +12,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
+from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWrite
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
-from lightning_pipeoffload.runtime.cut.record import ArgumentWrite, StepRecord
+from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import code_of, subclasses_of
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
@@ -209,7 +210,7 @@ def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
     for block, obstacle in _obstacles(record, chain):
         return f"{block} {obstacle}"
     in_blocks = {id(part) for block in chain.blocks for part in block.modules()}
-    for write in record.writes:
+    for write in record.writes.attributes:
         if write.is_users and (write.point.is_in_block or id(write.variable.part) in in_blocks):
             return f"the step writes {write.variable.label}{in_brackets(write.line)}"
     return ""
@@ -237,7 +238,7 @@ def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -
     for crossing in record.crossings:
         line = in_brackets(crossing.line)
         yield f"it uses what was computed from {_origins(crossing.origins)} behind blocks{line}"
-    for write in record.writes:
+    for write in record.writes.attributes:
         if write.is_users and write.point.is_in_block:
             name = chain.block_name(write.point.segment)
             yield f"{name} writes {write.variable.label}{in_brackets(write.line)}"
@@ -262,7 +263,7 @@ def _obstacle_in(block: nn.Module, compile: bool, record: StepRecord, index: int
         return "has a norm over samples and tokens (BatchNorm)"
     for path, child in block.named_modules():
         for name, _ in child.named_buffers(path, recurse=False):
-            if Attribute(child, name.rpartition(".")[2]) in record.written_in_place:
+            if Attribute(child, name.rpartition(".")[2]) in record.writes.in_place:
                 return f"writes its buffer {name}"
     return ""
 
@@ -323,7 +324,7 @@ class _StepChecks:
         yield from self._argument_writes()
 
     def _weight_writes(self, owners_of: Callable[[str], frozenset[int]]) -> Iterator[str]:
-        for name, segment, line, is_new in self._record.weight_writes:
+        for name, segment, line, is_new in self._record.writes.weights:
             others = owners_of(name) - {self._stage_of[segment]}
             if others:
                 is_behind = segment == len(self._chain)
@@ -442,7 +443,7 @@ class _StepChecks:
         return ""
 
     def _aliases(self) -> Iterator[str]:
-        for alias in self._record.aliases:
+        for alias in self._record.writes.aliases:
             source, written = self._stage_of[alias.made_in], self._stage_of[alias.written_in]
             if source != written:
                 yield (
@@ -454,7 +455,7 @@ class _StepChecks:
                 )
 
     def _argument_writes(self) -> Iterator[str]:
-        for write in self._record.argument_writes:
+        for write in self._record.writes.arguments:
             if write.block < self._last_start:
                 yield describe_argument_write(write, self._chain)
 

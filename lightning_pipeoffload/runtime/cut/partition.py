@@ -222,7 +222,7 @@ def _uses_of_buffer(
     buffer: Slot, chain: BlockChain, needed: dict[str, set[int]], record: StepRecord
 ) -> set[int]:
     is_around = any(chain.block_name(index).startswith(buffer.path) for index in range(len(chain)))
-    is_common = is_around or buffer.name in record.written
+    is_common = is_around or buffer.name in record.writes.common_buffers
     uses = set() if is_common else _uses_of_parameters(buffer, needed)
     return uses or set(range(len(chain) + 1))
 

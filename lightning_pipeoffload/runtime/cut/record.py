@@ -27,39 +27,13 @@ from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.cut.draws import Draws
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleUses
+from lightning_pipeoffload.runtime.cut.writes import Writes
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder
 from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
 from lightning_pipeoffload.runtime.sequence.slices import SequenceDims, SequenceSlice
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, Write
-from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
-
-
-class WeightWrite(NamedTuple):
-    """A write into a parameter, with its segment and its line of the user's code."""
-
-    name: str
-    segment: int
-    line: str
-    is_new: bool  # whether another parameter is assigned
-
-
-class Alias(NamedTuple):
-    """Two tensors with shared memory, one of which is read after the other was written."""
-
-    made_in: int  # the segment from which on both names exist
-    written_in: int
-    origins: frozenset[str]  # names of what the value is computed from
-    line: str  # of the user's code that reads
-
-
-class ArgumentWrite(NamedTuple):
-    """A tensor that a block gets as an argument, and writes in place."""
-
-    block: int
-    argument: str
-    line: str  # of the user's code that calls the block
+from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
 
 
 class StartedBackward(NamedTuple):
@@ -151,16 +125,7 @@ class StepRecord:
     """A digest of the operations outside of the blocks."""
     draws: Draws = field(default_factory=Draws)  # random numbers
 
-    # Writes of the step.
-    writes: list[Write] = field(default_factory=list)  # to attributes of modules
-    written: set[str] = field(default_factory=set)  # buffers, from values that every stage has
-    written_in_place: set[Attribute] = field(default_factory=set)  # these, and tensor attributes
-    saved_and_written: set[Attribute] = field(default_factory=set)  # and read by a backward
-    weight_writes: list[WeightWrite] = field(default_factory=list)
-    aliases: list[Alias] = field(default_factory=list)
-    argument_writes: list[ArgumentWrite] = field(default_factory=list)
-    """Writes of blocks into tensors that were passed to them and are read after the call."""
-    changes_batch: bool = False
+    writes: Writes = field(default_factory=Writes)
 
     samples: SampleUses = field(default_factory=SampleUses)
     """What the step does with the number of samples."""
@@ -275,16 +240,10 @@ class StepRecord:
         """All fields that do not depend on the lengths of the microbatch, for comparison."""
         values = [getattr(self, part.name) for part in fields(self) if part.name not in _APART]
         segments = {name: frozenset(uses) for name, uses in self.segments.items() if uses}
-        writes = [(write.variable.key, *write[1:]) for write in self.writes]
         return (
-            *(*values, segments, writes, self.reads.lines, self.reads.common),
-            *(self.draws.structure, self.samples.structure),
+            *(*values, segments, self.reads.lines, self.reads.common),
+            *(self.draws.structure, self.samples.structure, self.writes.structure),
         )
-
-    @property
-    def leaves_trace(self) -> bool:
-        """Whether the step changes state that no snapshot restores, so that it cannot run again."""
-        return bool(self.weight_writes or self.changes_batch)
 
     def has_short_weight(self, segment: int) -> bool:
         """Return whether W of a segment is too short to be worth the memory of deferring it."""
@@ -334,9 +293,9 @@ _SIZED = (
     *("forward_flops", "input_flops", "weight_flops", "training_flops"),
 )
 _APART = {
-    *(*_SIZED, "segments", "writes", "reads", "flags", "sizes"),
+    *(*_SIZED, "segments", "reads", "flags", "sizes"),
     *("lengths", "sequence", "sequence_slice", "sequence_slices", "slice_checks"),
-    *("draws", "samples"),  # which say it themselves
+    *("draws", "samples", "writes"),  # which say it themselves
     "argument_shapes",  # read where the step was traced
     "block_calls",  # blocks are compiled ahead for a length that was traced
 }

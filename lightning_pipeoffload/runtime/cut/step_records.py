@@ -147,7 +147,7 @@ class StepRecords:
         if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
             self._sized_in[key] = record.sized_in, record.calls
             sizes = record.sizes
-        record.changes_batch = trial.changes_batch
+        record.writes.changes_batch = trial.changes_batch
         record.draws.beside_torch = trial.draws_beside_torch
         self._keep(key, sizes, record)
         self._compared.add(shapes[:2])

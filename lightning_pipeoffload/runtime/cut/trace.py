@@ -28,7 +28,6 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipeoffload.runtime.batch.parts import sample_counts, shape_signature
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
 from lightning_pipeoffload.runtime.contexts import without_collection
-from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
@@ -44,6 +43,7 @@ from lightning_pipeoffload.runtime.cut.checks import (
     refuse_packed,
 )
 from lightning_pipeoffload.runtime.cut.draws import DrawWatch
+from lightning_pipeoffload.runtime.cut.observers import Operation
 from lightning_pipeoffload.runtime.cut.record import (
     BlockCall,
     HookedSpan,
@@ -54,6 +54,7 @@ from lightning_pipeoffload.runtime.cut.record import (
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleWatch
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
+from lightning_pipeoffload.runtime.cut.writes import WriteWatch
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
 from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
 from lightning_pipeoffload.runtime.payload import BlockOutput
@@ -81,7 +82,7 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     ValueNeededError,
     is_sized_by_values,
 )
-from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES, StepPoint, WriteWatch
+from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
 from lightning_pipeoffload.runtime.users_code.sources import refusing_iterators
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
@@ -135,24 +136,24 @@ class StepTrace:
         compared: Set[Attribute] = frozenset(),
         calls: CallOrder | None = None,
     ) -> None:
-        self._module = module
+        self.module = module
         self.outputs: Mapping[int, BlockOutput] = {}
         self.chain = chain
         self._imagined, self._behind = imagined
         self.observes = observes
         self._until = until
-        self._writes = WriteWatch(module, compared)
-        calls = calls or CallOrder.of_once(len(chain))
-        self.record = StepRecord(len(chain) + 1, device.type, calls, writes=self._writes.writes)
+        self.calls = calls or CallOrder.of_once(len(chain))
+        self.record = StepRecord(len(chain) + 1, device.type, self.calls)
         self._values = ValueTrace(chain, self.record, log)
         self.work = SegmentWork(len(chain) + 1)
         self._between = SegmentWork(1)
-        self._stripped = StrippedModule(module, device, self._values, self.record)
+        self._stripped = StrippedModule(device)
+        uses = self.record.segments
+        self.writes = WriteWatch(self.record.writes, uses, self, self._stripped, compared)
         self._samples = SampleWatch(self.record.samples)
         self.draws = DrawWatch(self.record.draws, module, lambda: self._stripped.has_shards)
         self._sizes = _SizesByValues(self)
-        self._checks = CallChecks(chain, calls)
-        self.arguments = ArgumentWatch(self.record)
+        self._checks = CallChecks(chain, self.calls)
         self._kernels = KernelsOnZeros() if kernels is None else kernels
         self._device, self._device_type = device, device.type
         self._is_compiled = any(is_compiled(block) for block in chain.blocks)
@@ -216,15 +217,14 @@ class StepTrace:
         except (KernelFoundError, OrderError):
             raise
         except Exception as error:
-            if self.record.argument_writes:  # without which the step may fail
-                first = self.record.argument_writes[0]
+            if self.record.writes.arguments:  # without which the step may fail
+                first = self.record.writes.arguments[0]
                 raise ValueError(describe_argument_write(first, self.chain)) from error
             if isinstance(error, ImaginedError) or not self.record.imagined:
                 raise
             raise ImaginedError(error, self.record, self._is_in_block) from error
-        written = self.record.written_in_place & self._writes.long
-        if written:
-            raise LongWriteError(written)
+        if self.writes.long_writes:
+            raise LongWriteError(self.writes.long_writes)
         return self.record
 
     def _end_early(self, error: BaseException) -> None:
@@ -258,23 +258,23 @@ class StepTrace:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Prepare a context for the step; restore the module, its buffers and all generators."""
-        module = self._module
+        module = self.module
         with ExitStack() as stack:
             stack.enter_context(without_collection())
             stack.enter_context(_same_grad_mode())
             stack.enter_context(_without_cached_casts())
             stack.enter_context(self._kernels.in_use(self._note_kernel))
-            written = stack.enter_context(unchanged(module))
+            changed = stack.enter_context(unchanged(module))
             stack.enter_context(uncompiled())
             stack.enter_context(noting_shards())
             stack.enter_context(refusing_iterators(module))
             slots = find_slots(module)
             self._stripped.strip(slots)
-            stack.callback(self._stripped.find_written)
             mark_slots(slots, self.chain)
             stack.enter_context(self.chain.running(self))
-            stack.enter_context(self._stripped.noting_new_weights(slots))
-            stack.enter_context(self._stripped.noting_saved())
+            stack.enter_context(self.writes.noting_saved())
+            if self.observes:
+                stack.enter_context(self.writes.watching())
             stack.enter_context(self._finding_hooked_spans())
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
@@ -282,14 +282,9 @@ class StepTrace:
             chunks = AroundChunks(self.around_chunks, self._samples.note_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
-            if self.observes:
-                stack.enter_context(self._writes.watching())
             stack.enter_context(self._sizes)
             yield
-        # Without the registries of modules, into which the trace itself put shapes.
-        written = {place for place in written if place[1] not in REGISTRIES}
-        self.record.written_in_place |= written
-        self.record.saved_and_written |= written & self._stripped.saved_attributes
+        self.writes.note_restored(changed)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on shape-only arguments, and return its shape-only output.
@@ -316,16 +311,15 @@ class StepTrace:
         if self._is_compiled:
             self.record.block_calls.append(BlockCall.of(arguments, self._device_type))
         args, kwargs = self._values.enter_block(index, arguments)
-        self._compare_attributes(StepPoint(index, is_in_block=True))
+        if self.observes:
+            self.writes.enter_block(index, args, kwargs)
         self._is_in_block, self._num_in_block = True, 0
-        before = self.arguments.before(args, kwargs)
         self._argument_memory = {memory_of(leaf) for leaf in shape_only_leaves(arguments)}
         output = self._run_block(index, args, kwargs)
         refuse_packed(output, self.chain.block_name(index))
-        self.arguments.after(call, self.chain.blocks[index].forward, args, kwargs, before)
         self._is_in_block = False
-        behind = self.record.calls.least[call + 1]
-        self._compare_attributes(StepPoint(behind, is_in_block=False))
+        if self.observes:
+            self.writes.leave_block(index, args, kwargs)
         output = self._values.leave_block(index, arguments, output)
         self._is_in_call = False
         return output
@@ -343,17 +337,14 @@ class StepTrace:
         self.record.kernels.add(self.point)
         self.work.add_values(self.segment, name, arguments)
 
-    def _compare_attributes(self, following: StepPoint) -> None:
-        if self.observes:
-            self._writes.compare(following)
-
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if not self.observes:
             return
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
         segment = self.segment_of(tensors)
-        self._values.observe(func, args, result, segment, self._note_uses(tensors, segment))
-        self._stripped.note_weight_writes(func, args)
+        weights_alone = self._note_uses(tensors, segment)
+        operands = self._values.observe(func, args, result, segment, weights_alone)
+        self.writes.note(Operation(func, args, result, segment, operands))
         # A search for blocks has none.
         is_behind = not self._is_in_block and segment == len(self.chain) > 0
         self._samples.note(func, args, result, is_behind)
@@ -491,7 +482,7 @@ class StepTrace:
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
         record, last = self.record, self._sizes.last
-        record.opened |= self.arguments.filling
+        record.opened |= self.writes.filling
         hooked = set(self._checks.hooked)
         if record.opened & hooked:  # a list that hooks fill has an entry of each of their blocks
             record.opened |= hooked
@@ -504,11 +495,8 @@ class StepTrace:
             last = max(call for call in (last, self._sizes.last_flag) if call is not None)
             record.flags = BatchFlags()
         record.briefly_hooked.update(self._checks.find_briefly_hooked())
-        self._stripped.find_saved_attributes()
-        self._compare_attributes(self.point)
-        if self.observes:
-            self._writes.finish()
-            self._samples.note_writes(record.writes)
+        self.writes.finish()
+        self._samples.note_writes(record.writes.attributes)
         if last is not None:
             record.sized_in, record.sizes = last, self.sizes_before(last)
 
@@ -520,7 +508,7 @@ class StepTrace:
         goes through the module no stage has both, and torch would not call the hook.
         """
         is_any = bool(torchs._global_backward_hooks)  # private, as is _backward_hooks
-        parts = self._module.named_modules()
+        parts = self.module.named_modules()
         names = {part: name for name, part in parts if is_any or part._backward_hooks}
         begun: list[tuple[nn.Module, int]] = []
 
@@ -640,9 +628,9 @@ class _SizesByValues(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         trace, point = self._trace, self._trace.point
-        trace.arguments.note_use(args, trace.num_calls)
         trace.note_between(func, args, kwargs)
         if trace.observes:
+            trace.writes.note_use(args)
             segment = trace.segment_of(args)
             trace.work.add(segment, func, args, kwargs)
             trace.draws.note(segment, func, args, kwargs or {})

@@ -25,7 +25,6 @@ from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, Crossi
 from lightning_pipeoffload.runtime.cut.checks import CallsError
 from lightning_pipeoffload.runtime.cut.device_reads import READERS
 from lightning_pipeoffload.runtime.cut.record import (
-    Alias,
     LoggedValue,
     StartedBackward,
     StepRecord,
@@ -41,7 +40,6 @@ from lightning_pipeoffload.runtime.payload import BlockOutput, dense_stride
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
-    memory_of,
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, refuse_dtensor
@@ -101,7 +99,6 @@ class ValueTrace(CallCounter):
         self._reach.begin(0)
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
         self._handed_on: list[list[_Edge | None]] = []
-        self._written: defaultdict[int, list[tuple[ShapeOnly, int]]] = defaultdict(list)
 
     @property
     def place(self) -> int:
@@ -203,8 +200,8 @@ class ValueTrace(CallCounter):
         result: Any,
         position: int,
         weights: frozenset[str] = frozenset(),
-    ) -> None:
-        """Record the tensors that an operation uses, makes and writes.
+    ) -> list[Any]:
+        """Record the tensors that an operation uses and makes; return those that it uses.
 
         ``weights`` is not empty if all operands are weights, or were computed only from weights;
         then the operation has the position of the code that uses its result.
@@ -213,11 +210,8 @@ class ValueTrace(CallCounter):
         if not (weights or self._calls.is_once):
             self._reach.assign(tensors)
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        for tensor in tensors:
-            if not weights:
-                self.use(tensor, position)
-            if not is_view:
-                self._check_memory(tensor)
+        for tensor in tensors if not weights else ():
+            self.use(tensor, position)
         for leaf in shape_only_leaves(result):
             if weights:
                 leaf.weights = weights  # type: ignore[attr-defined]
@@ -229,19 +223,13 @@ class ValueTrace(CallCounter):
                 self._new.append(leaf)  # a custom function makes it require a gradient later
                 if self._running is not None:
                     self._inside.append(ref(leaf))
-        self._note_writes(func, args, position)
+        if self.is_between_repeated:
+            self._refuse_earlier(written_arguments(func, args), position)
+        return tensors
 
-    def _note_writes(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], position: int
-    ) -> None:
-        for value in written_arguments(func, args):
-            if isinstance(value, ShapeOnly) and hasattr(value, "source"):
-                self._written[memory_of(value)].append((value, position))
-                self._check_written(value, position)
-
-    def _check_written(self, value: Any, position: int) -> None:
+    def _refuse_earlier(self, written: Iterable[Any], position: int) -> None:
         """Refuse a write that the stage of the written value cannot make."""
-        if value.source.position < position and self.is_between_repeated:
+        if any(value.source.position < position for value in _with_source([*written])):
             raise CallsError(
                 f"the step writes in place{in_brackets(calling_line())} into what stages before "
                 f"{self._chain.block_name(min(position, len(self._chain) - 1))} have, and calls "
@@ -395,13 +383,6 @@ class ValueTrace(CallCounter):
             self._edges[key].add(edge)
         crossing.use(position, source.trains_from)
 
-    def _check_memory(self, tensor: Any) -> None:
-        for written, written_in in self._written.get(memory_of(tensor), ()):
-            apart_from = _apart_from(tensor, written)
-            if apart_from is not None and apart_from < written_in:
-                alias = Alias(apart_from, written_in, tensor.origins, calling_line())
-                self._record.aliases.append(alias)
-
 
 class _Alias(torch.autograd.Function):
     """An alias of a value; a view would make uses of it count as uses of its base."""
@@ -429,24 +410,6 @@ def _set_source(
     tensor.source = source
     tensor.call = call
     tensor.lineage = (source, *lineage)
-
-
-def _apart_from(left: Any, right: Any) -> int | None:
-    """Return the first position behind which a cut separates two tensors that share memory.
-
-    Behind it a stage gets at least one of them as a message, a copy in other memory, so a write to
-    one does not reach the other. None: they share memory wherever the chain is cut.
-    """
-    common = next((source for source in left.lineage if source in right.lineage), None)
-    lefts, rights = (_up_to(common, tensor.lineage) for tensor in (left, right))
-    pairs = ((a, b) for a in lefts for b in rights if a is not b)
-    return min(
-        (max(a.last_position_before, b.last_position_before) for a, b in pairs), default=None
-    )
-
-
-def _up_to(last: _Source | None, lineage: tuple[_Source, ...]) -> tuple[_Source, ...]:
-    return lineage if last is None else lineage[: lineage.index(last) + 1]
 
 
 def _with_source(tree: Any) -> Iterator[Any]:

@@ -313,7 +313,7 @@ class BlockMeasurement:
         self._cut = self._cut_into_samples(stages)
         records = pipeline.records.by_key.values()
         self._warm: list[StepRecord] = []
-        self._written = {write.name for record in records for write in record.weight_writes}
+        self._written = {write.name for record in records for write in record.writes.weights}
 
     def _cut_into_samples(self, stages: Sequence[int]) -> CutSettings:
         cut, starts = self._first_cut, [blocks.start for blocks in self._sampled.stages]

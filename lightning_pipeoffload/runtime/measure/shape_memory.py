@@ -226,7 +226,7 @@ class _MeasuringPass(StepTrace):
     def _note_resident(self) -> set[int]:
         """Mark the shapes of parameters as parameters; return the storages that stay resident."""
         resident = [leaf for leaf in batch_leaves(self._part.part) if isinstance(leaf, Tensor)]
-        for slot in find_slots(self._module):
+        for slot in find_slots(self.module):
             tensor: Any = slot.tensor
             if slot.kind == "_parameters":
                 weight_grad_kernels.mark(tensor, slot.name not in self._left_to_b)

@@ -450,7 +450,7 @@ class Pipeline:
         self.cut = Cut(self.chain, stages, costs, slowness)
 
     def _impossible_cuts(self, slots: list[Slot], record: StepRecord) -> frozenset[int]:
-        written = record.weight_writes  # for nothing else does it matter which segments need what
+        written = record.writes.weights  # for nothing else does it matter which segments need what
         needed = find_segments(slots, self.chain, record) if written else {}
         aliases = self.tensors.aliases
         return impossible_cuts(

@@ -61,7 +61,7 @@ def trace_parts(
     microbatches: list[Microbatch] = []
     for index, (part, record) in enumerate(zip(cut.parts, records, strict=True)):
         run: Callable[[StepCall], Any] = partial(step, part)
-        if record.changes_batch:
+        if record.writes.changes_batch:
             batch_of_part = without_shared(part, batch) if index < len(cut.parts) - 1 else part
             run = CallOnCopies(step, batch_of_part, len(pipeline.stages) * num_slices)
         microbatches.append(

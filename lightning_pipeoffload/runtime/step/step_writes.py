@@ -121,17 +121,17 @@ class StepWrites:
     def expect(self, record: StepRecord, stages: Sequence[Stage]) -> None:
         """Add the writes of a traced step, for the stages of a cut."""
         self._spaces.clear()
-        self._weights.update(write.name for write in record.weight_writes)
-        self._saved.update(record.saved_and_written)
-        self._in_place.update(record.written_in_place)
+        self._weights.update(write.name for write in record.writes.weights)
+        self._saved.update(record.writes.in_place_and_saved)
+        self._in_place.update(record.writes.in_place)
         trains = torch.is_grad_enabled()
         for stage in stages:
             for block in stage.blocks:
                 modules = self._chain.blocks[block].modules()
                 self._block_stages.update(dict.fromkeys(map(id, modules), stage.index))
         self._refuse_shared(record)
-        self._modules.update((id(child), child) for child, _ in record.written_in_place)
-        for write in record.writes:
+        self._modules.update((id(child), child) for child, _ in record.writes.in_place)
+        for write in record.writes.attributes:
             self._written[write.variable.key] = write.variable
             self._modules[id(write.variable.part)] = write.variable.part
             if write.is_users:
@@ -153,8 +153,8 @@ class StepWrites:
     def _refuse_shared(self, record: StepRecord) -> None:
         """Refuse a container that several stages of a rank have: each would get its own copy."""
         first: dict[int, Variable] = {}
-        for variable in [write.variable for write in record.writes]:
-            is_in_place = variable.attribute in record.written_in_place
+        for variable in [write.variable for write in record.writes.attributes]:
+            is_in_place = variable.attribute in record.writes.in_place
             if not (is_in_place and isinstance(variable.value, _CONTAINERS)):
                 continue
             other = first.setdefault(id(variable.value), variable)

@@ -104,7 +104,7 @@ class Write(NamedTuple):
     is_users: bool
 
 
-class WriteWatch:
+class AttributeWatch:
     """Records the attributes that one run of a step writes, in order, in ``writes``.
 
     Args:

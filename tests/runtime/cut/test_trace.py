@@ -172,7 +172,7 @@ def test_a_written_weight_is_told_from_others_that_share_their_shape():
     meta = torch.empty(4, 4, device="meta")
     for block in module.blocks:  # as layers of other ranks that configure_model has made
         block._parameters["weight"] = ShapeOnly(meta, CPU, frozenset(("a weight",)), True)
-    names = {write.name for write in traced(module, torch.ones(2, 4)).weight_writes}
+    names = {write.name for write in traced(module, torch.ones(2, 4)).writes.weights}
     assert names == {"blocks.1.weight"}
 
 

@@ -243,7 +243,7 @@ def test_an_entry_of_a_long_list_is_written_where_the_line_is(place, pipeline):
     pipeline, plain = train_beside(Recounting(place).double(), *pipeline, batches())
     for rank in pipeline.ranks if place == 0 else pipeline.ranks[-1:]:
         (record,) = rank.records.by_key.values()
-        assert {(w.variable.label, w.point.segment) for w in record.writes} == {
+        assert {(w.variable.label, w.point.segment) for w in record.writes.attributes} == {
             ("self.long", place)
         }
         assert rank.module.long == plain.long

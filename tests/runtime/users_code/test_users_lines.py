@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 
 import lightning_pipeoffload
 from lightning_pipeoffload.loop.hooks import users_hooks
-from lightning_pipeoffload.runtime.users_code.attributes import StepPoint, WriteWatch
+from lightning_pipeoffload.runtime.users_code.attributes import AttributeWatch, StepPoint
 from lightning_pipeoffload.runtime.users_code.replaced_methods import (
     WrappedHook,
     own_class,
@@ -135,7 +135,7 @@ class Lazy(OrderedDict):
 def test_a_mapping_that_loads_its_values_is_left_alone():
     module = Module()
     module.mapping = Lazy(b=[1])
-    watch = WriteWatch(module)
+    watch = AttributeWatch(module)
     with unchanged(module), watch.watching():
         module.values.append(2)
         module.total = 1
@@ -149,7 +149,7 @@ def test_a_mapping_that_loads_its_values_is_left_alone():
 def test_a_metric_whose_hash_goes_by_its_state_is_one_object():
     module = Module()
     module.mean = MeanMetric()
-    watch = WriteWatch(module)
+    watch = AttributeWatch(module)
     with unchanged(module) as written, watch.watching():
         module.mean(torch.ones(2))
         module.mean.mean_value.add_(1)

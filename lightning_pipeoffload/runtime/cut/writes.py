@@ -1,0 +1,264 @@
+"""What a step writes: attributes, buffers, parameters, its batch, and arguments of blocks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch, ArgumentWrite
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, Running
+from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
+from lightning_pipeoffload.runtime.leaves import tensors_in
+from lightning_pipeoffload.runtime.shapes.operations import written_arguments
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.users_code.attributes import (
+    REGISTRIES,
+    AttributeWatch,
+    StepPoint,
+    Write,
+)
+from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_written
+from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+
+
+class WeightWrite(NamedTuple):
+    """A write into a parameter, with its segment and its line of the user's code."""
+
+    name: str
+    segment: int
+    line: str
+    is_new: bool  # whether another parameter is assigned
+
+
+class Alias(NamedTuple):
+    """Two tensors with shared memory, one of which is read after the other was written."""
+
+    made_in: int  # the segment from which on both names exist
+    written_in: int
+    origins: frozenset[str]  # names of what the value is computed from
+    line: str  # of the user's code that reads
+
+
+@dataclass
+class Writes:
+    """A part of a step's record.
+
+    Attributes:
+        attributes: Writes to attributes of modules, in order.
+        common_buffers: Names of the buffers that are written from values that every stage has.
+        in_place: These buffers, and the attributes whose tensors or containers are changed.
+        in_place_and_saved: Buffers and attributes that are written, and read by a backward.
+        weights: Writes into parameters.
+        aliases: Tensors that are read after they were written under another name.
+        arguments: Writes of blocks into tensor arguments that are read after the call.
+        changes_batch: Whether the step writes into its batch.
+    """
+
+    attributes: list[Write] = field(default_factory=list)
+    common_buffers: set[str] = field(default_factory=set)
+    in_place: set[Attribute] = field(default_factory=set)
+    in_place_and_saved: set[Attribute] = field(default_factory=set)
+    weights: list[WeightWrite] = field(default_factory=list)
+    aliases: list[Alias] = field(default_factory=list)
+    arguments: list[ArgumentWrite] = field(default_factory=list)
+    changes_batch: bool = False
+
+    @property
+    def cannot_run_again(self) -> bool:
+        """Whether the step changes what no snapshot restores."""
+        return bool(self.weights or self.changes_batch)
+
+    @property
+    def writing_blocks(self) -> set[int]:
+        """The blocks that write attributes."""
+        return {write.point.segment for write in self.attributes if write.point.is_in_block}
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """All that does not depend on lengths."""
+        attributes = [(write.variable.key, *write[1:]) for write in self.attributes]
+        others = self.weights, self.aliases, self.arguments, self.changes_batch
+        return attributes, self.common_buffers, self.in_place, self.in_place_and_saved, others
+
+
+class WriteWatch(Observer):
+    """Finds them in a trace.
+
+    Args:
+        writes: The part of the trace's record.
+        segments: By buffer, the segments that write it; filled after the step.
+        trace: The running trace.
+        stripped: What stands for the module's tensors.
+        compared: Attributes that are compared at each block, though they are long.
+    """
+
+    def __init__(
+        self,
+        writes: Writes,
+        segments: defaultdict[str, set[int]],
+        trace: Running,
+        stripped: StrippedModule,
+        compared: Set[Attribute],
+    ) -> None:
+        self._writes, self._segments = writes, segments
+        self._trace, self._stripped = trace, stripped
+        self._attributes = AttributeWatch(trace.module, compared)
+        writes.attributes = self._attributes.writes
+        self._arguments = ArgumentWatch(trace.chain, writes.arguments)
+        # The written tensors of each memory, with the segments of the writes.
+        self._written: defaultdict[int, list[tuple[Any, int]]] = defaultdict(list)
+        self._saved: set[int] = set()  # addresses of what autograd has saved
+        self._saved_attributes: set[Attribute] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(self._find_written_buffers)
+            stack.enter_context(self._noting_new_weights())
+            stack.enter_context(self._attributes.watching())
+            yield
+
+    @contextmanager
+    def _noting_new_weights(self) -> Iterator[None]:
+        """Record each parameter that the step replaces with another one."""
+        plain = nn.Module.register_parameter
+
+        def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            replaced = self._stripped.replace_weight(owner, name, parameter)
+            if replaced is not None:
+                self._note_weight(replaced, is_new=True)
+            plain(owner, name, parameter)
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = plain  # type: ignore[method-assign]
+
+    def noting_saved(self) -> AbstractContextManager[None]:
+        """Record the tensors that autograd saves within the context.
+
+        All traces enter it, since their operations are compared and it detaches. The hooks hold
+        only addresses. A graph holds its hooks and their results, and Python's collector cannot
+        find a cycle through a graph.
+        """
+        saved = self._saved
+
+        def note(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, ShapeOnly):
+                return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
+            saved.add(memory_of(tensor))
+            return tensor.detach()
+
+        return saved_tensors_hooks(note, lambda packed: packed)
+
+    def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._attributes.compare(StepPoint(index, is_in_block=True))
+        self._arguments.before(args, kwargs)
+
+    def leave_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._arguments.after(index, self._trace.num_calls, args, kwargs)
+        behind = self._trace.calls.least[self._trace.num_calls + 1]
+        self._attributes.compare(StepPoint(behind, is_in_block=False))
+
+    def note_use(self, args: tuple[Any, ...]) -> None:
+        """Note what an operation reads, with a value or without."""
+        self._arguments.note_use(args, self._trace.num_calls)
+
+    def note(self, operation: Operation) -> None:
+        func, args, _, segment, operands = operation
+        if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+            for tensor in operands:
+                self._check_memory(tensor)
+        for value in written_arguments(func, args):
+            if not isinstance(value, ShapeOnly):
+                continue
+            weight = self._stripped.weight_in(memory_of(value))
+            if weight is not None:
+                self._note_weight(weight)
+            if hasattr(value, "source"):
+                self._written[memory_of(value)].append((value, segment))
+
+    def _note_weight(self, name: str, is_new: bool = False) -> None:
+        write = WeightWrite(name, self._trace.point.segment, calling_line(), is_new)
+        self._writes.weights.append(write)
+
+    def _check_memory(self, tensor: Any) -> None:
+        for written, written_in in self._written.get(memory_of(tensor), ()):
+            apart_from = _apart_from(tensor, written)
+            if apart_from is not None and apart_from < written_in:
+                alias = Alias(apart_from, written_in, tensor.origins, calling_line())
+                self._writes.aliases.append(alias)
+
+    @property
+    def filling(self) -> set[int]:
+        """The blocks that have modified a list, a dict or an object among their arguments."""
+        return self._arguments.filling
+
+    def finish(self) -> None:
+        self._find_saved_attributes()
+        self._attributes.compare(self._trace.point)
+        self._attributes.finish()
+
+    def _find_saved_attributes(self) -> None:
+        for part in self._trace.module.modules():
+            for name in vars(part).keys() - REGISTRIES:
+                tensors = tensors_in(vars(part)[name])
+                if any(memory_of(tensor) in self._saved for tensor in tensors):
+                    self._saved_attributes.add(Attribute(part, name))
+
+    def _find_written_buffers(self) -> None:
+        writes, buffers = self._writes, self._stripped.buffers
+        written = [
+            slot
+            for slot, tensor, value in buffers
+            if slot.tensor is not tensor or is_written(tensor, value)
+        ]
+        for slot in written:
+            if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "source"):
+                self._segments[slot.name].add(slot.tensor.source.position)
+        common = [slot for slot in written if not self._segments.get(slot.name)]
+        writes.common_buffers = {slot.name for slot in common}
+        writes.in_place = {Attribute(slot.module, slot.attribute) for slot in common}
+        writes.in_place_and_saved = {
+            Attribute(slot.module, slot.attribute)
+            for slot, tensor, value in buffers
+            if memory_of(tensor) in self._saved
+            and (self._segments.get(slot.name) or is_written(tensor, value))
+        }
+
+    def note_restored(self, changed: set[Attribute]) -> None:
+        """Note the attributes that the step has changed in place, which are restored by now."""
+        # Without the registries of modules, into which the trace itself put shapes.
+        changed = {each for each in changed if each.name not in REGISTRIES}
+        self._writes.in_place |= changed
+        self._writes.in_place_and_saved |= changed & self._saved_attributes
+
+    @property
+    def long_writes(self) -> set[Attribute]:
+        """Long containers that the step has changed in place, at a line that is not known."""
+        return self._writes.in_place & self._attributes.long
+
+
+def _apart_from(left: Any, right: Any) -> int | None:
+    """Return the first position behind which a cut separates two tensors that share memory.
+
+    Behind it a stage gets at least one of them as a message, a copy in other memory, so a write to
+    one does not reach the other. None: they share memory wherever the chain is cut.
+    """
+    common = next((source for source in left.lineage if source in right.lineage), None)
+    lefts, rights = (_up_to(common, tensor.lineage) for tensor in (left, right))
+    pairs = ((a, b) for a in lefts for b in rights if a is not b)
+    return min(
+        (max(a.last_position_before, b.last_position_before) for a, b in pairs), default=None
+    )
+
+
+def _up_to(last: Any, lineage: tuple[Any, ...]) -> tuple[Any, ...]:
+    return lineage if last is None else lineage[: lineage.index(last) + 1]
