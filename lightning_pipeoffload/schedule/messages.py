@@ -81,34 +81,39 @@ def arrived_before(plan: Schedule, rank: int) -> Mapping[Action, Sequence[Action
     return proven
 
 
-def sends_before(plan: Schedule, rank: int) -> Mapping[Action, int]:
-    """Return, for RECVs of a rank, the number of its SENDs on which the message depends.
+def sends_before(plan: Schedule) -> Mapping[Action, int]:
+    """Return, for each RECV, the number of its rank's SENDs on which the message depends.
 
     Dependencies may go over other ranks. Once the rank has sent these, the message arrives whatever
-    the rank does next. The number is 0 for a message that never comes because of a deadlock.
-
-    Args:
-        rank: The receiving rank.
+    the rank does next. There is no number for a message that never comes because of a deadlock.
     """
-    carried: dict[Action, int] = {}
-    walks = [_walk(actions, carried, peer == rank) for peer, actions in enumerate(plan)]
-    before, waiting = None, [next(walk, None) for walk in walks]
-    while waiting != before:
-        before, waiting = waiting, [next(walk, None) for walk in walks]
-    return {action: carried.get(action, 0) for action in plan[rank] if action.kind in RECVS}
+    before: dict[Action, int] = {}
+    under_way: dict[Action, Sequence[int]] = {}
+    walks = [_walk(plan, rank, before, under_way) for rank in range(plan.num_ranks)]
+    seen, waiting = None, [next(walk, None) for walk in walks]
+    while waiting != seen:
+        seen, waiting = waiting, [next(walk, None) for walk in walks]
+    return before
 
 
-def _walk(actions: Iterable[Action], carried: dict[Action, int], counts: bool) -> Iterator[Action]:
-    """Record the number of SENDs on which each message depends; yield a RECV until it is sent."""
-    num_sent = 0
-    for action in actions:
+def _walk(
+    plan: Schedule, rank: int, before: dict[Action, int], under_way: dict[Action, Sequence[int]]
+) -> Iterator[Action]:
+    """Record for each message how many SENDs of every rank it depends on, while it is under way.
+
+    Yield a RECV until its message is sent.
+    """
+    num_sent = [0] * plan.num_ranks
+    for action in plan[rank]:
         if action.kind in SENDS:
-            num_sent += counts
-            carried[recv_of(action)] = num_sent
+            num_sent[rank] += 1
+            under_way[recv_of(action)] = [*num_sent]
         elif action.kind in RECVS:
-            while action not in carried:
+            while action not in under_way:
                 yield action
-            num_sent = max(num_sent, carried[action])
+            of_message = under_way.pop(action)
+            before[action] = of_message[rank]
+            num_sent = [*map(max, num_sent, of_message)]
 
 
 class OpenReceives:
@@ -118,6 +123,7 @@ class OpenReceives:
         post: Called with each receive when it is posted, and with the rank of its sender.
         expected: For compute actions, the receives whose messages may come from then on; None: any
             may at any time.
+        before: Those of :func:`sends_before`, if they are known.
     """
 
     def __init__(
@@ -126,10 +132,12 @@ class OpenReceives:
         rank: int,
         post: Callable[[Action, int], None],
         expected: Mapping[Action, Sequence[Action]] | None = None,
+        before: Mapping[Action, int] | None = None,
     ) -> None:
         receives = [action for action in plan[rank] if action.kind in RECVS]
         self._sources = {receive: plan.rank_of(send_of(receive).stage) for receive in receives}
-        self._sends_before = sends_before(plan, rank)
+        known = sends_before(plan) if before is None else before
+        self._sends_before = {receive: known.get(receive, 0) for receive in receives}
         self._post = post
         self._during = expected
         self.start_step()

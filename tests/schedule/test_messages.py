@@ -38,7 +38,7 @@ def test_messages_tell_of_those_before_them():
         ("1f1b", Kind.RECV_B, 0, [2, 3, 3]),
         ("interleaved_1f1b", Kind.RECV_F, 3, [1, 2, 3]),
     ]:
-        follows = sends_before(lower(build(name, 3, 3)), 0)
+        follows = sends_before(lower(build(name, 3, 3)))
         assert [follows[Action(kind, stage, m)] for m in range(3)] == sent
 
 
@@ -58,7 +58,7 @@ class Edges:
     """What one rank has open and has taken, edge by edge."""
 
     def __init__(self, plan, rank):
-        self.follows, self.num_sent = sends_before(plan, rank), 0
+        self.follows, self.num_sent = sends_before(plan), 0
         self.open, self.taken = {}, set()
         self.receives = OpenReceives(plan, rank, self.post)
         self.receives.expect(plan[rank])

@@ -21,7 +21,15 @@ from ..actions import (
     ScheduleError,
 )
 from ..costs import Costs
-from ..messages import OpenReceives, PendingSends, most_pending, recv_before, recv_of, send_of
+from ..messages import (
+    OpenReceives,
+    PendingSends,
+    most_pending,
+    recv_before,
+    recv_of,
+    send_of,
+    sends_before,
+)
 from ..schedule import Schedule
 from ..slices import Slices
 from ..timeline import Event, Timeline
@@ -241,7 +249,8 @@ def peak_message_memory(
         size: Returns the memory of the message of a SEND.
         evaluation: The lowered plan of evaluations after training steps; None: there are none.
     """
-    plans = [plan] if evaluation is None else [plan, evaluation]
+    wanted = [plan] if evaluation is None else [plan, evaluation]
+    plans = [(each, sends_before(each)) for each in wanted]
     return tuple(
         max(_MessageMemory(rank, size).during(plans, most_pending(plan, rank)))
         for rank in range(plan.num_ranks)
@@ -256,11 +265,16 @@ class _MessageMemory:
         self._held = 0.0
         self._sent: defaultdict[int, deque[float]] = defaultdict(deque)
 
-    def during(self, plans: Iterable[Schedule], most: Mapping[int, int]) -> Iterator[float]:
-        """Yield the memory after each action of two steps by each plan."""
+    def during(
+        self, plans: Iterable[tuple[Schedule, Mapping[Action, int]]], most: Mapping[int, int]
+    ) -> Iterator[float]:
+        """Yield the memory after each action of two steps by each plan.
+
+        With each plan come the SENDs before its messages, by :func:`sends_before`.
+        """
         yield 0.0
-        for plan in plans:
-            receives = OpenReceives(plan, self._rank, self._post)
+        for plan, before in plans:
+            receives = OpenReceives(plan, self._rank, self._post, before=before)
             sends = PendingSends(plan, self._rank, self._release, most)
             for _ in range(2):
                 receives.start_step()
