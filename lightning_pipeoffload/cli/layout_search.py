@@ -4,7 +4,8 @@ The sizes of a layout are its pipeline ranks, tensor ranks and replicas, whose p
 of devices. Those whose weights, gradients and optimizer states do not fit are left out before they
 are planned. The others are planned with a few schedules and a short search, those with the smallest
 bound on the time of a step first; then, if they are among the fastest, small, or do not fit so,
-with the whole search, any schedule and offload. Plans that cannot become the fastest are skipped.
+with the whole search, any schedule and offload; large ones that do not fit so with ``1f1b`` and
+offload. Plans that cannot become the fastest are skipped.
 The model is traced for each number of tensor ranks, from few to many, until more are slower.
 
 Ctrl-C, or the end of the seconds that are given, ends the search with what it has planned.
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipeoffload.cli.advice import (
     ABOUT_EQUAL,
@@ -56,12 +57,32 @@ SHOWN = 1.2
 """Layouts are shown that take up to so many times as long as the fastest."""
 QUICK = ("1f1b", "zb_h1", "zb_v")
 """The schedules that every layout is planned with first, without copies."""
-_ALONE = {name: FAMILIES[name] for name in QUICK}
+
+
+class _Effort(NamedTuple):
+    """How a layout is planned: with which schedules, and whether with copies.
+
+    A whole one has all schedules, and tries both orders of ranks.
+    """
+
+    recipes: Mapping[str, Recipe]
+    copies: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.recipes) == len(FAMILIES)
+
+
+_WHOLE = _Effort(FAMILIES)
+_ALONE = _Effort({name: FAMILIES[name] for name in QUICK}, copies=False)
 # The search of zb_v takes seconds where there are many ranks and microbatches. A tenth of it tells
 # which layouts are near the fastest.
-_SHORTLY = {**_ALONE, "zb_v": replace(_ALONE["zb_v"], fixed_options={"num_actions": 60_000})}
-# Of a large layout that zb_v stands, with any other schedule.
-_LARGE = {**FAMILIES, "zb_v": _SHORTLY["zb_v"]}
+_SHORT_ZB_V = replace(FAMILIES["zb_v"], fixed_options={"num_actions": 60_000})
+_SHORTLY = _Effort({**_ALONE.recipes, "zb_v": _SHORT_ZB_V}, copies=False)
+# Of a large layout that stands, with any other schedule; where another layout fits without copies,
+# a large one that does not is planned with the schedule that keeps least.
+_LARGE = _Effort({**FAMILIES, "zb_v": _SHORT_ZB_V})
+_LARGE_COPYING = _Effort({"1f1b": FAMILIES["1f1b"]})
 NEAR = 1.1
 """The fastest, and one more up to so many times as slow, are planned with all schedules.
 
@@ -179,7 +200,7 @@ class LayoutSearch:
         planner = ModelPlanner(self._config, self._show)
         self._traced[self._only.num_tensor_ranks] = planner
         try:
-            return [self._plan_of(planner, self._only, None, FAMILIES)]
+            return [self._plan_of(planner, self._only, None, _WHOLE)]
         except MemoryLimitError as error:
             write = bytes_writer(self._config.device_memory)
             if planner.mixture:
@@ -385,7 +406,7 @@ class LayoutSearch:
         self._planned, self._open, self._begun = {}, self._layouts(times), set()
         self._num_layouts = len(self._open)
         if self._only is not None:
-            in_full = [self._plan(each, inf, FAMILIES) for each in self._places(planners, times)]
+            in_full = [self._plan(each, inf, _WHOLE) for each in self._places(planners, times)]
             return [planned for planned in in_full if planned is not None]
         places = self._plan_quickly(planners, times)
         best, quick = self._best, dict(self._planned)
@@ -395,9 +416,7 @@ class LayoutSearch:
             is_near = number < _NUM_IN_FULL and scores[place.layout] <= NEAR * best
             is_near |= place.num_forwards <= _FEW_FORWARDS
             is_tight = place.layout not in quick
-            if place.is_large and best < inf:
-                if is_tight:
-                    self._leave_out(place.layout, _WITH_COPIES)
+            if place.is_large and not is_tight:
                 continue
             most = min(best, scores[place.layout] / _ABOUT_LEAST)
             if is_near and not is_tight and place.least < most:
@@ -408,12 +427,17 @@ class LayoutSearch:
                     scores[place.layout] = candidate.score
                     best = min(best, candidate.score)
             if place.work <= best and (is_near or is_tight):
-                self._say("with all schedules and copies, ", place.layout)
-                recipes = _LARGE if place.is_large else FAMILIES
-                candidate = self._plan(place, _WORTH_A_PLAN * best, recipes)
+                effort = _WHOLE
+                if place.is_large:
+                    effort = _LARGE if best == inf else _LARGE_COPYING
+                schedules = "all schedules" if effort.is_whole else ", ".join(effort.recipes)
+                self._say(f"with {schedules} and copies, ", place.layout)
+                candidate = self._plan(place, _WORTH_A_PLAN * best, effort)
                 if candidate is not None and candidate.score * ABOUT_EQUAL < scores[place.layout]:
                     self._planned[place.layout] = candidate
                     best = min(best, candidate.score)
+            elif is_tight:
+                self._leave_out(place.layout, _NOT_FASTER)
             self._close(place.layout)
         self._beginning = ""
         return self._by_speed()
@@ -512,6 +536,7 @@ class LayoutSearch:
                 if least_bytes > memory:
                     self._leave_out(layout, self._needs_more(layout, least_bytes))
                     continue
+                in_layout.needs_of(option, num_ranks)  # refuses more ranks than blocks
                 seconds = in_layout.costs_of(option, 1).compute(1).values()
                 work = sum(map(sum, seconds)) * option.num_microbatches / num_ranks
                 planners = [planner.in_layout(each) for each in all_settings]
@@ -526,12 +551,12 @@ class LayoutSearch:
         return places
 
     def _plan(
-        self, place: LayoutToPlan, omits_above: float, recipes: Mapping[str, Recipe]
+        self, place: LayoutToPlan, omits_above: float, effort: _Effort
     ) -> PlannedLayout | None:
         """Return the fastest plan of a layout; None if it does not fit, or is slow."""
         best: PlannedLayout | None = None
         layout, reason = place.layout, ""
-        orders = self._orders(place.planners[0], layout)[: 1 if _is_quick(recipes) else None]
+        orders = self._orders(place.planners[0], layout)[: None if effort.is_whole else 1]
         for planner in place.planners:
             if best is not None and not best.plan.is_bound_by_memory:
                 break
@@ -539,7 +564,7 @@ class LayoutSearch:
                 changed = replace(planner.settings, rank_order=order)
                 least = omits_above if best is None else best.score
                 try:
-                    candidate = self._plan_of(planner.in_layout(changed), layout, least, recipes)
+                    candidate = self._plan_of(planner.in_layout(changed), layout, least, effort)
                 except MemoryLimitError as error:
                     reason = reason or self._too_large(planner, layout, error)
                 except ScheduleError as error:
@@ -556,34 +581,34 @@ class LayoutSearch:
         planner: ModelPlanner,
         layout: Layout,
         omits_above: float | None,
-        recipes: Mapping[str, Recipe],
+        effort: _Effort,
     ) -> PlannedLayout:
-        plan, needs = planner.plan(self._request(planner, layout, recipes, omits_above))
+        plan, needs = planner.plan(self._request(planner, layout, effort, omits_above))
         return PlannedLayout(planner, plan, needs)
 
     def _request(
         self,
         planner: ModelPlanner,
         layout: Layout,
-        recipes: Mapping[str, Recipe],
+        effort: _Effort,
         omits_above: float | None = inf,
     ) -> PlanRequest:
-        """Return the request for a layout's plans; without copies unless all recipes are given.
+        """Return the request for a layout's plans.
 
         ``omits_above`` None: for all options, searches of many seconds among them.
         """
-        settings, is_quick = planner.settings, _is_quick(recipes)
+        settings = planner.settings
         counts = [int(settings.num_microbatches) * times for times in self._multiples]
         wanted = planner.options(self._schedule, counts, self._recomputes, self._num_slices)
         if self._schedule == "auto" and omits_above is not None:
             wanted = [option for option in wanted if not FAMILIES[option.schedule].takes_seconds]
-        if self._schedule == "auto" and is_quick:
+        if self._schedule == "auto" and not effort.is_whole:
             head = settings.heads_to_try[0]
             quick = [option for option in wanted if option.head_weight_grad == head]
-            wanted = [option for option in quick if option.schedule in recipes] or quick
-        if is_quick and settings.offload == "auto":
+            wanted = [option for option in quick if option.schedule in effort.recipes] or quick
+        if not effort.copies and settings.offload == "auto":
             planner = planner.in_layout(replace(settings, offload="none"))
-        more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **recipes}}
+        more: Any = {"omits_above": omits_above, "recipes": {**FAMILIES, **effort.recipes}}
         return planner.request(wanted, layout.num_ranks, **more)
 
     def _too_large(self, planner: ModelPlanner, layout: Layout, error: MemoryLimitError) -> str:
@@ -634,12 +659,7 @@ class LayoutSearch:
         self._show(f"{self._beginning}{text}")
 
 
-def _is_quick(recipes: Mapping[str, Recipe]) -> bool:
-    return len(recipes) < len(FAMILIES)
-
-
 _SLOW = f"takes more than {SHOWN:g} times as long"
-_WITH_COPIES = "no quick plan without copies is faster, and large layouts are planned with none"
 _OTHER_CARDS = "use another order or larger cards, strategy.recompute=full, or smaller microbatches"
 _NOT_FASTER = "no plan that fits is faster than those shown"
 

@@ -138,15 +138,22 @@ class ModelProbe:
         return blueprint is not None
 
     def _configure(self) -> None:
-        if self._mesh is None:
-            self._module.configure_model()
-            return
-        self._module._device_mesh = self._mesh  # private: as Lightning sets it
-        with (
-            sharing_layers(self._module, self._mesh),
-            keeping_own_parts(have_equal_values=True),
-        ):
-            self._module.configure_model()
+        try:
+            if self._mesh is None:
+                self._module.configure_model()
+                return
+            self._module._device_mesh = self._mesh  # private: as Lightning sets it
+            with (
+                sharing_layers(self._module, self._mesh),
+                keeping_own_parts(have_equal_values=True),
+            ):
+                self._module.configure_model()
+        except OSError as error:  # a folder that is not there, or a name that no hub has
+            given = [f"model.{name}={value}" for name, value in self._config.model.items()]
+            raise ValueError(
+                f"configure_model cannot read what it needs ({' '.join(given)}): "
+                f"{' '.join(str(error).split())}"
+            ) from error
 
     @contextmanager
     def _making_shapes(self) -> Iterator[None]:

@@ -132,10 +132,12 @@ class Simulation:
         place = {action: n for n, action in enumerate(self.actions)}
         weights = {tail.final: tail.weights for rank in self._schedule for tail in tails(rank)}
         beside: list[_Beside | None] = []
+        kinds = self._schedule.kinds
+        waits_for = {kind: [k for k in others if k in kinds] for kind, others in _WAITS_FOR.items()}
         for n, (rank, action) in enumerate(zip(self._replay.ranks, self.actions, strict=True)):
-            kind = action.kind
+            kind, stage, microbatch = action
             row = KINDS[kind]
-            started = (action._replace(kind=other) for other in _WAITS_FOR[kind])
+            started = (Action(other, stage, microbatch) for other in waits_for[kind])
             waits = tuple(
                 (place[copy], 0.0 if row.needs & Part.FOR_W else for_w.get(copy, 0.0))
                 for copy in started
@@ -143,7 +145,7 @@ class Simulation:
             )
             if kind in _BACKGROUND:
                 lane = self._lane_of(rank, row.lane)
-                seconds = copy_seconds.get(action, seconds_of_kind[kind][action.stage])
+                seconds = copy_seconds.get(action, seconds_of_kind[kind][stage])
                 of_tail = weights.get(action)
                 tail = (place[of_tail[0]], place[of_tail[-1]]) if of_tail else None
                 beside.append(_Beside(waits, lane, seconds, tail))
