@@ -19,7 +19,7 @@ def coverage(name: str) -> float:
     family = FAMILIES[name]
     options = {"blocks": family.blocks} if family.blocks else {}
     pipeline, _ = train(family.task(), "zb_h1", 2, family.samples(8), **options)
-    memories = [stage.memory_of(0) for rank in pipeline.ranks for stage in rank.stages.values()]
+    memories = [stage.memories[0] for rank in pipeline.ranks for stage in rank.stages.values()]
     deferred = sum(memory.deferred_flops or 0 for memory in memories)
     return deferred / sum(rank.weight_flops for rank in pipeline.ranks)
 

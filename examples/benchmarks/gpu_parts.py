@@ -107,7 +107,7 @@ def exactness(device: torch.device) -> Iterator[str]:
     pipeline = InProcessPipeline(model, build("zb_h1", 2, 8), call_step)
     pipeline.run(batch, 1)
     stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
-    deferred = sum(stage.memory_of(0).deferred_flops or 0 for stage in stages)
+    deferred = sum(stage.memories[0].deferred_flops or 0 for stage in stages)
     share = deferred / sum(rank.weight_flops for rank in pipeline.ranks)
     yield f"zb_h1: {share:.0%} of the weight gradients wait for W"
     assert share == 1

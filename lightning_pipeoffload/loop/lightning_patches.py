@@ -303,7 +303,8 @@ def _end_prediction(trainer: Any, plain: Callable[[], Any]) -> Any:
 
 def _update_schedulers(trainer: Any, plain: Any, interval: str, *args: Any, **kwargs: Any) -> None:
     """Update learning rates; an epoch's scheduler may read attributes that its steps wrote."""
-    if any(config.interval == interval == "epoch" for config in trainer.lr_scheduler_configs):
+    has_epochs = [config.interval == "epoch" for config in trainer.lr_scheduler_configs]
+    if interval == "epoch" and any(has_epochs):
         trainer.strategy.fit.send_collected()
     plain(interval, *args, **kwargs)
 

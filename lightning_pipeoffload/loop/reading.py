@@ -305,13 +305,14 @@ class _ReadingFetcher(_DataFetcher):
         if not self._ready:
             self._read()
         read = self._pop()
-        if not read.is_end:
+        is_end = read.is_end
+        if not is_end:
             self.fetched += 1
             self._read_ahead()
-        self.done = read.is_end or self._is_last(0) or self._has_ended()
+        self.done = is_end or self._is_last(0) or self._has_ended()
         if self._channel.is_needed:
             self._send(read)
-        if read.is_end:
+        if is_end:
             raise StopIteration
         if self._is_training:
             self._reading.note_begun()
@@ -402,7 +403,7 @@ class _ReadingFetcher(_DataFetcher):
         """Return the states of the global generators, where reading has drawn from them."""
         if self._has_drawn:
             self._has_drawn = False
-            return [RandomnessReplay().state()]
+            return [vars(RandomnessReplay())]
         return [] if after is None else [after["global"]]
 
     def state(self) -> dict[str, Any]:
@@ -465,7 +466,7 @@ def _generators_at(places: list[_Place]) -> list[Any]:
 def _states(places: list[_Place]) -> dict[str, Any]:
     """Return the states of the global generators, and of those of the loaders."""
     of_loaders = [*map(generator_state, _generators_at(places))] if places else []
-    return {"global": RandomnessReplay().state(), "loaders": of_loaders}
+    return {"global": vars(RandomnessReplay()), "loaders": of_loaders}
 
 
 def _without_array(value: Any) -> Any:

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lightning_pipeoffload.loop.stops import JointStop
-from lightning_pipeoffload.metrics.log_capture import LogCapture, ignore_log
+from lightning_pipeoffload.metrics.log_capture import Capturing, LogCapture, ignore_log
 from lightning_pipeoffload.runtime.batch.parts import merge_outputs
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.leaves import map_output
@@ -103,10 +103,14 @@ class StepCalls:
                 self._tracing() if call.is_trace else NOTHING,
                 NOTHING if call.is_last else self._quiet,
                 NOTHING if call.is_last_local else PrintQuiet(),
-                self._capture.capturing(call.is_last) if call.is_last or call.is_trace else NOTHING,
+                Capturing(self._capture, call.is_last)
+                if call.is_last or call.is_trace
+                else NOTHING,
             )
             with around:
-                result = self._capture.metrics.own_values(plain(part, *rest, **kwargs))
+                result = plain(part, *rest, **kwargs)
+                if type(result) is not Tensor:  # as most steps return
+                    result = self._capture.metrics.own_values(result)
             if self._module.device_mesh is not None:
                 result = map_output(whole_value, result)
             if self._stop is not None and not call.is_trace:

@@ -7,7 +7,6 @@ name, and for a metric that the step calls its value over the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from numbers import Number
@@ -49,15 +48,6 @@ class LogCapture:
         self._calls: dict[tuple[str, int], list[_Call]] = {}
         self._num_passes = 0
         self.metrics = MetricCalls(module)
-
-    def capturing(self, keep: bool) -> AbstractContextManager[None]:
-        """Capture the calls of one microbatch.
-
-        Args:
-            keep: Whether the step comes to its end, with all that it logs; False: it is traced,
-                without values.
-        """
-        return _Capturing(self, keep)
 
     def replay(self, sizes: Sequence[int], shares: Sequence[Any]) -> None:
         """Log each name once, with its values combined.
@@ -103,7 +93,15 @@ class LogCapture:
         self._log(self._module, name, value, *last.args, **kwargs)
 
 
-class _Capturing:
+class Capturing:
+    """Captures the calls of one microbatch.
+
+    Args:
+        capture: What they are captured for.
+        keep: Whether the step comes to its end, with all that it logs; False: it is traced, without
+            values.
+    """
+
     def __init__(self, capture: LogCapture, keep: bool) -> None:
         self._capture, self._keep = capture, keep
         self._repeats: dict[str, int] = {}
@@ -126,7 +124,8 @@ class _Capturing:
         capture.metrics.stop(has_failed=any(error))
         # Values of earlier stages are there only now: used on the last stage, they come.
         for call in self._calls:
-            call.value = _detach(call.value)
+            if type(call.value) is not Tensor:
+                call.value = _detach(call.value)
         if not self._keep:
             capture._calls.clear()
 
@@ -157,6 +156,8 @@ def _detach(value: Any) -> Any:
 def _over_batch(values: list[Any]) -> list[Any]:
     """Return the batch's value where each microbatch logs the same of a metric; else each value."""
     recipes = [value for value in values if isinstance(value, Entry | Derived)]
+    if not recipes:
+        return values
     if len(recipes) == len(values) and all(recipe.key == recipes[0].key for recipe in recipes):
         return [batch_value(recipes[0])]
     return [*map(batch_value, values)]
@@ -164,7 +165,8 @@ def _over_batch(values: list[Any]) -> list[Any]:
 
 def combine_logged(values: list[Any], weights: Sequence[Any], reduce_fx: Any) -> Any:
     """Combine the microbatches' values of one name; a metric has combined them itself."""
-    if not all(isinstance(v, Number) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
+    others = [v for v in values if not isinstance(v, Number)]
+    if [v for v in others if not isinstance(v, Tensor) or v.numel() != 1]:
         return values[-1]  # a metric, or what Lightning refuses
     stacked = torch.stack([torch.as_tensor(v, dtype=_dtype(v)).reshape(()) for v in values])
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")

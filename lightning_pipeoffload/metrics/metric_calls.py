@@ -188,8 +188,6 @@ class MetricCalls:
 
     def own_values(self, result: Any) -> Any:
         """Return what a step returns, with the microbatch's own values of metrics."""
-        if type(result) is Tensor:  # as most steps return
-            return result
         if not any(isinstance(leaf, MetricValue) for leaf in tree_leaves(result)):
             return result
         return own_values(result)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_pipeoffload.loop.backward import BackwardHooks
-from lightning_pipeoffload.metrics.log_capture import LogCapture, combine_logged
+from lightning_pipeoffload.metrics.log_capture import Capturing, LogCapture, combine_logged
 from lightning_pipeoffload.metrics.metric_calls import batch_value
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.runtime.batch.structure import batch_size
@@ -98,7 +98,7 @@ class MinibatchTraining(BackwardHooks):
         return output, total
 
     def _call_step(self, microbatch: Any, arguments: Sequence[Any]) -> Any:
-        with self._logs.capturing(keep=True), self._precision.train_step_context():
+        with Capturing(self._logs, keep=True), self._precision.train_step_context():
             output = self._module.training_step(microbatch, *arguments)
             return self._logs.metrics.own_values(output)
 

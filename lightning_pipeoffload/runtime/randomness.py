@@ -8,7 +8,7 @@ not from one common stream.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +22,21 @@ _MASK = (1 << 64) - 1
 
 def mix_seed(*parts: int) -> int:
     """Mix integers into one seed of 63 bits (the finalizer of splitmix64, over a running sum)."""
-    state = 0x9E3779B97F4A7C15
-    for part in parts:
-        state = (state ^ part) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
+    (seed,) = mix_seeds(parts[:-1], parts[-1:])
+    return seed
+
+
+def mix_seeds(parts: Sequence[int], lasts: Iterable[int]) -> list[int]:
+    """Return :func:`mix_seed` of ``parts`` and each of ``lasts``."""
+    seeds = []
+    for last in lasts:
+        state = 0x9E3779B97F4A7C15
+        for part in (*parts, last):
+            state = (state ^ part) * 0xBF58476D1CE4E5B9 & _MASK
+            state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+            state ^= state >> 31
+        seeds.append(state >> 1)
+    return seeds
 
 
 def seed_torch(seed: int) -> None:
@@ -106,7 +115,7 @@ class RandomnessReplay:
     """The states of all global generators when this was made.
 
     Args:
-        state: Those of another one, by its :meth:`state`; None: the present ones.
+        state: Those of another one, its ``vars()``; None: the present ones.
     """
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
@@ -118,10 +127,6 @@ class RandomnessReplay:
         self._cpu = torch.get_rng_state()
         accelerator = accelerator_in_use()
         self._device_state = accelerator.get_rng_state() if accelerator else None
-
-    def state(self) -> dict[str, Any]:
-        """Return the states, for another one."""
-        return dict(self.__dict__)
 
     def restore(self) -> None:
         random.setstate(self._python)

@@ -124,6 +124,9 @@ class OpenReceives:
         expected: For compute actions, the receives whose messages may come from then on; None: any
             may at any time.
         before: Those of :func:`sends_before`, if they are known.
+
+    Attributes:
+        during: For compute actions, the receives to post when they :meth:`begin`.
     """
 
     def __init__(
@@ -139,13 +142,14 @@ class OpenReceives:
         known = sends_before(plan) if before is None else before
         self._sends_before = {receive: known.get(receive, 0) for receive in receives}
         self._post = post
-        self._during = expected
+        self.during = expected or {}
+        self._at_any_time = frozenset(self._sources) if expected is None else frozenset()
         self.start_step()
 
     def start_step(self) -> None:
         """Start a step: nothing is sent or received."""
         self._num_sent = 0
-        self._expected: set[Action] = set(self._sources if self._during is None else ())
+        self._expected = {*self._at_any_time}
         self._open: dict[int, Action] = {}
         self._coming: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._reached: set[Action] = set()
@@ -164,7 +168,7 @@ class OpenReceives:
 
     def begin(self, action: Action) -> None:
         """Record that a compute action begins, during which messages may come."""
-        for receive in (self._during or {}).get(action, ()):
+        for receive in self.during.get(action, ()):
             self._expected.add(receive)
             self._post_next(self._sources[receive])
 

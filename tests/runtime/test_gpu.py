@@ -80,7 +80,7 @@ def test_weight_gradients_wait_for_w():
     pipeline = InProcessPipeline(module, build("zb_h1", 2, 2), call_step)
     pipeline.run(batch, 1)
     stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
-    deferred = sum(stage.memory_of(0).deferred_flops for stage in stages)
+    deferred = sum(stage.memories[0].deferred_flops for stage in stages)
     assert deferred == sum(rank.weight_flops for rank in pipeline.ranks)
 
 

@@ -18,7 +18,7 @@ from lightning_pipeoffload.runtime.batch.structure import has_entry_for_each
 from lightning_pipeoffload.runtime.batch.tree import (
     batch_leaves,
     is_column,
-    map_batch,
+    leaves_and_columns,
     parts_of,
     rebuild,
     tensors_of_object,
@@ -151,8 +151,7 @@ def start_checksum(batch: Any) -> Callable[[], int]:
 def shape_signature(batch: Any) -> tuple[Any, ...]:
     """Return the parts of a batch on which shapes inside a step may depend."""
     signature: list[Any] = []
-
-    def leaf(value: Any) -> Any:
+    for value in leaves_and_columns(batch):
         if isinstance(value, Tensor | np.ndarray):
             signature.append((_shape_of(value), value.dtype))
         elif is_column(value):
@@ -160,9 +159,6 @@ def shape_signature(batch: Any) -> tuple[Any, ...]:
         else:
             signature.append(value if isinstance(value, int) else type(value))
             signature.extend((_shape_of(part), part.dtype) for part in tensors_of_object(value))
-        return value
-
-    map_batch(leaf, batch)
     return tuple(signature)
 
 

@@ -262,11 +262,11 @@ class _Split:
             self.are_alike &= not _has_containers(tree)
             return self._cut(tree)
         parts = None if is_column(tree) else parts_of(tree)
-        if parts is None:
+        if not parts:
             _refuse_object(tree, place)
             return self._repeated(tree)
-        inner = [*map(self.parts, parts, places_in(tree, place))]
-        return [rebuild(tree, [cut[index] for cut in inner]) for index in range(len(self._slices))]
+        cuts = map(self.parts, parts, places_in(tree, place))
+        return [rebuild(tree, [*entries]) for entries in zip(*cuts, strict=True)]
 
     def _cut(self, value: Any) -> list[Any]:
         return [value[part] for part in self._slices]

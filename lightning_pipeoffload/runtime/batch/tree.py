@@ -9,16 +9,35 @@ from typing import Any
 
 from torch import Tensor
 
+_TEXT = (str, bytes)
+
 
 def batch_leaves(tree: Any) -> list[Any]:
     """Flatten a batch: return its tensors and all other values, entries of lists included."""
     leaves: list[Any] = []
+    left = [tree]
+    while left:
+        part = left.pop()
+        parts = None if isinstance(part, Tensor) else parts_of(part)
+        if parts is None:
+            leaves.append(part)
+        else:
+            left += reversed(parts)
+    return leaves
 
-    def leaf(value: Any) -> Any:
-        leaves.extend(value if is_column(value) else [value])
-        return value
 
-    map_batch(leaf, tree)
+def leaves_and_columns(tree: Any) -> list[Any]:
+    """Flatten a batch, with lists of plain values as a whole; see :func:`is_column`."""
+    leaves: list[Any] = []
+    left = [tree]
+    while left:
+        part = left.pop()
+        is_leaf = isinstance(part, Tensor) or is_column(part)
+        parts = None if is_leaf else parts_of(part)
+        if parts is None:
+            leaves.append(part)
+        else:
+            left += reversed(parts)
     return leaves
 
 
@@ -43,7 +62,8 @@ def is_list(value: Any) -> bool:
 def is_column(value: Any) -> bool:
     """Whether ``value`` is a list without tensors or containers, or a tuple of strings (bytes)."""
     if type(value) is tuple:
-        return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
+        has_text = bool(value) and isinstance(value[0], _TEXT)
+        return has_text and all(isinstance(entry, _TEXT) for entry in value)
     return isinstance(value, list) and not any(
         isinstance(entry, Tensor) or parts_of(entry) is not None for entry in value
     )

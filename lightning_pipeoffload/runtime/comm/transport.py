@@ -301,7 +301,8 @@ class Link:
                 memory: Any = late_values.start_reading(as_bytes(tensor))
                 work = self.sender.submit(self._send_copy, memory, number)
             else:
-                memory, data = tensor, as_bytes(tensor) if self.sends_bytes else _flat(tensor)
+                memory, data = tensor, tensor.as_strided((tensor.numel(),), (1,))
+                data = data.view(torch.uint8) if self.sends_bytes else data
                 if self.ring is not None:
                     memory = self.ring.acquire(tensor.nbytes)
                     data = memory[: tensor.nbytes].copy_(as_bytes(tensor))
@@ -322,7 +323,8 @@ class Link:
                 data = memory = torch.empty(spec.num_bytes, dtype=torch.uint8, pin_memory=pinned)
             else:
                 memory = spec.empty(self.device)
-                data = as_bytes(memory) if self.sends_bytes else _flat(memory)
+                data = memory.as_strided((memory.numel(),), (1,))
+                data = data.view(torch.uint8) if self.sends_bytes else data
             message.works.append(self.group.recv([data], self.peer, number))
             message.memory.append(memory)
         return message
@@ -366,8 +368,7 @@ class Message:
 
     def has_ended(self) -> bool:
         """Whether the device has sent it completely, so that it can be freed without a wait."""
-        # gloo's never end by themselves.
-        return self.link.ring is not None and all(work.is_completed() for work in self.works)
+        return all(work.is_completed() for work in self.works)
 
     def free(self) -> None:
         """Return the buffers of an ended message to the ring, without a wait."""
@@ -390,11 +391,6 @@ def _plain(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() or tensor.stride() == dense_stride(tensor):
         return tensor
     return tensor.clone()  # without gaps, in the order of the dimensions in memory
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor without gaps as a contiguous one of the same memory."""
-    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 class ProcessGroupTransport(Transport):
@@ -478,7 +474,8 @@ class ProcessGroupTransport(Transport):
 
     def send(self, send: Action, peer: int, tensors: list[Tensor]) -> None:
         link, tag, sent = self._to[peer], _first_tag(send, len(tensors)), self._sent[peer]
-        while sent and sent[0][1].has_ended():
+        # Over NCCL only: gloo's messages never end by themselves.
+        while sent and self._ring is not None and sent[0][1].has_ended():
             sent.popleft()[1].free()
         sent.append((send, link.send(tensors, tag)))
 

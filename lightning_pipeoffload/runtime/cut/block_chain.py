@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import partial
 from types import MethodType
@@ -102,10 +101,6 @@ class BlockChain:
         """Whether the user's step is running."""
         return self._pass is not None
 
-    def running(self, step_pass: Pass) -> AbstractContextManager[None]:
-        """Call ``step_pass.call_block`` in place of each block called within the context."""
-        return _Running(self, step_pass)
-
     def intercept(self) -> None:
         """Route the blocks' calls to the running :class:`Pass` from now on; idempotent.
 
@@ -130,7 +125,9 @@ class BlockChain:
 _RULES = StepRules()  # unless the pass has others
 
 
-class _Running:
+class Running:
+    """Calls ``step_pass.call_block`` in place of each block called within the context."""
+
     def __init__(self, chain: BlockChain, step_pass: Pass) -> None:
         self._chain = chain
         self._step_pass = step_pass

@@ -29,7 +29,7 @@ from lightning_pipeoffload.runtime.batch.parts import sample_counts, shape_signa
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
 from lightning_pipeoffload.runtime.contexts import without_collection
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
@@ -271,7 +271,7 @@ class StepTrace:
             slots = find_slots(module)
             self._stripped.strip(slots)
             mark_slots(slots, self.chain)
-            stack.enter_context(self.chain.running(self))
+            stack.enter_context(Running(self.chain, self))
             stack.enter_context(self.writes.noting_saved())
             if self.observes:
                 stack.enter_context(self.writes.watching())

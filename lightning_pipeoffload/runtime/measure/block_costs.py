@@ -125,7 +125,7 @@ def measure_costs(
     slices = {
         index: [
             costs_of_slice(
-                stage.memory_of(place), speed, seconds, (index, place)[: 1 + (num_slices > 1)]
+                stage.memories[place], speed, seconds, (index, place)[: 1 + (num_slices > 1)]
             )
             for place in range(num_slices)
         ]

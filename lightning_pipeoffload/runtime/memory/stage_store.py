@@ -256,6 +256,12 @@ class ActivationStore(WeightInputKeeper):
                     _copy(lane, storage, source, slab, what, to_host=True)
                 self._leaving.append(_Copied(part, storages, slab, lane.mark()))
 
+    def measure(self) -> Held:
+        """Return the bytes held after an action; measure the parts' host bytes if that is due."""
+        if self.is_measured:
+            self.measure_host_bytes()
+        return self.held
+
     def measure_host_bytes(self) -> None:
         """Record the host bytes that an offload of each part on the device would need."""
         for part, storages in self._by_part():

@@ -79,7 +79,7 @@ class Executor:
             Kind.BW: self._backward,
             Kind.W: self._weight,
             **dict.fromkeys(FINAL, self._declare_final),
-            **dict.fromkeys(COPIES, self._move),
+            **dict.fromkeys(COPIES, self.memory.move),
             **dict.fromkeys(SENDS, self.mailbox.send),
             **dict.fromkeys(RECVS, self.mailbox.reach),
         }
@@ -220,13 +220,13 @@ class Executor:
 
     def _use(self, plan: Schedule) -> None:
         self._plan, self._used_costs = plan, self._costs
+        self.mailbox.use(plan, self.rank, self._costs)
         by_tail = (tail.weights for tail in tails(plan[self.rank]))
         self._tails = {weights[0]: weights for weights in by_tail if weights}
         self._ahead: list[Action] | None = None
         self._run, self._is_marked = self._handlers, is_profiled()
         if self._is_marked:
             self._run = {k: partial(_run_marked, run) for k, run in self._handlers.items()}
-        self.mailbox.use(plan, self.rank, self._costs)
 
     def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
         """Run the actions that need no final weights, again if weights change; return the rest."""
@@ -270,23 +270,20 @@ class Executor:
 
     # What each kind of action does
 
-    def _begin(self, *actions: Action) -> None:
-        # Before the clock starts: the time of an action does not include waits.
-        if self.memory.offloads:
-            for action in actions:
-                self.memory.arrive(action)
-        self.timer.start()
-
     def _finish(self, *actions: Action) -> None:
-        if self._keep:
-            self.timer.record(*actions)
-            for action in actions:
-                self.memory.record(action)
-                if action.kind in _LAST:
-                    self.stages[action.stage].free(self._microbatches[action.microbatch])
+        if not self._keep:
+            return
+        self.timer.record(*actions)
+        for action in actions:
+            stage = self.stages[action.stage]
+            store = stage.in_flight[action.microbatch].store
+            self.memory.ledger.record(action, None if store is None else store.measure())
+            if action.kind in _LAST:
+                stage.free(self._microbatches[action.microbatch])
 
     def _forward(self, action: Action) -> None:
-        self.mailbox.receives.begin(action)
+        if action in self.mailbox.receives.during:
+            self.mailbox.receives.begin(action)
         self.timer.start()  # nothing that an F needs is offloaded
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         store = self.memory.open(action, microbatch) if self._keep else None
@@ -309,8 +306,12 @@ class Executor:
         return lambda: received
 
     def _backward(self, action: Action) -> None:
-        self.mailbox.receives.begin(action)
-        self._begin(action)
+        if action in self.mailbox.receives.during:
+            self.mailbox.receives.begin(action)
+        # Before the clock starts: the time of an action does not include waits.
+        if self.memory.offloads:
+            self.memory.arrive(action)
+        self.timer.start()
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         gradients = self.mailbox.receive(action, self.timer)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
@@ -319,14 +320,17 @@ class Executor:
 
     def _weight(self, action: Action) -> None:
         """Run a W; the first W of a REDUCE's or STEP's tail runs all of it, by parameter."""
-        self.mailbox.receives.begin(action)
+        if action in self.mailbox.receives.during:
+            self.mailbox.receives.begin(action)
         tail = self._tails.get(action, ())
         if action in self._regrouped:
             self._regrouped.remove(action)
         elif self._listener is not None and tail:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
         else:
-            self._begin(action)
+            if self.memory.offloads:
+                self.memory.arrive(action)
+            self.timer.start()
             self.stages[action.stage].weight(self._microbatches[action.microbatch])
             self._finish(action)
 
@@ -334,7 +338,9 @@ class Executor:
         assert self._listener is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
-        self._begin(*actions)
+        for action in actions if self.memory.offloads else ():
+            self.memory.arrive(action)
+        self.timer.start()
         self.stages[first.stage].last_weights(microbatches, self._listener)
         self._finish(*actions)
         self._regrouped.update(others)
@@ -343,10 +349,6 @@ class Executor:
         """Declare all gradients of the stage final; waits for no replica and no step."""
         if self._listener is not None:
             self._listener.announce(action.stage)
-
-    def _move(self, action: Action) -> None:
-        self.memory.move(action)
-        self.memory.record(action)
 
     def _specs_of(self, receive: Action) -> list[TensorSpec]:
         microbatch = self._microbatches[receive.microbatch]

@@ -236,7 +236,7 @@ class ActivationMemory:
         """Return a store for the tensors that an F saves, if it needs one."""
         key = action.stage, action.microbatch
         stage = self._stages[action.stage]
-        memory = stage.memory_of(action.microbatch % self._num_slices)
+        memory = stage.memories[action.microbatch % self._num_slices]
         is_measured = self._measures_all or memory.is_due
         if key not in self._offloaded and not is_measured:
             return None
@@ -260,7 +260,7 @@ class ActivationMemory:
             store.arrive(KINDS[action.kind].needs)
 
     def move(self, action: Action) -> None:
-        """Run an OFFLOAD, FREE or RELOAD."""
+        """Run an OFFLOAD, FREE or RELOAD, and record it in the ledger."""
         store = self._stages[action.stage].in_flight[action.microbatch].store
         assert store is not None
         if action.kind in _OFFLOADS:
@@ -269,19 +269,13 @@ class ActivationMemory:
             store.reload(KINDS[action.kind].puts)
         else:
             store.free()
-
-    def record(self, action: Action) -> None:
-        """Record the saved bytes after an action in the ledger."""
-        store = self._stages[action.stage].in_flight[action.microbatch].store
-        if store is not None and store.is_measured:
-            store.measure_host_bytes()
-        self.ledger.record(action, None if store is None else store.held)
+        self.ledger.record(action, store.measure())
 
     def _measured_after(self, action: Action) -> Held:
         key, row = (action.stage, action.microbatch), KINDS[action.kind]
         there = self._there[key] = (self._there.get(key, NOTHING) | row.puts) & ~row.drops
         measured = _BYTES.get(there)
-        memory = self._stages[action.stage].memory_of(action.microbatch % self._num_slices)
+        memory = self._stages[action.stage].memories[action.microbatch % self._num_slices]
         return Held(getattr(memory, measured) or 0 if measured else 0)
 
     def _kept_for_later(self, action: Action) -> int:
@@ -290,7 +284,7 @@ class ActivationMemory:
         if count == 1 or action.kind not in COMPUTE:
             return 0
         stage = self._stages[action.stage]
-        kept = [stage.memory_of(place).for_later for place in range(count)]
+        kept = [stage.memories[place].for_later for place in range(count)]
         sizes = [of.num_bytes for of in kept], [of.gradient_bytes for of in kept]
         changes = key_value_changes(*sizes, count).get(action.kind)
         return int(changes[action.microbatch % count]) if changes else 0

@@ -11,7 +11,7 @@ import torch
 from lightning_pipeoffload.runtime.batch.structure import BatchParts, BatchStructure
 from lightning_pipeoffload.runtime.cut.checks import check_shared_weights
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime.randomness import mix_seeds
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.users_code.step_call import (
@@ -46,7 +46,7 @@ def trace_parts(
         ValueError: The step cannot be cut at its blocks; a hook sees part of a gradient.
     """
     pipeline.notice_frozen()
-    seeds = [mix_seed(seed, index) for index in range(len(cut.parts))]
+    seeds = mix_seeds((seed,), range(len(cut.parts)))
     records: list[StepRecord] = []
     of_alike: StepRecord | None = None  # of all parts that have as many samples as the first
     for part, num_samples, own_seed in zip(cut.parts, cut.sizes, seeds, strict=True):

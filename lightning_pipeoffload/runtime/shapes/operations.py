@@ -234,22 +234,17 @@ def run_on_meta(
             on zeros.
         in_new_memory: Whether each result needs memory of its own.
     """
-    key = _key_of(func, args, kwargs)
-    if key is not None and key not in _results:
-        if len(_results) == _MOST_RESULTS:
-            _results.clear()
+    key = key_of(func, args, kwargs)
+    if key is not None and key not in RESULTS:
+        if len(RESULTS) == _MOST_RESULTS:
+            RESULTS.clear()
         with torch.inference_mode(False):
             result = _run(func, args, kwargs, device)
-        _results[key] = result if _has_own_memory(result, args) else None
-    cached = _results.get(key)
+        RESULTS[key] = result if _has_own_memory(result, args) else None
+    cached = RESULTS.get(key)
     if cached is None:
         return _run(func, args, kwargs, device)
     return map_operands(_in_new_memory, cached) if in_new_memory else cached
-
-
-def find_result(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the cached result of :func:`run_on_meta` for these shapes; None if there is none."""
-    return _results.get(_key_of(func, args, kwargs))
 
 
 def _run(
@@ -275,7 +270,7 @@ def _to_real(leaf: Any, device: torch.device) -> Any:
     return device if isinstance(leaf, torch.device) else leaf
 
 
-def _key_of(
+def key_of(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Return a cache key for a call; None if its result is a view, or has no hashable key."""
@@ -326,7 +321,8 @@ def _in_new_memory(tensor: Tensor) -> Tensor:
 _PLAIN = (bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 _MOST_RESULTS = 4096
 # One for the process: a result depends on its key alone.
-_results: dict[tuple[Any, ...] | None, Any] = {}
+RESULTS: dict[tuple[Any, ...] | None, Any] = {}
+"""The cached results of :func:`run_on_meta`, by :func:`key_of`; None: it has to run."""
 
 
 def _grouped_mm(

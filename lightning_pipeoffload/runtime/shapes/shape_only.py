@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
 from lightning_pipeoffload.runtime.shapes.finite_checks import is_order, outcome_of
 from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,
+    RESULTS,
     advance_generator,
     as_stored,
     call_factory,
-    find_result,
     goes_member_by_member,
     is_ordinary,
+    key_of,
     lengths_place,
     run_members,
     run_on_meta,
@@ -56,6 +58,7 @@ _SAVED = (
     "trainer.save_checkpoint(path), called on all ranks, writes all values, and "
     "trainer.strategy.gather(parameter) returns the value of one"
 )
+_ORIGINS = attrgetter("origins")
 _NUM_OWN = 2  # attributes of a ShapeOnly: its meta tensor and its origins
 _ASKS_FOR_ADDRESSES = {nn.modules.rnn.__name__, "torch.cuda._sanitizer"}
 
@@ -286,7 +289,7 @@ def _known_result(
         metas.append(leaf.meta if isinstance(leaf, ShapeOnly) else leaf)
     if kwargs:
         operands += shape_only_leaves(kwargs)
-    cached = find_result(func, metas, _on_meta(kwargs) if kwargs else kwargs)
+    cached = RESULTS.get(key_of(func, metas, _on_meta(kwargs) if kwargs else kwargs))
     if cached is None:
         return None
     origins, device = operands[0].origins, kwargs.get("device") or operands[0].device
@@ -322,7 +325,7 @@ def shape_only_leaves(tree: Any) -> list[ShapeOnly]:
 
 def origins_of(leaves: Iterable[ShapeOnly]) -> frozenset[str]:
     """Return the origins of a tensor that is computed from all of ``leaves``."""
-    return frozenset[str]().union(*[leaf.origins for leaf in leaves])
+    return frozenset[str]().union(*map(_ORIGINS, leaves))
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -502,7 +505,8 @@ class Awaited(ShapeOnly):
     ) -> Any:
         """Call ``func`` with received values in place of stand-ins."""
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*give_values(args), **give_values(kwargs or {}))
+            given = give_values((args, kwargs or {}))
+            return func(*given[0], **given[1])
 
 
 def give_values(tree: Any, map_leaves: Callable[..., Any] = tree_map) -> Any:

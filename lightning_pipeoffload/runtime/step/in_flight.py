@@ -68,6 +68,7 @@ class InFlight:
         queue: The weight gradients that wait for W.
         received: Holds the gradients of the received tensors; None: no backward follows.
         store: The tensors that autograd saves; None: autograd keeps them.
+        place: The index of the slice of the sequence; 0 if sequences are not sliced.
         loss: The loss, on the last stage and until B; else None.
         sent: The graph edges of the sent tensors that get a gradient, until B.
         written: The attributes that the user's steps write, with their values at the end of F.
@@ -81,18 +82,13 @@ class InFlight:
     queue: WeightGradQueue
     received: Received | None
     store: ActivationStore | None = None
+    place: int = 0
     loss: Tensor | None = None
     sent: tuple[GradientEdge, ...] = ()
     written: WrittenByForward | None = None
     seen: TensorValues | None = None
     earlier: EarlierSlices | None = None
     awaits_weight: bool = False
-
-    @property
-    def place(self) -> int:
-        """The index of the slice of the sequence; 0 if sequences are not sliced."""
-        part = self.microbatch.record.sequence_slice
-        return 0 if part is None else part.index
 
     @property
     def slice(self) -> SequenceSlice:

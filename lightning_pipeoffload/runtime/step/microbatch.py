@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,11 +50,7 @@ class Microbatch:
     answers: dict[ReadPlace, list[Any]] | None = None
     is_new: bool = False
     of_slices: Sequence[StepRecord] = ()
-    has_result: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        part = self.record.sequence_slice
-        self.has_result = part is None or part.is_last
+    has_result: bool = True
 
     @property
     def num_slices(self) -> int:
@@ -91,6 +87,7 @@ def in_slices(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
             whole,
             index=whole.index * num_slices + place,
             record=record,
+            has_result=place == num_slices - 1,
             run=whole.run if place == num_slices - 1 else partial(_run_to_blocks, whole.run),
         )
         for whole in microbatches

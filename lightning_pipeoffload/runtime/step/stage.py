@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
@@ -47,6 +48,7 @@ class StageRunner:
 
     Attributes:
         in_flight: The microbatches from their F to their W, by their index.
+        memories: The measured memory of a microbatch's slices, by their place (0: not sliced).
     """
 
     def __init__(self, context: StageContext) -> None:
@@ -56,8 +58,8 @@ class StageRunner:
         self._gradients: AbstractContextManager[Any] = context.gradients or NOTHING
         self.is_first = context.is_first
         self.is_last = context.is_last
-        self.memories: dict[int, SavedMemory] = {}
         self._measures_all = False
+        self.memories = defaultdict[int, SavedMemory](lambda: SavedMemory(self._measures_all))
         self.in_flight: dict[int, InFlight] = {}
         self._records: WeakKeyDictionary[StepRecord, StageRecord] = WeakKeyDictionary()
         self._last = -1
@@ -66,12 +68,6 @@ class StageRunner:
     def owned_tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers that the rank owns."""
         return self._context.tensors.local_tensors().values()
-
-    def memory_of(self, place: int) -> SavedMemory:
-        """Return the measured memory of slice ``place`` of a microbatch (0 if it is not sliced)."""
-        if place not in self.memories:
-            self.memories[place] = SavedMemory(self._measures_all)
-        return self.memories[place]
 
     def measure_anew(self) -> None:
         """Forget the measured memory: other parameters are trained from the next step on."""
@@ -123,10 +119,12 @@ class StageRunner:
         at_once = context.head_is_at_once and context.is_last
         queue = WeightGradQueue(False, store, context.add_product, at_once)
         received = Received(record.specs_in) if keep else None
-        flight = InFlight(microbatch, record, queue, received, store)
+        part = microbatch.record.sequence_slice
+        place = 0 if part is None else part.index
+        flight = InFlight(microbatch, record, queue, received, store, place)
         # Then the later stages of this rank would read the same values again.
         is_answered = microbatch.record.reads.common and len(context.tensors.local_stages) > 1
-        if microbatch.record.sequence_slice is None:
+        if part is None:
             step = (AnsweredPass if is_answered else StagePass)(context, flight, receive)
         else:
             flight.earlier = self._earlier_of(flight)
@@ -134,7 +132,6 @@ class StageRunner:
         if context.writes.may_write_tensors:
             queue.note_operands()
             self._keep_seen()
-        context.writes.begin_forward()
         if not keep:
             with context.around():
                 output = step.run()
@@ -146,12 +143,12 @@ class StageRunner:
             flight.written = step.written
             if store is not None:
                 kept = None if flight.earlier is None else flight.earlier.kept_by(flight.slice)
-                self.memory_of(flight.place).measure_forward(store, kept)
+                self.memories[flight.place].measure_forward(store, kept)
         if self.is_last:
             if not keep or not microbatch.has_result:
                 return output
             flight.loss = loss_in(output)
-            return _detach(output) if isinstance(output, Tensor) else tree_map(_detach, output)
+            return output.detach() if isinstance(output, Tensor) else tree_map(_detach, output)
         return self._hand_on(flight, output)
 
     def _earlier_of(self, flight: InFlight) -> EarlierSlices | None:
@@ -194,7 +191,7 @@ class StageRunner:
         flight = self.in_flight[microbatch.index]
         received = flight.received
         assert received is not None
-        memory = self.memory_of(flight.place)
+        memory = self.memories[flight.place]
         flight.queue.start_backward(fused, counts_flops=memory.deferred_flops is None)
         with self._around_backward(flight), flight.queue:
             self._differentiate(flight, gradients)
@@ -222,7 +219,8 @@ class StageRunner:
                     allow_unreachable=True, accumulate_grad=True,
                 )  # fmt: skip
             elif flight.loss is not None:
-                _check_differentiable(flight.loss)
+                if not flight.loss.requires_grad:
+                    _refuse_constant_loss()
                 microbatch = flight.microbatch
                 microbatch.differentiate(weighted(flight.loss, microbatch.weight))
         except RuntimeError as error:
@@ -403,13 +401,12 @@ def _has_hooks(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and has_hooks(tensor)
 
 
-def _check_differentiable(loss: Tensor) -> None:
-    if not loss.requires_grad:
-        raise ValueError(
-            f"the loss does not depend on any parameter that trains: it was detached, computed "
-            f"under no_grad, or replaced by a constant where it was bad; return the loss itself, "
-            f"log loss.detach(), {SKIP_A_BATCH}"
-        )
+def _refuse_constant_loss() -> NoReturn:
+    raise ValueError(
+        f"the loss does not depend on any parameter that trains: it was detached, computed under "
+        f"no_grad, or replaced by a constant where it was bad; return the loss itself, log "
+        f"loss.detach(), {SKIP_A_BATCH}"
+    )
 
 
 def _detach(leaf: Any) -> Any:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running, StageExit
 from lightning_pipeoffload.runtime.cut.carried_values import CarriedValues
 from lightning_pipeoffload.runtime.cut.checks import loss_in, needs_all_blocks
 from lightning_pipeoffload.runtime.cut.partition import Stage
@@ -41,7 +41,7 @@ from lightning_pipeoffload.runtime.leaves import map_in_place, output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput, enter
 from lightning_pipeoffload.runtime.randomness import (
     has_drawn_since,
-    mix_seed,
+    mix_seeds,
     seed_all,
 )
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
@@ -173,6 +173,8 @@ class StagePass:
         self.written: WrittenByForward | None = None
         record = flight.record
         self._record, self._step_record = record, flight.microbatch.record
+        # Of the code before the first block, and of that after each call of a block.
+        self._seeds = mix_seeds((flight.microbatch.seed,), range(len(record.calls) + 1))
         self._generators = context.generators
         self._seed_segment = seed_all if context.draws_beside_torch else record.seed_segment
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
@@ -191,7 +193,7 @@ class StagePass:
     def run(self) -> Any:
         """Call the step; return the tensors for the next stage, or on the last stage its result."""
         context = self._context
-        seed = mix_seed(self._microbatch.seed, 0)
+        seed = self._seeds[0]
         seed_all(seed)
         if self._generators.exist:
             self._generators.seed(seed)
@@ -200,7 +202,7 @@ class StagePass:
         else:
             context.tensors.hide()
         try:
-            with context.chain.running(self):
+            with Running(context.chain, self):
                 if self._counter is None and not self._record.meets_kernels:
                     result = self._microbatch.run(context.call)
                 else:
@@ -257,10 +259,9 @@ class StagePass:
             raise StageExit([*sent, *beside], output)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
-        seed = mix_seed(self._microbatch.seed, call + 1)
-        self._seed_segment(seed)
+        self._seed_segment(self._seeds[call + 1])
         if self._generators.exist:
-            self._generators.seed(seed)
+            self._generators.seed(self._seeds[call + 1])
         return output
 
     def _pass_remote(

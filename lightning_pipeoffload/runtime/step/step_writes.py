@@ -109,10 +109,6 @@ class StepWrites:
         self.may_write_tensors = False
         self.num_forwards = 0
 
-    def begin_forward(self) -> None:
-        """Count a forward that begins."""
-        self.num_forwards += 1
-
     @property
     def last_stage(self) -> int:
         """The last stage of the rank."""
@@ -199,11 +195,12 @@ class StepWrites:
         return [tensor for tensor in by_id.values() if not isinstance(tensor, ShapeOnly)]
 
     def of_stage(self, stage: Stage) -> AbstractContextManager[Any]:
-        """Return the context of an F, in which attributes have the values that ``stage`` wrote.
+        """Return the context of an F that begins: attributes have the values that ``stage`` wrote.
 
         If the step itself writes weights of blocks, such blocks of the rank's other stages have
         shapes meanwhile. Else each stage of the rank would repeat the write.
         """
+        self.num_forwards += 1
         missing = self._missing[stage.index]
         # In the first microbatch an attribute that the step makes is absent on one device too.
         made = self._missing_outside[stage.index] if stage.index in self._have_run else set()
@@ -319,11 +316,6 @@ class StepWrites:
             for variable, value in values:
                 variable.put(value)
 
-    def _count_pass(self, stage: int) -> None:
-        self._num_passes[stage] += 1
-        if len(set(self._num_passes.values())) == 1:
-            self._values_of.clear()
-
     def _home_of(self, child: nn.Module) -> int:
         stage = self._block_stages.get(id(child))
         return stage if stage in self._num_passes else self.last_stage
@@ -413,8 +405,11 @@ class _StageValues:
             _put(place, name, old)
         writes._values_of[self._stage] = written
         if error is None:
-            self._check_made_once()
-            writes._count_pass(self._stage)
+            if self._made_once:
+                self._check_made_once()
+            writes._num_passes[self._stage] += 1
+            if len(set(writes._num_passes.values())) == 1:
+                writes._values_of.clear()
 
     def _check_made_once(self) -> None:
         for name, value, was in self._made_once:

@@ -14,12 +14,18 @@ from lightning_pipeoffload.runtime.weight_grad.calls import (
     PLAIN_CALLS,
     BatchedProduct,
     Convolution,
+    DeferredCall,
     GroupedProduct,
     Linear,
     MatrixProduct,
 )
 from lightning_pipeoffload.runtime.weight_grad.float8 import Float8Product, float8_function
-from lightning_pipeoffload.runtime.weight_grad.node import apply_deferred
+from lightning_pipeoffload.runtime.weight_grad.node import (
+    ANCHOR,
+    apply_directly,
+    apply_saving,
+    saving_hooks,
+)
 from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, has_hooks
 
 Original = Callable[..., Tensor]
@@ -70,96 +76,110 @@ def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
             yield leaf, node.name() in _PRODUCTS
 
 
-def _takes_part(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether both are parameters that may wait, or their views or casts, or are not trained."""
-    if not (QUEUES and weight.requires_grad and torch.is_grad_enabled()):
-        return False
-    for each in (weight,) if bias is None or not bias.requires_grad else (weight, bias):
-        leaf = each if each.is_leaf else _viewed(each.grad_fn)
-        # As may_wait() decides, without two more calls for each weight of each product. Hooks are
-        # read each time: a user may register one between any two batches.
-        if (
-            leaf is None
-            or not getattr(leaf, _MARK, False)
-            or leaf._backward_hooks
-            or getattr(leaf, "_post_accumulate_grad_hooks", None)
-        ):
-            return False
-    return not torch.is_anomaly_enabled()  # which checks autograd's own gradients
+def _deferring(
+    kind: type[DeferredCall],
+    original: Original,
+    at: tuple[int, int] = (0, 1),
+    at_bias: int | None = None,
+) -> Callable[..., Any]:
+    """Return a kernel that runs an operation so that its weight gradient waits, if it may.
 
+    Weight and bias may be parameters, their views or casts, or not trained.
 
-def _linear(original: Original) -> Callable[..., Tensor]:
-    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _takes_part(weight, bias):
-            return apply_deferred(Linear(weight, bias), x)
-        return original(keys, x, weight, bias)
+    Args:
+        kind: The operation.
+        original: Runs it otherwise; gets what the kernel gets.
+        at: The positions of its input and its weight.
+        at_bias: That of its bias, if it has one. All these come before its other arguments.
+    """
+    at_x, at_weight = at
+    num_operands = 2 if at_bias is None else 3
+
+    def kernel(keys: Any, *args: Any, **options: Any) -> Any:
+        weight = args[at_weight]
+        if not (QUEUES and weight.requires_grad and torch.is_grad_enabled()) or options:
+            return original(keys, *args, **options)
+        bias = None if at_bias is None or len(args) <= at_bias else args[at_bias]
+        for each in (weight,) if bias is None or not bias.requires_grad else (weight, bias):
+            leaf = each if each.is_leaf else _viewed(each.grad_fn)
+            # As may_wait() decides, without two more calls for each weight of each product. Hooks
+            # are read each time: a user may register one between any two batches.
+            if (
+                leaf is None
+                or not getattr(leaf, _MARK, False)
+                or leaf._backward_hooks
+                or getattr(leaf, "_post_accumulate_grad_hooks", None)
+            ):
+                return original(keys, *args)
+        if torch.is_anomaly_enabled():  # which checks autograd's own gradients
+            return original(keys, *args)
+        call, hooks = kind(weight, bias, *args[num_operands:]), saving_hooks()
+        if hooks is None:
+            return apply_directly(args[at_x], ANCHOR, call)
+        return apply_saving(args[at_x], call, hooks)
 
     return kernel
 
 
 def _product(
-    call: type[MatrixProduct] | type[BatchedProduct], original: Any
-) -> Callable[..., Tensor]:
-    def kernel(keys: Any, left: Tensor, right: Tensor) -> Tensor:
-        if not QUEUES:  # in W, say
-            return original(keys, left, right)
-        if _takes_part(right, None):
-            return apply_deferred(call(right, None), left)
-        if _takes_part(left, None):
-            return apply_deferred(call(left.mT, None), right.mT).mT
+    kind: type[MatrixProduct] | type[BatchedProduct], original: Original
+) -> Callable[..., Any]:
+    """Return the kernel of a product of two matrices, of which either may be the weight."""
+
+    def mirrored(keys: Any, right: Tensor, left: Tensor) -> Tensor:
+        return original(keys, left.mT, right.mT).mT
+
+    from_left = _deferring(kind, mirrored)
+
+    def from_either(keys: Any, left: Tensor, right: Tensor) -> Any:
+        if QUEUES and may_wait(left if left.is_leaf else _viewed(left.grad_fn)):
+            return from_left(keys, right.mT, left.mT).mT
         return original(keys, left, right)
 
-    return kernel
+    return _deferring(kind, from_either)
 
 
-def _addmm(original: Original) -> Callable[..., Tensor]:
-    def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:
-        unscaled = all(scale == 1 for scale in scales.values())
-        if unscaled and bias.dim() == 1 and _takes_part(right, bias):
-            return apply_deferred(MatrixProduct(right, bias), left)
+def _addmm(original: Original) -> Callable[..., Any]:
+    plain = _deferring(MatrixProduct, original, at=(1, 2), at_bias=0)
+
+    def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Any:
+        if bias.dim() == 1 and all(scale == 1 for scale in scales.values()):
+            return plain(keys, bias, left, right)
         return original(keys, bias, left, right, **scales)
 
     return kernel
 
 
-def _grouped_mm(original: Original) -> Callable[..., Tensor]:
-    def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Tensor:
-        by_rows = left.dim() == 2 and right.dim() == 3 and len(options) == 1 and not named
-        if by_rows and _takes_part(right, None):
-            return apply_deferred(GroupedProduct(right, None, *options), left)
+def _grouped_mm(original: Original) -> Callable[..., Any]:
+    by_rows = _deferring(GroupedProduct, original)
+
+    def kernel(keys: Any, left: Tensor, right: Tensor, *options: Any, **named: Any) -> Any:
+        if left.dim() == 2 and right.dim() == 3 and len(options) == 1:
+            return by_rows(keys, left, right, *options, **named)
         return original(keys, left, right, *options, **named)
 
     return kernel
 
 
-def _convolution(original: Original) -> Callable[..., Tensor]:
-    def kernel(keys: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
-        if _takes_part(weight, bias):
-            return apply_deferred(Convolution(weight, bias, *options), x)
-        return original(keys, x, weight, bias, *options)
-
-    return kernel
-
-
 def _float8(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apply(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    plain = _deferring(Float8Product, lambda keys, *args: original(*args))
+
+    def apply(x: Tensor, weight: Tensor, *options: Any) -> Any:
         if isinstance(x, ShapeOnly):  # a trace, which records a plain product with a weight
             return x.matmul(weight.to(x.dtype))
         # Private: torch asks it too, and refuses its own Function in a transform of torch.func.
         is_plain = type(x) is Tensor and not torch._C._are_functorch_transforms_active()
-        if is_plain and _takes_part(weight, None):
-            return apply_deferred(Float8Product(weight, None, *options), x)
-        return original(x, weight, *options)
+        return plain(None, x, weight, *options) if is_plain else original(x, weight, *options)
 
     return apply
 
 
 _KERNELS: dict[str, MakeKernel] = {
-    "linear": _linear,
+    "linear": partial(_deferring, Linear, at_bias=2),
     "mm": partial(_product, MatrixProduct),
     "bmm": partial(_product, BatchedProduct),  # of einsum too
     "addmm": _addmm,
-    "convolution": _convolution,
+    "convolution": partial(_deferring, Convolution, at_bias=2),
     "_grouped_mm": _grouped_mm,  # private: the experts of Hugging Face's mixtures
 }
 # The names of these operations' nodes when they are not deferred.

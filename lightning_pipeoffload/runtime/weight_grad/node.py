@@ -17,12 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
-from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, Fetch
-
-# Private: the only way to run an operation without our own kernel, which would only forward it. Not
-# _AutoDispatchBelowAutograd: a view that the operation makes inside, as linear does, would count as
-# a view made by a Function, which must not be written in place.
-_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+from lightning_pipeoffload.runtime.weight_grad.queue import QUEUES, Fetch, below_autograd
 
 # Replaces the weights among the inputs to autograd. If the first layer's input needs no gradient,
 # another input must require one.
@@ -106,22 +101,19 @@ class _WeightInput:
         return x
 
 
-def apply_deferred(call: DeferredCall, x: Tensor) -> Tensor:
-    """Run an operation on x; its backward puts the weight's gradient into the queue for W."""
-    hooks = saving_hooks()
-    if hooks is None:
-        return _apply_directly(x, ANCHOR, None, None, call)
+def apply_saving(x: Tensor, call: DeferredCall, hooks: Hooks) -> Tensor:
+    """Run an operation on x as :data:`apply_directly` does; ``hooks`` save x for W."""
     # At once: B reads the input.
     is_at_once = bool(QUEUES) and QUEUES[-1].is_at_once(call.trained_weights)
     keeper = None if is_at_once else keeper_of(hooks)
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
         if not x.requires_grad:
-            return _Deferred.apply(x, ANCHOR, None, saved, call)
+            return _Deferred.apply(x, ANCHOR, call, None, saved)
         # A Function saves after its forward; a checkpoint's recomputation, which stops at the last
         # saved tensor, would needlessly run the block's last operation.
         kept = _Keep.apply(x)
-    return _Deferred.apply(kept, ANCHOR, kept.grad_fn, saved, call)
+    return _Deferred.apply(kept, ANCHOR, call, kept.grad_fn, saved)
 
 
 class _Keep(torch.autograd.Function):
@@ -181,16 +173,16 @@ class _Deferred(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         anchor: Tensor,
-        saver: Any,
-        saved: _WeightInput | None,
         call: DeferredCall,
+        saver: Any = None,
+        saved: _WeightInput | None = None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         if saver is None:
             ctx.save_for_backward(x)
         ctx.deferred = call, saver, saved
         with (
-            _below_autograd() if call.is_kernel else nullcontext(),
+            below_autograd() if call.is_kernel else nullcontext(),
             torch._C.DisableTorchFunction(),
         ):
             return call.forward(x)
@@ -213,10 +205,16 @@ class _Deferred(torch.autograd.Function):
                 call.accumulate(fetch() if fetch else x, grad)
         if not ctx.needs_input_grad[0]:
             return _NO_GRADIENTS
-        with _below_autograd():
+        with below_autograd():
             return call.input_gradient(x, grad), None, None, None, None
 
 
 # Without the checks of Function.apply, which take a fifth of a small layer's forward. They are for
 # transforms of torch.func, of which none is active in a kernel.
-_apply_directly: Callable[..., Tensor] = super(torch.autograd.Function, _Deferred).apply
+apply_directly: Callable[[Tensor, Tensor, DeferredCall], Tensor] = super(
+    torch.autograd.Function, _Deferred
+).apply
+"""Runs an operation on x; its backward puts the weight's gradient into the queue for W.
+
+Gets x, the anchor and the operation. No saved-tensors hooks may be in force.
+"""

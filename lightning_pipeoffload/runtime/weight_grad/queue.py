@@ -32,6 +32,11 @@ from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
 
 _AT_ONCE = "_pipeoffload_at_once"
 
+# Private: the only way to run an operation without our own kernel, which would only forward it. Not
+# _AutoDispatchBelowAutograd: a view that the operation makes inside, as linear does, would count as
+# a view made by a Function, which must not be written in place.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+
 AddProduct = Callable[[Tensor, Tensor, Tensor], None]
 Fetch = Callable[[], Tensor]
 
@@ -161,7 +166,7 @@ class WeightGradQueue:
 
     def run(self) -> None:
         """Compute and accumulate all, in the order of the backward; each frees its tensors."""
-        entries = self.pop_all()[::-1]
+        entries, self._entries = self._entries[::-1], []
         with torch.set_grad_enabled(False):  # half the calls of no_grad()
             while entries:
                 entries.pop().compute()
@@ -266,7 +271,9 @@ def add_product_to_grad(parameter: Tensor, left: Tensor, right: Tensor) -> None:
         or getattr(parameter, "_post_accumulate_grad_hooks", None)
         or not grad.dtype == left.dtype == right.dtype
     ):
-        add_to_grad(parameter, left.mm(right))
+        with below_autograd():
+            product = left.mm(right)
+        add_to_grad(parameter, product)
     else:
         grad.addmm_(left, right)
 

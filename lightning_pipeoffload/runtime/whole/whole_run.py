@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime.cut.block_chain import Running
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
@@ -227,7 +228,7 @@ class WholeRun:
         """Run the step within the context, without gradients."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self._layout.chain.running(self))
+            stack.enter_context(Running(self._layout.chain, self))
             num_lent = stack.enter_context(self._layout.with_values(self._scope))
             for unit in self._scope.large if self._group.num_ranks > 1 else ():
                 stack.enter_context(self._on_its_owner(unit))

@@ -173,7 +173,7 @@ def run_steps(plan, memory, steps=2):
 
 
 def measured_costs(pipeline, num_stages):
-    stages = {i: s.memory_of(0) for rank in pipeline.ranks for i, s in rank.stages.items()}
+    stages = {i: s.memories[0] for rank in pipeline.ranks for i, s in rank.stages.items()}
     ordered = [stages[i] for i in range(num_stages)]
     return Costs(
         1.0,

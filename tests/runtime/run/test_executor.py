@@ -132,7 +132,7 @@ def test_after_backward_only_the_queue_is_alive(monkeypatch):
     # and the first one's input is the batch, which is there anyway
     stage = pipeline.ranks[0].stages[0]
     assert not stage.in_flight
-    assert stage.memory_of(0).residue_bytes == 8 * 3 * (3 * 4 + 3 * 4 + 1)
+    assert stage.memories[0].residue_bytes == 8 * 3 * (3 * 4 + 3 * 4 + 1)
 
 
 @pytest.mark.usefixtures("without_gc")

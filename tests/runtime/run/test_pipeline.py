@@ -138,7 +138,7 @@ def test_coverage_is_what_is_counted_by_hand():
     pipeline.run(torch.randn(16, 4), 8)
     linear, sums, embed, head = (2 * 8 * n for n in (4 * 6, 6 * 4, 4 * 4, 4))
     stages = [stage for rank in pipeline.ranks for stage in rank.stages.values()]
-    assert sum(stage.memory_of(0).deferred_flops for stage in stages) == 4 * linear + embed + head
+    assert sum(stage.memories[0].deferred_flops for stage in stages) == 4 * linear + embed + head
     all_flops = sum(rank.weight_flops for rank in pipeline.ranks)
     assert all_flops == 4 * (linear + sums) + embed + head
 
@@ -147,7 +147,7 @@ def test_coverage_is_what_is_counted_by_hand():
 def test_all_of_a_models_weight_gradients_wait_for_w(name):
     case = MODELS[name]
     ranks = after_a_step(case.make().double(), 2, case.batch(2)).ranks
-    deferred = sum(s.memory_of(0).deferred_flops for rank in ranks for s in rank.stages.values())
+    deferred = sum(s.memories[0].deferred_flops for rank in ranks for s in rank.stages.values())
     assert deferred == sum(rank.weight_flops for rank in ranks)
 
 
