@@ -291,10 +291,6 @@ class ModelStage:
         """Return no parameters."""
         return []
 
-    def memory_of(self, place: int) -> SavedMemory:
-        """Return the bytes that a microbatch saves."""
-        return self.memories[place]
-
     def record_of(self, microbatch: Any) -> SimpleNamespace:
         """Return what the stage receives, and gets gradients of."""
         specs_in, gradient_specs = [SPEC] * (not self.is_first), [SPEC] * (not self.is_last)

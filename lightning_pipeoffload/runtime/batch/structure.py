@@ -262,11 +262,13 @@ class _Split:
             self.are_alike &= not _has_containers(tree)
             return self._cut(tree)
         parts = None if is_column(tree) else parts_of(tree)
-        if not parts:
+        if parts is None:
             _refuse_object(tree, place)
             return self._repeated(tree)
-        cuts = map(self.parts, parts, places_in(tree, place))
-        return [rebuild(tree, [*entries]) for entries in zip(*cuts, strict=True)]
+        cuts = [*map(self.parts, parts, places_in(tree, place))]
+        # An empty container, too, is another one in each part: steps may write into it.
+        entries = zip(*cuts, strict=True) if cuts else [()] * len(self._slices)
+        return [rebuild(tree, [*each]) for each in entries]
 
     def _cut(self, value: Any) -> list[Any]:
         return [value[part] for part in self._slices]
