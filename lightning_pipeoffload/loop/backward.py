@@ -159,7 +159,7 @@ class BatchBackward(BackwardHooks):
             self._pipeline.sum_stage_gradients()
             self._pipeline.gradients.sum_shared()
             self._is_summed = True
-        self._pipeline.gradient_age.change()
+        self._pipeline.gradient_changes.note()
         output = self._shown(None) if output is None else output
         self._precision.post_backward(self._shown(_loss_of(output)), self._module)
         return output
@@ -181,7 +181,7 @@ class GradientTotals:
         self, precision: Precision, pipeline: Pipeline, validation: PostValidation
     ) -> None:
         self._precision, self._validation = precision, validation
-        self._gradients, self._age = pipeline.gradients, pipeline.gradient_age
+        self._gradients, self._changes = pipeline.gradients, pipeline.gradient_changes
         self._device = pipeline.device
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -194,14 +194,14 @@ class GradientTotals:
             self._validation.expect_clipping(clipping)
             return
         clipping.clip(clipping.norm(self._gradients.sum(squares)))
-        self._age.change()
+        self._changes.note()
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         own = self._gradients.own([*self._precision.main_params(optimizer)])
         parameters = [p for p in own if p.grad is not None]
         if parameters:  # else torch's kernel for many would fail
             nn.utils.clip_grad_value_(parameters, clip_val)
-        self._age.change()
+        self._changes.note()
 
     def _squared_norms(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return those of the gradients that this rank counts, in float64; 0 for the others."""
@@ -226,7 +226,7 @@ class GradientTotals:
         parameters = self._gradients.own(members)
         stepped: Any = SimpleNamespace(param_groups=[{"params": parameters}])
         by_device = type(scaler)._unscale_grads_(scaler, stepped, inv_scale, found_inf, allow_fp16)
-        self._age.change()
+        self._changes.note()
         # A rank whose parameters are frozen has looked at nothing.
         overflow = by_device.get(found_inf.device, found_inf)
         if self._validation.assumes():

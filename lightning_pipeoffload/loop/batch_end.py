@@ -3,7 +3,7 @@
 ::
 
     Fit.train        1  the plan's last action; each name that steps have logged, once; the root
-                        sends these values (SharedMetricsConnector.tick)
+                        sends these values (SharedMetricsConnector.publish)
                      2  gradients are means over replicas, and sums over the stages of a weight
                      3  on_after_backward: reads the batch's metrics, and gradients, whose sizes
                         are exchanged first

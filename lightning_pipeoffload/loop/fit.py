@@ -262,7 +262,7 @@ class Fit:
         self._at_end.callback(self._leave_connector)
         if store is not None:
             refuse_other_callbacks(self._trainer)
-            end_hooks = EndHooks(self._trainer, self._connector.tick)
+            end_hooks = EndHooks(self._trainer, self._connector.publish)
             self._at_end.callback(end_hooks.remove)
         if self._group.num_ranks > 1 or self.split.pipeline.gradients.owner_of is not None:
             self.boundary.share_before_hooks(self._share_gradient_sizes)
@@ -431,7 +431,7 @@ class Fit:
         numbers = numbers_in(done.value)
         if "loss" in numbers:
             numbers["loss"] = numbers["loss"] / num_accumulated  # as Lightning gives it to hooks
-        self._connector.tick(outputs=numbers)
+        self._connector.publish(outputs=numbers)
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return the context of an optimizer's step."""

@@ -56,7 +56,7 @@ def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
     """Replace methods of the trainer's loops until ``at_end`` is closed."""
     replace = partial(_replace_until, at_end)
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    epoch.automatic_optimization = BackwardInStep.replacing(epoch.automatic_optimization)
+    epoch.automatic_optimization = BackwardInStep.from_plain(epoch.automatic_optimization)
     replace(fit, "run", _fit, trainer)
     replace(fit, "on_advance_start", _start_epoch, trainer)
     replace(fit, "on_advance_end", _end_epoch, trainer)
@@ -78,7 +78,7 @@ def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
         if isinstance(callback, ThroughputMonitor):
             throughputs = callback._throughputs  # private: nothing else has them
             for stage, plain in throughputs.items():
-                throughputs[stage] = PipelineThroughput.replacing(plain, mesh.num_ranks)
+                throughputs[stage] = PipelineThroughput.from_plain(plain, mesh.num_ranks)
 
 
 def join_metrics(
@@ -93,7 +93,7 @@ def join_metrics(
     Lightning's loops call it at the ends of batches and epochs; until ``at_end`` is closed, the
     entry that runs is called there too.
     """
-    connector = SharedMetricsConnector.replacing(trainer._logger_connector, mesh, store, fail)
+    connector = SharedMetricsConnector.from_plain(trainer._logger_connector, mesh, store, fail)
     trainer._logger_connector = connector
     replace = partial(_replace_until, at_end)
     replace(connector, "on_batch_end", _end_batch, trainer)
@@ -168,7 +168,7 @@ class BackwardInStep(_AutomaticOptimization):
     """Leaves zero_grad and backward to the strategy, which runs them in its training step."""
 
     @classmethod
-    def replacing(cls, plain: _AutomaticOptimization) -> Self:
+    def from_plain(cls, plain: _AutomaticOptimization) -> Self:
         """Make a loop with the progress of ``plain``."""
         loop = cls(plain.trainer)
         loop.optim_progress = plain.optim_progress
@@ -203,7 +203,7 @@ class PipelineThroughput(Throughput):
     _num_ranks = 1
 
     @classmethod
-    def replacing(cls, plain: Throughput, num_ranks: int) -> PipelineThroughput:
+    def from_plain(cls, plain: Throughput, num_ranks: int) -> PipelineThroughput:
         """Make one with the state of ``plain``; replicas have batches of their own."""
         throughput = cls()
         throughput.__dict__.update(plain.__dict__)

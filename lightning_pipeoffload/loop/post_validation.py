@@ -38,7 +38,7 @@ from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapsho
 from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
 from lightning_pipeoffload.runtime.late_values import is_on_accelerator, start_reading
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +95,9 @@ class PostValidation:
         num_taken_back: How many steps were taken back.
     """
 
-    def __init__(self, trainer: Trainer, group: PipelineGroup, age: GradientAge) -> None:
+    def __init__(self, trainer: Trainer, group: PipelineGroup, changes: GradientChanges) -> None:
         self._trainer: Any = trainer
-        self._group, self._age = group, age
+        self._group, self._changes = group, changes
         self.pending = PendingParameters(may_wait=True)
         self.is_on = self.is_open = False
         self.num_taken_back = 0
@@ -171,7 +171,7 @@ class PostValidation:
             self._scaling.overflow.fill_(1)
         if not self._is_right(total):
             self._clip(total)
-            self._age.change()
+            self._changes.note()
 
     def _start_sum(self) -> _Sum:
         scaling, clipping = self._scaling, self._clipping
@@ -228,7 +228,7 @@ class PostValidation:
         of_replicas.settle()  # it would overwrite what is put back
         if not total[0]:
             self._snapshot.repeat(partial(self._clip, total))
-            self._age.change()
+            self._changes.note()
             of_replicas.settle()  # of the step that is right, for which nobody waits after this
         elif not numbers[0]:  # else neither the optimizer nor the scale has gone on
             assert self._scaling is not None

@@ -77,7 +77,7 @@ class StepBoundary:
         group = pipeline.group
         self._group, self._masters = group, masters
         self._gradients = pipeline.gradients
-        self.validation = PostValidation(trainer, group, pipeline.gradient_age)
+        self.validation = PostValidation(trainer, group, pipeline.gradient_changes)
         self._gradient_hooks: GradientHooks | None = None
         self._of_replicas = group.replicas.pending
         self._mode = SettlingMode(self._of_replicas, self.validation.pending)

@@ -3,11 +3,11 @@
 Only the last stage comes to the loss, and that stage is on the root. Another rank fetches what the
 root has published when something on it reads a metric; else no rank waits::
 
-    root            step 1  tick 1: publish   step 2  tick 2: publish   step 3 ...
+    root            step 1   publish 1        step 2   publish 2        step 3 ...
                                  v                         v
     store                    numbers 1                 numbers 2
                                  v
-    another rank    step 1  tick 1   reads "loss": waits for numbers 1, no later ones
+    another rank    step 1           reads "loss": waits for numbers 1, no later ones
 
 Callbacks and schedulers decide by global rank 0's metrics in every replica: else a learning rate,
 say, would be another one in each, and their weights would differ.
@@ -43,31 +43,31 @@ class _Published:
 
     def __init__(self, store: Store, replica: int) -> None:
         self._store, self._replica = store, replica
-        self._tick = 0
+        self._version = 0
         self._last: dict[str, _Metrics] = {}
 
-    def at(self, tick: int) -> dict[str, _Metrics]:
-        """Return the metrics of a tick, by kind; waits for them."""
-        if self._tick != tick:
-            published = json.loads(self._store.get(_key(self._replica, tick)))
-            self._tick = tick
+    def at(self, version: int) -> dict[str, _Metrics]:
+        """Return the metrics of a version, by kind; waits for them."""
+        if self._version != version:
+            published = json.loads(self._store.get(_key(self._replica, version)))
+            self._version = version
             dtypes = published.pop("dtypes")
             self._last = {
                 kind: _as_tensors(values, dtypes[kind]) for kind, values in published.items()
             }
         return self._last
 
-    def forget(self, tick: int) -> None:
-        """Drop what was published up to a tick."""
-        self._tick, self._last = tick, {}
+    def forget(self, version: int) -> None:
+        """Drop what was published up to a version."""
+        self._version, self._last = version, {}
 
 
 class SharedMetricsConnector(_LoggerConnector):
     """Lightning's connector, whose metrics are those of the root on every rank of a pipeline.
 
-    Every rank goes through the same loop, so the number of its milestones so far (**ticks**: the
-    end of a step, of an epoch, of a hook) means one moment on all of them. The root publishes what
-    it has at each.
+    Every rank goes through the same loop and calls :meth:`publish` at the same milestones: at the
+    end of a step, of an epoch, of a hook. So the number of calls so far, the **version** of the
+    metrics, is the same on all ranks. The root publishes what it has then.
 
     Attributes:
         is_root: Whether this rank has the last stage, whose steps log.
@@ -78,11 +78,11 @@ class SharedMetricsConnector(_LoggerConnector):
     _publisher: Publisher | None = None
     _roots: _Published | None = None
     _decisive: _Published | None = None
-    _tick = 0
+    _version = 0
     _shown: Fetch | None = None
 
     @classmethod
-    def replacing(
+    def from_plain(
         cls,
         plain: _LoggerConnector,
         mesh: RankMesh,
@@ -100,7 +100,7 @@ class SharedMetricsConnector(_LoggerConnector):
         connector = cls(plain.trainer)
         connector.__dict__.update(plain.__dict__)
         connector._stop_reading()
-        connector._tick, connector._pipeline, connector.is_root = 0, mesh.pipeline, mesh.is_root
+        connector._version, connector._pipeline, connector.is_root = 0, mesh.pipeline, mesh.is_root
         if store is not None and mesh.is_root:
             connector._publisher = Publisher(store, fail)
         if store is not None and not mesh.is_root:
@@ -126,14 +126,14 @@ class SharedMetricsConnector(_LoggerConnector):
             self._publisher.abandon()
         self._stop_reading()
 
-    def tick(self, returned: _Metrics | None = None, outputs: _Metrics | None = None) -> None:
-        """Mark a moment, and publish what was logged up to it.
+    def publish(self, returned: _Metrics | None = None, outputs: _Metrics | None = None) -> None:
+        """Publish what was logged up to now; on other ranks, expect what the root publishes.
 
         Args:
             returned: What an evaluation returns for one loader, by name.
             outputs: Numbers that a step has returned, by name.
         """
-        self._tick += 1
+        self._version += 1
         if self._publisher is not None:
             mine = self._update_all()
             self._publish({**mine, "returned": returned or {}, "outputs": outputs or {}})
@@ -141,7 +141,7 @@ class SharedMetricsConnector(_LoggerConnector):
     def _publish(self, now: dict[str, _Metrics]) -> Fetch:
         assert self._publisher is not None
         fetch = Fetch(now)
-        key = _key(self._pipeline, self._tick)
+        key = _key(self._pipeline, self._version)
         self._publisher.publish(key, fetch, dtypes=_dtypes(now))
         return fetch
 
@@ -169,19 +169,19 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def on_batch_end(self) -> None:
         super().on_batch_end()  # which updates them
-        self._tick += 1
+        self._version += 1
         self._shown = Fetch(self._own()) if self._publisher is None else self._publish(self._own())
 
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
         self._shown = None  # a trainer may be saved now
-        self.tick()
+        self.publish()
 
     @override
     def update_eval_epoch_metrics(self) -> _Metrics:
         metrics = super().update_eval_epoch_metrics()
-        self.tick(metrics)
+        self.publish(metrics)
         if self._roots is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return self._fetch().get("returned", metrics)  # the trainer's user sees it
         return metrics
@@ -189,14 +189,14 @@ class SharedMetricsConnector(_LoggerConnector):
     @override
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
-        self.tick()
+        self.publish()
 
     @override
     def reset_metrics(self) -> None:
         super().reset_metrics()
         # Earlier entries belong to the previous epoch.
         for published in filter(None, (self._roots, self._decisive)):
-            published.forget(self._tick)
+            published.forget(self._version)
 
     @property
     @override
@@ -238,13 +238,13 @@ class SharedMetricsConnector(_LoggerConnector):
         """
         metrics = self._update_all()[kind]
         metrics.update(self._fetch().get(kind, {}))
-        if kind == "callback" and self._decisive is not None and self._tick:
-            metrics.update(self._decisive.at(self._tick).get(kind, {}))
+        if kind == "callback" and self._decisive is not None and self._version:
+            metrics.update(self._decisive.at(self._version).get(kind, {}))
         return metrics
 
     def _fetch(self) -> dict[str, _Metrics]:
-        """Return the root's metrics of the last tick, by kind; nothing on the root."""
-        return self._roots.at(self._tick) if self._roots is not None and self._tick else {}
+        """Return the root's metrics of the last version, by kind; nothing on the root."""
+        return self._roots.at(self._version) if self._roots is not None and self._version else {}
 
 
 @contextmanager
@@ -278,5 +278,5 @@ def _as_tensors(metrics: dict[str, float], dtypes: dict[str, str]) -> _Metrics:
     }
 
 
-def _key(replica: int, tick: int) -> str:
-    return f"metrics/{replica}/{tick}"
+def _key(replica: int, version: int) -> str:
+    return f"metrics/{replica}/{version}"

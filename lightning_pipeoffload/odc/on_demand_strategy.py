@@ -194,7 +194,7 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
     def _join_training(self, trainer: Trainer) -> None:
         """Run backwards within ``training_step``, and stop without waiting for other ranks."""
         loop = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization = BackwardInStep.replacing(loop.automatic_optimization)
+        loop.automatic_optimization = BackwardInStep.from_plain(loop.automatic_optimization)
         stop_without_waiting(trainer)
 
     @override

@@ -35,7 +35,7 @@ from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
 from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, in_buckets, share_out
 from lightning_pipeoffload.runtime.contexts import NOTHING
 from lightning_pipeoffload.runtime.device.marks import mark
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 _NONE: Mapping[Tensor, int] = MappingProxyType({})
@@ -135,21 +135,21 @@ class _Copy:
             self._bundle.unpack()
 
 
-def narrow_steps(optimizer: Optimizer, age: GradientAge) -> NarrowedOptimizer:
+def narrow_steps(optimizer: Optimizer, changes: GradientChanges) -> NarrowedOptimizer:
     """Narrow an optimizer's steps to what this rank owns; a second call changes nothing.
 
     Args:
         optimizer: The optimizer of the whole module's parameters.
-        age: The age of the gradients of parameters that other ranks own.
+        changes: Counts the changes of gradients of parameters that other ranks own.
     """
     # Private: a user may give every fit the same optimizer.
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if narrows(hook):
             narrowed: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
-            narrowed.age = age
+            narrowed.changes = changes
             narrowed.adopt()
             return narrowed
-    return NarrowedOptimizer(optimizer, age)
+    return NarrowedOptimizer(optimizer, changes)
 
 
 def narrows(hook: Callable[..., Any]) -> bool:
@@ -162,18 +162,18 @@ class NarrowedOptimizer:
 
     Args:
         optimizer: The optimizer of the whole module's parameters, those of other ranks as shapes.
-        age: The age of those parameters' gradients.
+        changes: Counts the changes of those parameters' gradients.
 
     Attributes:
         optimizer: That optimizer.
-        age: The age of those parameters' gradients.
+        changes: Counts the changes of those parameters' gradients.
         shares: The parameters of each replica; None: all replicas step all.
         stand_ins: Steps other tensors in place of parameters; None: it steps these.
     """
 
-    def __init__(self, optimizer: Optimizer, age: GradientAge) -> None:
+    def __init__(self, optimizer: Optimizer, changes: GradientChanges) -> None:
         self.optimizer = optimizer
-        self.age = age
+        self.changes = changes
         self.shares: StepShares | None = None
         self.stand_ins: StandInStep | None = None
         self._adopted: list[Tensor] = []
@@ -283,7 +283,7 @@ class NarrowedOptimizer:
         self._narrow(None)
         self._zero_own(set_to_none)
         self._widen()
-        self.age.change(are_none=set_to_none)
+        self.changes.note(are_none=set_to_none)
 
     def _narrow(self, shares: StepShares | None) -> None:
         self.adopt()  # the module may be whole again, on one device

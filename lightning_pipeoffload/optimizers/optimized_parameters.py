@@ -110,8 +110,8 @@ class OptimizedParameters:
             refuse_optimizer(optimizer, num_ranks, num_sharing, self._is_declared)
         for optimizer in self._optimizers() if self._group.num_tensor_ranks > 1 else ():
             refuse_over_shards(optimizer)
-        age = self._pipeline.gradient_age
-        self._narrowed = [narrow_steps(optimizer, age) for optimizer in self._optimizers()]
+        changes = self._pipeline.gradient_changes
+        self._narrowed = [narrow_steps(optimizer, changes) for optimizer in self._optimizers()]
         for narrowed in self._narrowed:
             narrowed.step_by(self._make_stand_ins(narrowed.optimizer))
 

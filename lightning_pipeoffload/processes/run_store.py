@@ -90,11 +90,11 @@ class Meeting:
         self._patience = patience
         self._count = 0
 
-    def come(self, purpose: str, patience: timedelta | None = None) -> dict[int, str]:
+    def wait_for_all(self, purpose: str, patience: timedelta | None = None) -> dict[int, str]:
         """Wait for all ranks; return the purpose of each rank that arrives within ``patience``.
 
         Args:
-            purpose: Why this rank comes.
+            purpose: Why this rank waits.
             patience: How long to wait; None: as long as the meeting's.
         """
         self._count += 1

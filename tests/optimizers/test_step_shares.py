@@ -17,7 +17,7 @@ from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimize
 from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges
 from tests.support import fits, replica_fits
 from tests.support.pairs import slow
 
@@ -139,7 +139,7 @@ def test_a_state_that_another_fit_has_shared_out_is_refused():
     replicas.start_copy = lambda tensor, source: lambda: None
     group = SimpleNamespace(replica=0, num_replicas=2, replicas=replicas)
     parameters = [nn.Parameter(torch.ones(size)) for size in (3, 2)]
-    narrowed = NarrowedOptimizer(optimizer := torch.optim.AdamW(parameters), GradientAge())
+    narrowed = NarrowedOptimizer(optimizer := torch.optim.AdamW(parameters), GradientChanges())
     narrowed.share_out(StepShares(group))
     for p in parameters:
         p.grad = torch.ones_like(p)
@@ -254,7 +254,7 @@ def test_infinities_skip_the_step_of_every_replica(ranks, tmp_path):
 def test_a_trace_shows_the_update_without_the_batch_that_runs_in_its_closure():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    NarrowedOptimizer(optimizer, GradientAge())
+    NarrowedOptimizer(optimizer, GradientChanges())
 
     def closure():
         with record_function("batch"):

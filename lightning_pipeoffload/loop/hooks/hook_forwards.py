@@ -119,7 +119,7 @@ class HookForwards:
         """Wait for all ranks to call the same module; raise ``RuntimeError`` if one does not."""
         if self._do_all_call(name):
             return
-        calls = self._meeting.come(name, _TO_EXPLAIN)
+        calls = self._meeting.wait_for_all(name, _TO_EXPLAIN)
         missing = [rank for rank in sorted(self._group.global_ranks) if rank not in calls]
         others = [
             f"global rank {rank} calls {what}" for rank, what in calls.items() if what != name

@@ -181,9 +181,9 @@ class GradientHooks(_Wrapped):
 
 
 class EndHooks(_Wrapped):
-    """The user's hooks at epochs' ends, each followed by ``tick``."""
+    """The user's hooks at epochs' ends, each followed by ``publish``."""
 
-    def __init__(self, trainer: Trainer, tick: Callable[[], None]) -> None:
+    def __init__(self, trainer: Trainer, publish: Callable[[], None]) -> None:
         owners = _owners_of_ends(trainer)
         hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _EPOCH_END)]
         module = trainer.lightning_module
@@ -195,7 +195,7 @@ class EndHooks(_Wrapped):
             try:
                 return plain(*args, **kwargs)
             finally:
-                tick()
+                publish()
 
         self._wrapped = [WrappedHook(owner, hook, tick_after) for owner, hook in hooks]
 
@@ -218,7 +218,7 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
         elif isinstance(parameter.grad, RemoteGradient):
             parameter.grad.know(size)
             if size is not None:
-                pipeline.gradient_age.invalidate_on_change(size)
+                pipeline.gradient_changes.invalidate_on_change(size)
 
 
 def _measure(gradients: list[Tensor | None]) -> Tensor:

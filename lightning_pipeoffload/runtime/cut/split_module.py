@@ -32,7 +32,7 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     forget_state,
     move_weight,
 )
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientAge, RemoteTensor
+from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges, RemoteTensor
 from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
@@ -194,11 +194,11 @@ class SplitModule:
             if self.is_local(slot.name) or isinstance(slot.tensor, RemoteTensor):
                 move_weight(slot, self._device)
 
-    def drop_remote(self, age: GradientAge, global_ranks: Sequence[int]) -> None:
+    def drop_remote(self, changes: GradientChanges, global_ranks: Sequence[int]) -> None:
         """Replace the tensors of other ranks with shapes; a tied weight under all its names.
 
         Args:
-            age: Counts the changes of gradients; the shapes' ``grad`` depends on it.
+            changes: Counts the changes of gradients; the shapes' ``grad`` depends on it.
             global_ranks: The global rank of each stage, for error messages.
         """
         self.is_split = True
@@ -209,7 +209,7 @@ class SplitModule:
             slot.put(value)
             if isinstance(value, RemoteTensor):
                 forget_state(slot)
-                value.share_age(age)
+                value.share_changes(changes)
         self.assign(self.owners, self.slots)
 
     def _is_lost(self, slot: Slot) -> bool:

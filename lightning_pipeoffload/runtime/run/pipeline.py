@@ -55,7 +55,7 @@ from lightning_pipeoffload.runtime.run.gradients import Gradients
 from lightning_pipeoffload.runtime.sequence.attention import install_attention
 from lightning_pipeoffload.runtime.shapes.packed_sequences import install_padding, remove_padding
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
-    GradientAge,
+    GradientChanges,
     install_draws,
     remove_draws,
 )
@@ -115,7 +115,7 @@ class Pipeline:
     Attributes:
         tensors: The parameters and buffers, and which rank has which.
         records: The records of the steps.
-        gradient_age: The age of the gradients of remote parameters.
+        gradient_changes: The changes of the gradients of remote parameters.
         gradients: Which rank has and counts which gradient; only where there is a group.
         trained: For each parameter of the module, 1 if it trains, else 0.
         left_to_b: Names of the weights whose gradient B computes.
@@ -147,7 +147,7 @@ class Pipeline:
         self._before_trace = before_trace
         is_shared = group is not None and group.num_tensor_ranks > 1
         self._shard_draws = ShardDraws(group.tensor_rank) if group and is_shared else None
-        self.gradient_age = GradientAge()
+        self.gradient_changes = GradientChanges()
         if group is not None:
             self.gradients = Gradients(group)
         self.settings = settings
@@ -324,7 +324,7 @@ class Pipeline:
         self._drop_remote()
 
     def _drop_remote(self) -> None:
-        self.tensors.drop_remote(self.gradient_age, self.settings.places)
+        self.tensors.drop_remote(self.gradient_changes, self.settings.places)
 
     def notice_frozen(self) -> None:
         """Trace the steps again if a hook has frozen or unfrozen parameters of any stage."""

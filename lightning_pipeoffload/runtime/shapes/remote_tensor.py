@@ -33,7 +33,7 @@ from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, us
 
 
 @dataclass
-class GradientAge:
+class GradientChanges:
     """A counter of changes of gradients, shared by all remote parameters of a rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class GradientAge:
         """Register the norm of another replica's gradient, which is valid until the next change."""
         self._sizes.append(size)
 
-    def change(self, are_none: bool = False) -> None:
+    def note(self, are_none: bool = False) -> None:
         """Count a change of gradients: all known norms become invalid."""
         self.num_changes += 1
         self.are_none = are_none
@@ -61,15 +61,15 @@ class RemoteTensor(ShapeOnly):
     """A shape that replaces a parameter or buffer of other stages in this rank's module.
 
     Attributes:
-        age: Shared by all remote parameters of the rank.
+        changes: Shared by all remote parameters of the rank.
         became: The real tensor that has replaced it, once the module is whole again.
         num_became: How many remote tensors of this process have been replaced so far.
     """
 
     _is_param = False
     _grad: Tensor | None = None
-    _grad_age = 0
-    age = GradientAge()
+    _changes_seen = 0
+    changes = GradientChanges()
     became: Tensor | None = None
     num_became = 0
 
@@ -113,9 +113,9 @@ class RemoteTensor(ShapeOnly):
     def written_from(self, origins: frozenset[str]) -> None:
         """Do nothing: the owner runs the same write, so the tensor has the same origins."""
 
-    def share_age(self, age: GradientAge) -> None:
-        """Set the age that all remote parameters of the rank share."""
-        self.age = age
+    def share_changes(self, changes: GradientChanges) -> None:
+        """Set the changes that all remote parameters of the rank share."""
+        self.changes = changes
 
     def become(self, tensor: Tensor) -> None:
         """Remember the real tensor that replaces it, for optimizers that hold it."""
@@ -125,14 +125,14 @@ class RemoteTensor(ShapeOnly):
     @property
     def grad(self) -> Tensor | None:
         """The gradient as a shape, with its norm once the ranks have exchanged norms."""
-        if self._grad_age != self.age.num_changes:
-            self.know_gradient(not self.age.are_none and self.requires_grad)
+        if self._changes_seen != self.changes.num_changes:
+            self.know_gradient(not self.changes.are_none and self.requires_grad)
         return self._grad
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         self._grad = gradient
-        self._grad_age = self.age.num_changes
+        self._changes_seen = self.changes.num_changes
 
     def know_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
         """Set ``grad`` to a shape-only gradient, with its norm if ``size`` is known, or to None."""

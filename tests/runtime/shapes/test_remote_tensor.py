@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
-    GradientAge,
+    GradientChanges,
     RemoteTensor,
     explain_remote,
 )
@@ -166,8 +166,8 @@ def make(values=VALUES, dtype=torch.float32, is_known=True):
     gradient = torch.tensor(values, dtype=dtype)
     slot = Slot("weight", nn.Linear(2, 2, dtype=dtype), "weight", "_parameters")
     remote = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
-    remote.age = GradientAge()
-    remote.age.change()
+    remote.changes = GradientChanges()
+    remote.changes.note()
     if is_known:
         norms = [float(torch.linalg.vector_norm(gradient, order)) for order in (2, math.inf)]
         remote.know_gradient(True, KnownSize(*norms))
@@ -263,7 +263,7 @@ def test_without_an_exchange_a_gradient_is_there_but_not_its_norm():
     assert remote.grad.shape == (2, 2)
     with pytest.raises(ValueNeededError):
         remote.grad.norm()
-    remote.age.change(are_none=True)
+    remote.changes.note(are_none=True)
     assert remote.grad is None
 
 
