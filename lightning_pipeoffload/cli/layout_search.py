@@ -17,7 +17,7 @@ divide. Tensor ranks share a machine.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -204,7 +204,7 @@ class LayoutSearch:
         except MemoryLimitError as error:
             write = bytes_writer(self._config.device_memory)
             if planner.mixture:
-                raise ScheduleError(f"{error.message(write)}; {_OTHER_CARDS}") from None
+                raise ScheduleError(f"{_no_card_fits(error, write)}; {_OTHER_CARDS}") from None
             self._too_large(planner, self._only, error)
             return []
 
@@ -662,6 +662,12 @@ class LayoutSearch:
 _SLOW = f"takes more than {SHOWN:g} times as long"
 _OTHER_CARDS = "use another order or larger cards, strategy.recompute=full, or smaller microbatches"
 _NOT_FASTER = "no plan that fits is faster than those shown"
+
+
+def _no_card_fits(error: MemoryLimitError, write: Callable[[float], str]) -> str:
+    sentence, limit, needed = error.args
+    room = write(limit) if limit else "none, as weights, gradients and states take all"
+    return str(sentence).format(limit=f"the room for activations ({room})", needed=write(needed))
 
 
 def _is_nowhere_more(seconds: Iterable[float], others: Iterable[float]) -> bool:

@@ -408,8 +408,10 @@ class ModelProbe:
         key = placement, str(settings.blocks), str(settings.split)
         if key not in self._own_cuts:
             chain, costs = self._sizes_of_blocks(settings.blocks)
-            room = Room.of_parameters(costs.parameters, self._memory(placement))
-            slowness = self._slowness(placement)
+            slowness, room = (), ANY_ROOM
+            if isinstance(settings.split, str):  # counts that are given are of any devices
+                slowness = self._slowness(placement)
+                room = Room.of_parameters(costs.parameters, self._memory(placement))
             stages = cut(chain, costs, placement, settings.split, slowness, room)
             self._own_cuts[key] = chain.names, [len(stage.blocks) for stage in stages]
         blocks, split = self._own_cuts[key]

@@ -222,14 +222,29 @@ class WithoutWeights(LightningModule):
 
     calls = 0
 
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
     def configure_model(self):
         WithoutWeights.calls += 1
-        raise ValueError("the folder has no weights")
+        raise {"OSError": OSError, "ValueError": ValueError}[self.error]("no weights\nthere")
 
 
-def test_an_error_of_configure_model_ends_the_command_at_once():
-    with pytest.raises(ValueError, match="the folder has no weights"):
-        plan(composed("plan", f"+model._target_={__name__}.WithoutWeights", "device=h100"))
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("ValueError", "^no weights\nthere$"),
+        (
+            "OSError",
+            r"^configure_model cannot read .* \(.* model.error=OSError\): no weights there$",
+        ),
+    ],
+)
+def test_an_error_of_configure_model_ends_the_command_at_once(error, message):
+    WithoutWeights.calls, words = 0, (f"+model._target_={__name__}.WithoutWeights", "device=h100")
+    with pytest.raises(ValueError, match=message):
+        plan(composed("plan", *words, f"+model.error={error}"))
     assert WithoutWeights.calls == 1
 
 
@@ -346,6 +361,16 @@ def test_each_card_of_a_mixture_has_its_share(capsys):
     assert found["period"] < 0.7 * alike["period"]
 
 
+def test_layers_that_configure_model_makes_are_cut_for_each_card_of_a_mixture(capsys):
+    deep = "+model._target_=tests.cli.test_tensor_parallel_plan.Deep"
+    data = "data._target_=tests.cli.test_tensor_parallel_plan.Data"
+    sizes = "num_ranks=3", "num_microbatches=4", "format=json"
+    plan(composed("plan", deep, data, *sizes, *AUTO, MIXTURE))
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == ["4090", "3090", "3060"]
+    assert all(found["memory"]["parameters"])
+
+
 def test_a_small_card_of_a_mixture_has_what_fits():
     config = plan_config("num_ranks=3", *AUTO, MIXTURE, "device_memory=null")
     planner = ModelPlanner(config)
@@ -364,7 +389,7 @@ def test_a_small_card_of_a_mixture_has_what_fits():
         (["device=[rtx4090,rtx3080]"], r"device \(rtx3080\) is unknown; use one of 3060, 3090,"),
         (
             ["device_memory=1MiB"],
-            r"of rank \d, on device \d \(\d+\), is less .* strategy\.recompute",
+            r"room for activations \(none, .*of rank \d, on device \d \(\d+\), is less .* strategy",
         ),
     ],
 )
