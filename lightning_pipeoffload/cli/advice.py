@@ -106,14 +106,19 @@ def _words(
     option, settings, strategy = candidate.option, planned.settings, config.strategy
     count = option.num_microbatches * planned.planner.num_dividing
     is_named = asked.schedule != "auto"
+    # A file is written as strategy.schedule=FILE, which schedule=NAME would not replace.
+    group = "schedule" if asked.schedule in ("auto", *FAMILIES) else "strategy.schedule"
     is_default = option.num_chunks == FAMILIES[option.schedule].num_chunks
-    offload = "none" if candidate.offload == "none" else settings.offload
+    # Without a device only offload=auto builds an order by the memory that there is.
+    follows_limit = planned.planner.device is None and FAMILIES[option.schedule].heeds_limit
+    has_copies = candidate.offload != "none"
+    offload = settings.offload if has_copies or follows_limit else "none"
     has_sharding = config.devices is None or "sharding" in strategy
     has_other_masters = settings.master_weights != asked.master_weights
     masters = " ".join(f"++{name}={value}" for name, value in _MASTERS.items())
     changes = {
         **sizes,
-        f"schedule={option.schedule}": is_named and option.schedule != asked.schedule,
+        f"{group}={option.schedule}": is_named and option.schedule != asked.schedule,
         f"num_chunks={option.num_chunks}": (is_named and not is_default)
         or config.num_chunks not in (None, option.num_chunks),
         f"num_microbatches={count}": count != config.num_microbatches,

@@ -31,8 +31,11 @@ def test_a_schedule_from_a_file_has_advice_and_no_planned_offload(tmp_path):
     path = tmp_path / "given.csv"
     build("zb_h1", 2, 4).to_csv(path)
     given = f"strategy.schedule={path}", "device_memory=1400KiB"
-    with pytest.raises(ScheduleError, match=r"rank 1 of 2 needs .*; use .*: it fits$"):
+    advised = r"rank 1 of 2 needs .*; use (strategy\.schedule=.*): it fits$"
+    with pytest.raises(ScheduleError, match=advised) as refused:
         plan(composed("plan", *SMALL, *given))
+    words = re.fullmatch(advised, str(refused.value)).group(1).split()
+    plan(composed("plan", *SMALL, *given, *words))
     with pytest.raises(ScheduleError, match=r"offload=auto is planned for .*; use offload=none"):
         plan(composed("plan", *SMALL, *given, "offload=auto"))
 
