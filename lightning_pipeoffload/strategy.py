@@ -96,7 +96,7 @@ class PipeOffloadStrategy(CheckpointHooks):
             steps, with their measured times.
         recompute: What the backward computes again instead of storing it: "none"; "cheap": norms,
             activations and dropout; "full": the blocks, each once.
-        head_weight_grad: The action that computes the weight gradients of the code behind the
+        head_weight_grad: The action that computes the weight gradients of the code after the
             blocks: "W", as of all other weights; "B", so that the logits' gradients do not wait for
             W; "auto": W, or what ``schedule="auto"`` finds faster under a memory limit.
         memory_limit: Bytes, or "40GiB", of each device for activations and what waits for W; or a
@@ -114,7 +114,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         split: "auto": balanced by cost; "even"; or the number of blocks of each stage.
         make_microbatches: A callable ``(batch, num_microbatches) -> list`` of so many batches, for
             batches that no dimension cuts: graphs, pixels of many images in one tensor. Of batches
-            behind the first, and of evaluations, it may return fewer. None: along dimension 0 of
+            after the first, and of evaluations, it may return fewer. None: along dimension 0 of
             tensors, and along lists with an entry for each sample.
         microbatch_weight: Weight of a microbatch's loss in the batch's: "samples"; "tokens":
             ``batch["labels"]`` that are not -100, without the first of each sequence where a causal

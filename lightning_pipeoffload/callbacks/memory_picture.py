@@ -1,4 +1,4 @@
-"""A callback that draws the memory of a step's activations beside the plan's."""
+"""A callback that draws the memory of a step's activations next to the plan's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MemoryPicture(Callback):
 
     For every rank: the plan's saved bytes over a step, with the seconds and bytes that were
     measured, and below it those of the last step: on the device, on the host and on the way between
-    them. Times are the host's; an accelerator may be behind.
+    them. Times are the host's; an accelerator may lag.
 
     Args:
         path: The file to write: ``.svg`` or ``.png``.

@@ -1,4 +1,4 @@
-"""A callback that logs times and sizes of steps on every rank, and draws one beside its plan."""
+"""A callback that logs times and sizes of steps on every rank, and draws one next to its plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PipelineMonitor(Callback):
             where a batch's ``attention_mask`` is not 0, or else the size of its ``input_ids``.
         step: The step to draw, counted from 1; the ranks wait for each other once, at its end.
             Where batches accumulate, its last one is drawn.
-        timeline: The file or files to draw it to, beside its plan: ``.svg``, ``.png`` (needs
+        timeline: The file or files to draw it to, next to its plan: ``.svg``, ``.png`` (needs
             matplotlib), or ``.json``: a trace for https://ui.perfetto.dev.
 
     Raises:
@@ -313,7 +313,7 @@ class _TimelineFiles:
     def write(
         self, number: int, measured: MeasuredStep, error: float, plan: Schedule, costs: Costs
     ) -> list[str]:
-        """Draw a step beside its plan; warn of files that have become impossible.
+        """Draw a step next to its plan; warn of files that have become impossible.
 
         Args:
             number: The number of the step.

@@ -189,7 +189,7 @@ class SavedValues:
         return self._in_hand.pop((owner, number)).clone().view(like.dtype).view(like.shape)
 
     def _bundle(self, owner: int, number: int) -> list[int]:
-        """Return the numbers of the values that come with one: those behind it, if they are small.
+        """Return the numbers of the values that come with one: those after it, if they are small.
 
         Each value is asked for once, in this order but for what hooks of the file change.
         """

@@ -32,7 +32,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks, find_classes
 from lightning_pipeoffload.runtime.cut.checks import recompute_risk
 from lightning_pipeoffload.runtime.measure.block_costs import (
-    BesideBlocks,
+    ActionOverhead,
     BlockMeasurement,
     costs_of_pipelines,
 )
@@ -56,7 +56,7 @@ _AGAIN = (
 )
 _ALL_FIT = "not measured: the memory limit leaves room for every plan without recomputation"
 
-_NOTHING: BesideBlocks = {}
+_NOTHING: ActionOverhead = {}
 _QUICK = ("1f1b", "1f1b_v", "uniform")  # to see whether anything fits
 
 CutBatch = Callable[[int], list[Microbatch]]
@@ -183,7 +183,7 @@ class AutoChoice:
             self._group.devices = replace(self._group.devices, slowness=(*stored.slowness,))
         by_recompute = {(stored.option.recompute, stored.option.num_microbatches): stored.measured}
         cut_costs = CutCosts(self._pipeline, by_recompute, self._settings, True)
-        limits = self._limits(stored.bytes_beside[self._group.global_rank])
+        limits = self._limits(stored.bytes_without_activations[self._group.global_rank])
         self._add_limits(cut_costs, limits)
         try:
             chosen = self._decide(cut_costs, limits, [stored.option], must_fit=True)
@@ -197,11 +197,13 @@ class AutoChoice:
         if self._trial is None or not chosen.is_measured or chosen.plan is None:
             return
         option = chosen.plan.best.option
-        costs, beside = cut_costs.by_recompute[option.recompute, option.num_microbatches]
-        bytes_beside = self._group.world.gather(self._trial.bytes_beside)
+        costs, overhead = cut_costs.by_recompute[option.recompute, option.num_microbatches]
+        bytes_without_activations = self._group.world.gather(self._trial.bytes_without_activations)
         work = self._works[option.num_microbatches]
         slowness, num_classes = self._group.devices.slowness, chosen.num_classes
-        choice = StoredChoice(option, work, costs, beside, num_classes, bytes_beside, slowness)
+        choice = StoredChoice(
+            option, work, costs, overhead, num_classes, bytes_without_activations, slowness
+        )
         store.store(choice)
 
     def _measure_and_decide(
@@ -242,8 +244,10 @@ class AutoChoice:
             ) from None
 
     def _decide_by(self, cut_costs: CutCosts, before: Plan | None = None) -> Chosen:
-        """Plan the options; of those of an earlier plan only the best again, beside the others."""
-        limits = self._limits(None if self._trial is None else self._trial.bytes_beside)
+        """Plan the options; of those of an earlier plan only the best again, with the others."""
+        limits = self._limits(
+            None if self._trial is None else self._trial.bytes_without_activations
+        )
         self._machine_limits = limits
         self._add_limits(cut_costs, limits)
         wanted = cut_costs.with_cuts(self._options(cut_costs))
@@ -271,7 +275,7 @@ class AutoChoice:
 
     def _measure(
         self, cut_batch: CutBatch, wanted: Sequence[tuple[str, int]], first: Microbatch
-    ) -> dict[tuple[str, int], tuple[Costs, BesideBlocks]] | None:
+    ) -> dict[tuple[str, int], tuple[Costs, ActionOverhead]] | None:
         """Return the costs of each block, by recomputation and number of microbatches.
 
         None where blocks cannot be measured: a hook of the user's would see the microbatches. After
@@ -339,9 +343,12 @@ class AutoChoice:
     def _may_copy(self) -> bool:
         return self._is_limited or self._settings.offload not in ("auto", "none")
 
-    def _limits(self, bytes_beside: int | None) -> MachineLimits:
+    def _limits(self, bytes_without_activations: int | None) -> MachineLimits:
         keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
-        limits, states = self._measurements.gather_limits(keeps, bytes_beside), self._state_bytes()
+        limits, states = (
+            self._measurements.gather_limits(keeps, bytes_without_activations),
+            self._state_bytes(),
+        )
         if self._settings.optimizer_offload:
             hosts = [None if host is None else host.less(states) for host in limits.hosts]
             return replace(limits, hosts=hosts)

@@ -1,7 +1,7 @@
 """From a batch's loss to the gradients of its step: hooks, backwards, clipping and the loss scale.
 
 Forwards and backwards of a pipeline interleave. What Lightning does before its one backward happens
-before the first B of a plan, and what it does behind it after the last::
+before the first B of a plan, and what it does after it happens after the last::
 
     F F F [zero_grad, on_before_backward] B F B F B B [sums, on_after_backward] | clip, step
 """

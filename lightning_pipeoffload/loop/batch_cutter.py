@@ -76,7 +76,7 @@ class BatchCutter:
             )
 
     def note_packed_rows(self, loader: Any, position: int, num_seen: int) -> None:
-        """Note the packed rows of a training batch, before an epoch goes on behind ``num_seen``.
+        """Note the packed rows of a training batch, before an epoch goes on after ``num_seen``.
 
         Args:
             loader: One of the loaders that a batch is of.

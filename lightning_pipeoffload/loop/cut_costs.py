@@ -10,7 +10,7 @@ from dataclasses import replace
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.cut.partition import ANY_ROOM, Room, Stage
 from lightning_pipeoffload.runtime.measure.block_costs import (
-    BesideBlocks,
+    ActionOverhead,
     costs_of_stages,
     cut_by_costs,
     with_head_in_b,
@@ -20,7 +20,7 @@ from lightning_pipeoffload.schedule import Costs, ScheduleError
 from lightning_pipeoffload.schedule.candidates import Option
 from lightning_pipeoffload.schedule.schedule import places_of
 
-ByRecompute = Mapping[tuple[str, int], tuple[Costs, BesideBlocks]]
+ByRecompute = Mapping[tuple[str, int], tuple[Costs, ActionOverhead]]
 
 
 class CutCosts:
@@ -140,15 +140,15 @@ class CutCosts:
         return max(work)
 
     def costs_of(self, option: Option) -> Costs:
-        costs, beside = self._of(option)
+        costs, overhead = self._of(option)
         if not self.is_measured:
             return costs
         stages = self.stages(option)
         if option.head_weight_grad == "B" and self._is_in_w:
             costs = with_head_in_b(costs, len(self._pipeline.chain) + 1)
-        of_stages = costs_of_stages(costs, stages, beside)
+        of_stages = costs_of_stages(costs, stages, overhead)
         slowness = self._devices.slowness_of(option.placement(self._num_ranks))
         return of_stages.slowed(slowness) if slowness else of_stages
 
-    def _of(self, option: Option) -> tuple[Costs, BesideBlocks]:
+    def _of(self, option: Option) -> tuple[Costs, ActionOverhead]:
         return self.by_recompute[option.recompute, option.num_microbatches]

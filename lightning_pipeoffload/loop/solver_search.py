@@ -21,8 +21,8 @@ from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
 class SolverSearch:
     """Better plans that a solver finds while training goes on, adopted between two steps.
 
-    The solver is a process beside global rank 0's. Where it has news all ranks wait for each other,
-    measure, and decide by the same numbers.
+    The solver is a process next to global rank 0's. Where it has news all ranks wait for each
+    other, measure, and decide by the same numbers.
 
     Args:
         group: The processes of the run.

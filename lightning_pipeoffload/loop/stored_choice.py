@@ -24,7 +24,7 @@ from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch.parts import shape_signature
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.device.accelerator import accelerator_module
-from lightning_pipeoffload.runtime.measure.block_costs import BesideBlocks
+from lightning_pipeoffload.runtime.measure.block_costs import ActionOverhead
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.schedule import Costs
 from lightning_pipeoffload.schedule.candidates import Option
@@ -43,23 +43,23 @@ class StoredChoice:
         option: What was chosen.
         work: A digest of the blocks and of the operations of its microbatches.
         costs: The costs of its blocks.
-        beside: The overhead of an action beside them.
+        overhead: The overhead of an action in addition to them.
         num_classes: The number of classes of alike blocks.
-        bytes_beside: What each process's device has held beside activations.
+        bytes_without_activations: What each process's device has held apart from activations.
         slowness: How much slower some devices are; see :class:`.Devices`.
     """
 
     option: Option
     work: str
     costs: Costs
-    beside: BesideBlocks
+    overhead: ActionOverhead
     num_classes: int
-    bytes_beside: Sequence[int]
+    bytes_without_activations: Sequence[int]
     slowness: Sequence[float] = ()
 
     @property
-    def measured(self) -> tuple[Costs, BesideBlocks]:
-        return self.costs, self.beside
+    def measured(self) -> tuple[Costs, ActionOverhead]:
+        return self.costs, self.overhead
 
     @classmethod
     def read(cls, text: str) -> StoredChoice:
@@ -85,6 +85,7 @@ class ChoiceStore:
         group = self._group = pipeline.group
         trainer: Any = pipeline.module.trainer
         described = (
+            *([field.name for field in fields(StoredChoice)],),
             *(type(pipeline.module).__qualname__, _describe_parameters(pipeline.module)),
             *(shape_signature(batch),),
             *([*map(_name_of, trainer.optimizers)], trainer.precision),

@@ -77,7 +77,8 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
             in the same order; needs the memory of a whole gradient.
         group_size: The number of ranks that share the parameters; None: those of a machine. Each
             group has a copy of the parameters; groups sum their gradients once per minibatch.
-        mp_policy: FSDP2's mixed precision, besides Lightning's; None: the parameters' own dtype.
+        mp_policy: FSDP2's mixed precision, in addition to Lightning's; None: the parameters' own
+            dtype.
         save_distributed_checkpoint: Write a checkpoint as a folder, to which each rank writes its
             shards, instead of one file from global rank 0. Both can be read in any case.
         process_group_backend: The backend of ``torch.distributed``; None: gloo on CPU, nccl on

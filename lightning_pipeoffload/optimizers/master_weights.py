@@ -1,4 +1,4 @@
-"""Float32 copies of parameters in half precision, on the host or beside them; they are stepped.
+"""Float32 copies of parameters in half precision, on the host or next to them; they are stepped.
 
 A parameter is its rounded master. Code that writes parameters between two steps writes the rounded
 values: where a parameter no longer equals its rounded master, its value is copied to the master.

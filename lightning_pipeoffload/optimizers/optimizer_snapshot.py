@@ -107,7 +107,7 @@ class OptimizerSnapshot:
         self._changed_states = [_ChangedState(*each) for each in changed]
 
     def free_gradients(self) -> None:
-        """Free the gradients, so that they take no memory beside the next ones."""
+        """Free the gradients, so that they are gone before the next ones take memory."""
         self._gradients.forget_tensors()
 
     def changed(self) -> list[Tensor]:

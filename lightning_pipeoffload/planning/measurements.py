@@ -104,19 +104,23 @@ class Measurements:
         return measured, max(error_of_rank + offset.error for (_, error_of_rank), offset in pairs)
 
     def gather_limits(
-        self, keeps_device_limit: bool, bytes_beside: int | None = None
+        self, keeps_device_limit: bool, bytes_without_activations: int | None = None
     ) -> MachineLimits:
         """Return the memory that all ranks' hosts have, and devices if a plan has to keep that.
 
         Args:
             keeps_device_limit: Whether it has.
-            bytes_beside: The most that this rank's device has held beside activations; None: in the
-                steps that are measured.
+            bytes_without_activations: The most that this rank's device has held apart from
+                activations; None: in the steps that are measured.
         """
         memory = self._executor.memory
-        if bytes_beside is None:
-            bytes_beside = memory.peak_beside_activations
-        found = DeviceMemory.of(self._pipeline.device), bytes_beside, memory.settings.host.budget
+        if bytes_without_activations is None:
+            bytes_without_activations = memory.peak_without_activations
+        found = (
+            DeviceMemory.of(self._pipeline.device),
+            bytes_without_activations,
+            memory.settings.host.budget,
+        )
         pipelines = self._group.gather_from_pipelines(found)
         ranks = places_of(self._group.stage_ranks)
         budgets = [pipelines[0][rank][2] for rank in ranks]
@@ -126,11 +130,11 @@ class Measurements:
             return MachineLimits(None, budgets, names)
         of_all = [own for pipeline in pipelines for own, _, _ in pipeline]
         of_ranks = [
-            min(max(0, own.plannable(of_all) - beside) for own, beside, _ in replicas)
+            min(max(0, own.plannable(of_all) - other) for own, other, _ in replicas)
             for replicas in zip(*pipelines, strict=True)
         ]
         if not names:
-            # Where devices are alike, all have the limit of that with most besides activations.
+            # Where devices are alike, all have the limit of that with most apart from activations.
             return MachineLimits([min(of_ranks)] * len(ranks), budgets)
         return MachineLimits([of_ranks[rank] for rank in ranks], budgets, names)
 
@@ -149,7 +153,7 @@ class Measurements:
         # Gathered before any rank takes its part, or a rank on the same device would measure less.
         most = own.plannable(self._group.world.gather(own))
         if limit is not None:
-            most = min(most, memory.peak_beside_activations + limit)
+            most = min(most, memory.peak_without_activations + limit)
         if reserve_memory(device, most - own.reserved):
             memory.forget_peaks()
 

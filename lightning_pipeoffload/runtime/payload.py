@@ -198,7 +198,7 @@ def gradients_to_send(received: Received, sender: str) -> list[Tensor]:
     for gradient, spec in zip(gradients, received.specs, strict=True):
         if (gradient is not None) != spec.gets_gradient:
             raise RuntimeError(
-                f"the loss does not lead back to the same values behind {sender} as it did when "
+                f"the loss does not lead back to the same values after {sender} as it did when "
                 f"the step was first run on a batch of these shapes, which is all that the stages "
                 f"before know: a detach(), or the use of a value, depends on chance, on the "
                 f"batch's values or on the step's number, or the backward of a custom function "

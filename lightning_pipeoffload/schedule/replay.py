@@ -44,7 +44,7 @@ class Replay:
         seconds: Iterable[float],
         delays: Iterable[float],
         starts: Sequence[float],
-        beside: Iterable[Any] | None = None,
+        lane_uses: Iterable[Any] | None = None,
         reach: Callable[[Any, int, float, list[float]], float] | None = None,
     ) -> tuple[list[float], list[float], list[float]]:
         """Return the start and the end of each action, and the end of each rank's last action.
@@ -53,15 +53,15 @@ class Replay:
             seconds: Seconds of each action on its rank's compute lane.
             delays: Seconds from the end of the awaited action until the rank has its result.
             starts: The start of each rank.
-            beside: An object for each action that involves other lanes, None for other actions.
+            lane_uses: An object for each action that involves other lanes, None for other actions.
             reach: Called with such an object, the action's index, the time at which its rank
                 reaches it, and the ends so far; returns the start of the action.
         """
         clocks = [*starts]
         begins: list[float] = []
         ends: list[float] = []
-        lanes = beside or repeat(None)
-        columns = zip(self.ranks, self.awaited, seconds, delays, lanes, strict=False)
+        uses = lane_uses or repeat(None)
+        columns = zip(self.ranks, self.awaited, seconds, delays, uses, strict=False)
         for rank, awaited, duration, delay, other in columns:
             start = clocks[rank]
             if awaited >= 0:
@@ -172,7 +172,7 @@ def _action_of(operation: tuple[Kind, int, int], microbatch: int, num_slices: in
 
 
 def _awaited_by(schedule: Schedule, action: Action) -> Action | None:
-    """Return the action that one waits for, besides those before it on its rank; BW counts as B.
+    """Return the action that one waits for, apart from those before it on its rank; BW counts as B.
 
     One action is enough: once the B of the next stage is done, this stage's F is done too. In a
     lowered plan F and B wait for a RECV, and a RECV for the SEND on the other rank.

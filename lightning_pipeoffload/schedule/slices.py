@@ -2,7 +2,7 @@
 
 Blocks run slice by slice; causal attention of a slice reads the keys and values of all earlier
 ones, so later slices of equal length take longer. What follows the blocks runs once, on the whole
-sequences, behind the last slice. Sources: Li et al., "TeraPipe", ICML 2021; Sun et al., "Seq1F1B",
+sequences, after the last slice. Sources: Li et al., "TeraPipe", ICML 2021; Sun et al., "Seq1F1B",
 2024, whose slices take equal time.
 """
 
@@ -54,17 +54,17 @@ class Slices:
     """How costs of a microbatch divide among its slices.
 
     All but ``sizes`` are shares of the cost of that name, from 0 to 1; each is one number for all
-    stages, or a sequence with one for every stage. What is neither quadratic nor behind the blocks
+    stages, or a sequence with one for every stage. What is neither quadratic nor after the blocks
     is in proportion to a slice's tokens.
 
     Attributes:
         sizes: Tokens of each slice, or their shares; empty: all slices are equal.
         quadratic_forward: The share of F that grows with the square of the length: attention.
         quadratic_backward_input: The same of B.
-        end_forward: The share of F that runs once, behind the blocks, with the last slice.
+        end_forward: The share of F that runs once, after the blocks, with the last slice.
         end_backward_input: The same of B, with which the last slice's B begins.
         end_backward_weight: The same of W.
-        end_activation: The share of the activation that is saved behind the blocks.
+        end_activation: The share of the activation that is saved after the blocks.
         end_weight_residue: The same of the residue.
         end_weight_input: The same of what only W needs.
         key_values: The share of the activation that are keys and values. They stay on the device
@@ -118,13 +118,13 @@ class Slices:
         ends = [0.0, *accumulate(sizes)]
         squares = [end**2 - start**2 for start, end in zip(ends, ends[1:], strict=False)]
         divided = []
-        for cost, quadratic, behind in zip(costs, *self._shares_of(name, len(costs)), strict=True):
-            linear = 1.0 - quadratic - behind
+        for cost, quadratic, at_end in zip(costs, *self._shares_of(name, len(costs)), strict=True):
+            linear = 1.0 - quadratic - at_end
             of_stage = [
                 cost * (linear * size + quadratic * square)
                 for size, square in zip(sizes, squares, strict=True)
             ]
-            of_stage[-1] += cost * behind
+            of_stage[-1] += cost * at_end
             divided += of_stage
         return divided
 
@@ -145,10 +145,10 @@ class Slices:
         """Return of a cost of all stages' blocks the linear part and the quadratic one."""
         stages = [*zip(costs, *self._shares_of(name, len(costs)), strict=True)]
         quadratic = sum(cost * share for cost, share, _ in stages)
-        return sum(cost * (1 - behind) for cost, _, behind in stages) - quadratic, quadratic
+        return sum(cost * (1 - at_end) for cost, _, at_end in stages) - quadratic, quadratic
 
     def _shares_of(self, name: str, num_stages: int) -> Iterator[tuple[float, ...]]:
-        """Yield the quadratic share at every stage, and that which is behind the blocks."""
+        """Yield the quadratic share at every stage, and that of the code after the blocks."""
         for share in (f"quadratic_{name}", f"end_{name}"):
             yield of_every_stage(f"slices.{share}", getattr(self, share, 0.0), num_stages)
 

@@ -87,12 +87,12 @@ def _fit(label: str, action: Action, width: int) -> str:
     return shown[:width].ljust(width)
 
 
-def bytes_text(num_bytes: float, beside: float = 0.0) -> str:
+def bytes_text(num_bytes: float, column_max: float = 0.0) -> str:
     """Format bytes, rounded up: "1.50 MiB", below 0.1 MiB "1.50 KiB", from 10 GiB on "12.25 GiB".
 
-    ``beside``: the largest figure of the same column, in whose unit all are.
+    ``column_max``: the largest figure of the same column, in whose unit all are.
     """
-    largest = max(num_bytes, beside)
+    largest = max(num_bytes, column_max)
     size, unit = (_GIB, "GiB") if largest >= 10 * _GIB else (_MIB, "MiB")
     if largest < 0.1 * _MIB:
         size, unit = _KIB, "KiB"

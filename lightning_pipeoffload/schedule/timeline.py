@@ -95,7 +95,7 @@ class Timeline:
         return 1 - busy / span if span else 0.0
 
     def number_of(self, action: Action) -> str:
-        """Return an action's microbatch, and behind a point its slice where it has several."""
+        """Return an action's microbatch, and after a point its slice where it has several."""
         count = self.num_sequence_slices
         microbatch, part = divmod(action.microbatch, count)
         return f"{microbatch}.{part}" if count > 1 else str(microbatch)

@@ -201,16 +201,16 @@ def _check_final(schedule: Schedule, kind: Kind) -> None:
         elif stage in finished:
             rule = f"stage {stage} has one {kind.value}; take it out"
         elif completed.step > place.step:
-            rule = f"the gradients are complete after {completed.action}; put {wanted} behind it"
+            rule = f"the gradients are complete after {completed.action}; put {wanted} after it"
         elif place.action != wanted:
-            rule = f"it stands behind {completed.action}; call it {wanted}"
+            rule = f"it stands after {completed.action}; call it {wanted}"
         if rule:
             raise _broken(schedule, place, rule)
         finished.add(stage)
     for stage, place in last.items():
         if stage not in finished:
             add = place.action._replace(kind=kind)
-            rule = f"other stages have {kind.value}, stage {stage} has none; add {add} behind it"
+            rule = f"other stages have {kind.value}, stage {stage} has none; add {add} after it"
             raise _broken(schedule, place, rule)
 
 

@@ -22,10 +22,10 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
     SampledCut,
     SliceCosts,
     StageCosts,
-    beside_blocks,
     costs_of_blocks,
     costs_of_pipelines,
     costs_of_stages,
+    overhead_of_actions,
 )
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
 from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
@@ -61,8 +61,8 @@ def costs(*actions):
     return Costs(forward, for_input, for_weight)
 
 
-def measured(lengths, beside=2.0):
-    return costs(*[[length + beside] * 3 for length in lengths])
+def measured(lengths, overhead=2.0):
+    return costs(*[[length + overhead] * 3 for length in lengths])
 
 
 def cut(*lengths):
@@ -142,15 +142,15 @@ def test_the_ledgers_peak_and_the_devices_are_of_the_same_steps(monkeypatch):
     memory.forget_peaks()
     device.update(now=100, peak=250)
     memory.ledger.record(Action(Kind.F, 0, 0), Held(150))
-    assert memory.peak_beside_activations == 100
+    assert memory.peak_without_activations == 100
 
 
-def test_what_an_action_takes_beside_its_blocks_counts_once_in_a_stage():
+def test_the_overhead_of_an_action_counts_once_in_a_stage():
     blocks, first_cut = measured([1, 3, 5, 7]), measured([4, 12])
-    beside = beside_blocks(blocks, 4, first_cut, 2)
-    assert set(beside.values()) == {2.0}
+    overhead = overhead_of_actions(blocks, 4, first_cut, 2)
+    assert set(overhead.values()) == {2.0}
     for lengths, expected in (([4], [16]), ([1, 3], [1, 15]), ([1, 1, 1, 1], [1, 3, 5, 7])):
-        stages = costs_of_stages(blocks, cut(*lengths), beside)
+        stages = costs_of_stages(blocks, cut(*lengths), overhead)
         assert stages.per_stage("backward_input", len(lengths)) == pytest.approx(
             [length + 2 for length in expected]
         )
@@ -158,8 +158,8 @@ def test_what_an_action_takes_beside_its_blocks_counts_once_in_a_stage():
 
 def test_a_measurement_that_is_off_makes_no_action_shorter_than_its_blocks():
     blocks = measured([1, 3, 5, 7])
-    assert set(beside_blocks(blocks, 4, measured([9, 20]), 2).values()) == {0.0}
-    assert set(beside_blocks(blocks, 4, measured([0, 0], 0.0), 2).values()) == {3.0}
+    assert set(overhead_of_actions(blocks, 4, measured([9, 20]), 2).values()) == {0.0}
+    assert set(overhead_of_actions(blocks, 4, measured([0, 0], 0.0), 2).values()) == {3.0}
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_each_rank_measures_each_class_of_its_blocks(classes, ranks, stages, sam
     assert "".join(map(str, found.sample_of)) == sample_of
 
 
-def expected_stages(sampled, of_block, beside):
-    return [sum(of_block[block] for block in blocks) + beside for blocks in sampled.stages]
+def expected_stages(sampled, of_block, overhead):
+    return [sum(of_block[block] for block in blocks) + overhead for blocks in sampled.stages]
 
 
 def test_blocks_of_each_class_and_rank_cost_what_their_sample_does():
@@ -187,8 +187,8 @@ def test_blocks_of_each_class_and_rank_cost_what_their_sample_does():
     lengths = {"a": 5, "b": 3, "c": 7}
     of_block = [lengths[c] * (1 + i // 8) for i, c in enumerate("abbcbbcbabbbbbbb")]
     stages = measured(expected_stages(sampled, of_block, 2.0), 0.0)
-    blocks, beside = costs_of_blocks(sampled, stages, stages, len(sampled.stages))
-    assert [*beside.values()] == pytest.approx([2.0] * 3)
+    blocks, overhead = costs_of_blocks(sampled, stages, stages, len(sampled.stages))
+    assert [*overhead.values()] == pytest.approx([2.0] * 3)
     assert blocks.per_stage("forward", 16) == pytest.approx([length + 2 for length in of_block])
 
 
@@ -198,8 +198,8 @@ def test_a_sample_that_is_off_changes_no_sum(off):
     right = expected_stages(sampled, [3.0] * 24, 0.5)
     assert len(right) == 4
     stages = measured([right[0] * off, *right[1:]], 0.0)
-    blocks, beside = costs_of_blocks(sampled, stages, stages, 4)
-    halves = costs_of_stages(blocks, cut(12, 12), beside).per_stage("forward", 2)
+    blocks, overhead = costs_of_blocks(sampled, stages, stages, 4)
+    halves = costs_of_stages(blocks, cut(12, 12), overhead).per_stage("forward", 2)
     assert halves == pytest.approx([36.5, 36.5], rel=0.05)
 
 
@@ -232,7 +232,7 @@ def gpt(depth=4, **options):
 
 
 class Crossing(nn.Module):
-    """A value beside the blocks is used behind the last of them, and one block is frozen."""
+    """A value made outside of the blocks is used after the last one; one block is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -389,8 +389,8 @@ def test_slices_take_the_memory_that_the_ledger_counts(monkeypatch, recompute):
     assert counted[last] == 0
     for action, num_bytes in counted.items():
         if action.microbatch >= 3:  # the first W's have made gradients, and room to check hooks
-            beside = taken[action] - taken[last] - num_bytes
-            assert abs(beside) < 0.05 * ledger.peak_device_bytes, action
+            extra = taken[action] - taken[last] - num_bytes
+            assert abs(extra) < 0.05 * ledger.peak_device_bytes, action
 
 
 def test_of_alike_blocks_of_a_stage_two_run_and_the_last(monkeypatch):

@@ -91,7 +91,7 @@ def test_a_builder_is_drawn_in_its_docstring_as_it_is_built(name):
 )
 def test_bytes_are_in_a_unit_in_which_they_are_not_0(num_bytes, text):
     assert bytes_text(num_bytes) == text
-    assert bytes_text(num_bytes, beside=1 << 34).endswith("GiB")
+    assert bytes_text(num_bytes, column_max=1 << 34).endswith("GiB")
 
 
 def test_each_family_of_schedules_has_a_drawing():

@@ -20,15 +20,15 @@ ERRORS = {
     "no action at all": ("0F0 0F1\n1F0", "rank 1: stage 1 has nothing for microbatch 1"),
     "a REDUCE before the last W": (
         "0F0 0F1 0B0 0B1 0W0 0REDUCE0 0W1",
-        "rank 0, 0REDUCE0: the gradients are complete after 0W1; put 0REDUCE1 behind it",
+        "rank 0, 0REDUCE0: the gradients are complete after 0W1; put 0REDUCE1 after it",
     ),
     "a REDUCE before the last BW": (
         "0F0 0BW0\n1F0 1REDUCE0 1BW0",
-        "rank 1, 1REDUCE0: the gradients are complete after 1BW0; put 1REDUCE0 behind it",
+        "rank 1, 1REDUCE0: the gradients are complete after 1BW0; put 1REDUCE0 after it",
     ),
     "a REDUCE named after another microbatch": (
         "0F0 0F1 0BW0 0BW1 0REDUCE0",
-        "rank 0, 0REDUCE0: it stands behind 0BW1; call it 0REDUCE1",
+        "rank 0, 0REDUCE0: it stands after 0BW1; call it 0REDUCE1",
     ),
     "two REDUCEs": (
         "0F0 0BW0 0REDUCE0 0REDUCE0",
@@ -138,7 +138,7 @@ def test_the_place_is_marked_in_the_grid():
     "text",
     [
         "0F0 0F1\n1F0 1F1",
-        "0F0 1F0 1B0 0B0 1W0 0W0 0REDUCE0 1REDUCE0",  # a reduction may stand further behind
+        "0F0 1F0 1B0 0B0 1W0 0W0 0REDUCE0 1REDUCE0",  # a reduction may come later
         "0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1",
     ],
 )

@@ -6,8 +6,8 @@ The last stage alone runs the end of a step, so ``self.outs`` fills there::
     another rank     exits before that line    self.outs: a placeholder    receives them
                      | a batch                 | hooks of a batch          | hooks of an epoch's end
 
-The trace of the step has seen what it writes where. What it writes besides, in a branch that the
-first batches did not take, global rank 0 notices; other ranks learn of it after the first batch of
+The trace of the step has seen what it writes where. Other writes, in a branch that the first
+batches did not take, are noticed by global rank 0; other ranks learn of it after the first batch of
 a kind of step, or when it is first sent.
 """
 
@@ -186,8 +186,8 @@ class CollectedValues:
         return self._variables[label]
 
     def _written_in_batch(self) -> dict[str, StepPoint]:
-        behind = StepPoint(len(self._pipeline.chain), is_in_block=False)
-        points = {label: behind for label, kind in self._late.items() if kind == self._kind}
+        at_end = StepPoint(len(self._pipeline.chain), is_in_block=False)
+        points = {label: at_end for label, kind in self._late.items() if kind == self._kind}
         for record in self._records if self._kind else ():
             if id(record) not in self._places:
                 self._places[id(record)] = dict(self._written_in(record))

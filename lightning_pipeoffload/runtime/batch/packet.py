@@ -51,7 +51,7 @@ class Packet:
         batch: Any object that can be pickled; its tensors may be on any device.
 
     Attributes:
-        structure: The bytes that :class:`Contents` needs besides the buffer.
+        structure: The bytes that :class:`Contents` needs in addition to the buffer.
         num_bytes: The size of the buffer.
         is_on_host: Whether all tensors are.
 

@@ -220,7 +220,7 @@ class _Look:
         return num_samples
 
     def _count_lists(self) -> int | None:
-        """Return the samples of a batch without tensors beside its lists; None: none has any."""
+        """Return the samples of a batch whose tensors are all in lists; None: none has any."""
         others = {p: v for p, v in self._unclear.items() if _has_containers(v)}
         columns = [v for p, v in self._unclear.items() if p not in others]
         if not others:
@@ -231,11 +231,11 @@ class _Look:
         by_list = [*map(_rows_in, others.values())]
         rows = set[int]().union(*by_list) if all(by_list) else set()
         rows = rows - {1} or rows
-        beside = {len(value) for value in columns}
+        lengths = {len(value) for value in columns}
         counts = [n for n in (entries, rows) if len(n) == 1]
         if len(counts) == 2 and entries != rows:
             likely = {self.collation.decide(next(iter(entries)), next(iter(rows)))}
-            counts = [n for n in counts if n == likely] or [n for n in counts if n <= beside]
+            counts = [n for n in counts if n == likely] or [n for n in counts if n <= lengths]
         self.is_by_entries = counts == [entries]
         if len(counts) == 1 or (counts and entries == rows):
             return next(iter(counts[0]))

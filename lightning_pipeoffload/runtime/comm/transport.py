@@ -43,8 +43,8 @@ _STAGES, _TENSORS = 1 << 9, 1 << 9
 
 # With fewer examples/benchmarks/hangs.py finds plans that hang.
 _FEWEST_QUEUES = 7
-# Channels of NCCL for one edge: an open receive or send takes a multiprocessor for each, beside
-# which products take much longer. At 20 GB/s, which one should carry over NVLink (untried), the
+# Channels of NCCL for one edge: an open receive or send takes a multiprocessor for each, and
+# products take much longer meanwhile. At 20 GB/s, which one should carry over NVLink (untried), the
 # output of two layers of width 4096 is sent in a fifth of the time that it takes to compute them.
 _MOST_CHANNELS = 1
 SMALLEST_BUFFER = 512
@@ -211,8 +211,8 @@ class BufferRing:
     Sizes are rounded up by an eighth at most, and a free buffer of up to twice the size serves too,
     since lengths may vary. Buffers that the last steps have not used are freed, and those that were
     unused for longest where the ring would have twice the bytes that were in use at once in these
-    steps. A plan's limit counts them among the bytes that the device held beside activations when
-    it was measured.
+    steps. A plan's limit counts them among the bytes that the device held apart from activations
+    when it was measured.
     """
 
     def __init__(self, device: torch.device) -> None:

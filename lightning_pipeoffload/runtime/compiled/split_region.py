@@ -72,16 +72,16 @@ class _Run:
         self.calls = calls
         self.shapes = shapes
         self.kept: dict[Tap, ReadInput] = {}
-        self._beside: list[tuple[Tensor, int]] = []
+        self._sharing: list[tuple[Tensor, int]] = []
 
-    def keep(self, taps: Mapping[Tap, Tensor], beside: Sequence[Tensor]) -> None:
+    def keep(self, taps: Mapping[Tap, Tensor], sharing: Sequence[Tensor]) -> None:
         for tap, tensor in taps.items():
             self.kept[tap] = keep_input(tensor)
-        self._beside = [(tensor.detach(), tensor._version) for tensor in beside]
+        self._sharing = [(tensor.detach(), tensor._version) for tensor in sharing]
 
     def leave_for_w(self, gradients: Sequence[Tensor | None]) -> None:
         """Queue the weight gradients for W, the last product's first."""
-        for tensor, version in self._beside:
+        for tensor, version in self._sharing:
             if tensor._version != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that a compiled region has returned "
@@ -111,7 +111,7 @@ class SplitRegion:
         self._zeros = [torch.zeros((), dtype=e.dtype, device=e.device) for e in examples]
         self._indices = sorted({source.index for source in graph.sources})
         self._taps = [*dict.fromkeys(product.tap for product in graph.products)]
-        self._beside: list[Tap] | None = None
+        self._sharing: list[Tap] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         leave_if_ahead()
@@ -131,11 +131,11 @@ class SplitRegion:
     def _keep(self, run: _Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         places = {"input": inputs, "output": outputs}
         taps = {tap: places[tap.place][tap.index] for tap in self._taps}
-        if self._beside is None:  # which memory is shared is decided with the code
-            self._beside = self._find_beside(taps, inputs, outputs)
-        run.keep(taps, [places[tap.place][tap.index] for tap in self._beside])
+        if self._sharing is None:  # which memory is shared is decided with the code
+            self._sharing = self._find_sharing(taps, inputs, outputs)
+        run.keep(taps, [places[tap.place][tap.index] for tap in self._sharing])
 
-    def _find_beside(
+    def _find_sharing(
         self, taps: Mapping[Tap, Tensor], inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> list[Tap]:
         shared = {_memory_of(tensor) for tap, tensor in taps.items() if tap.place == "output"}

@@ -1,4 +1,4 @@
-"""The accelerator that this process uses, if it uses one, and lanes for copies beside compute.
+"""The accelerator that this process uses, if it uses one, and lanes for copies during compute.
 
 A lane runs its copies in order. Its ``mark()`` is an event that another lane, or the compute lane,
 can wait for without blocking the host. On an accelerator a lane is a stream; on CPU a copy is done

@@ -3,8 +3,8 @@
 Every rank runs the user's step on the blocks that it has in a first cut, one microbatch at a time,
 with real values and messages. Of blocks that are alike (see :mod:`.block_classes`) each rank
 measures the first one as a stage of its own; the others between two samples are one stage. The
-code behind the blocks, the head and the loss, is a stage too if the step can be cut there. The
-comparison of samples and sums gives the overhead of an action beside its blocks, and the mean
+code after the blocks, the head and the loss, is a stage too if the step can be cut there. The
+comparison of samples and sums gives the overhead of an action, and the mean
 costs of alike blocks. A stage of any other cut costs the sum of its blocks plus one overhead.
 Where few blocks are alike, the stages of the first cut are measured too, for the overhead::
 
@@ -52,8 +52,8 @@ from lightning_pipeoffload.schedule.schedule import places_of, stages_on
 _ONE_BYTE_A_SECOND = CopySpeed(1.0, 1.0, 1.0)
 _NUM_MEASURED = 3  # microbatches, of which the median counts
 
-BesideBlocks = Mapping[str, float]
-"""Seconds of an action beside its blocks, by the field of :class:`.Costs` that counts them."""
+ActionOverhead = Mapping[str, float]
+"""Seconds of an action in addition to its blocks, by the field of :class:`.Costs` they are in."""
 
 
 class StageCosts(NamedTuple):
@@ -247,7 +247,7 @@ class SampledCut:
         sample_of: For each block the stage that is measured for it.
         ranks: The rank of each block.
 
-    The last block may stand for the code behind the blocks.
+    The last block may stand for the code after the blocks.
     """
 
     stages: Sequence[range]
@@ -276,7 +276,7 @@ class SampledCut:
 
     @property
     def has_few_stages(self) -> bool:
-        """Whether its stages are few enough to infer an action's time beside its blocks."""
+        """Whether its stages are few enough to infer an action's overhead."""
         return 2 * len(self.stages) <= len(self.sample_of)
 
 
@@ -291,12 +291,12 @@ class BlockMeasurement:
         classes: The class of each block, the same on all ranks.
 
     Attributes:
-        bytes_beside: The peak bytes on this rank's device apart from activations.
+        bytes_without_activations: The peak bytes on this rank's device apart from activations.
         num_classes: The number of classes.
         devices: The devices, once they are compared by blocks; costs are those of the fastest.
     """
 
-    bytes_beside = 0
+    bytes_without_activations = 0
     devices: Devices | None = None
 
     def __init__(self, pipeline: Pipeline, transport: Transport, classes: Sequence[int]) -> None:
@@ -353,8 +353,8 @@ class BlockMeasurement:
         is_same = self._cut.stage_ranks == self._first_cut.stage_ranks
         return is_same or self._sampled.has_few_stages
 
-    def costs_of_blocks(self, samples: Costs, stages: Costs) -> tuple[Costs, BesideBlocks]:
-        """Return the costs of each segment, and the overhead of an action beside its blocks.
+    def costs_of_blocks(self, samples: Costs, stages: Costs) -> tuple[Costs, ActionOverhead]:
+        """Return the costs of each segment, and the overhead of an action.
 
         Args:
             samples: The measured costs of the sampled stages, of all ranks.
@@ -363,8 +363,8 @@ class BlockMeasurement:
         compared = self._compared
         samples, stages = self._on_fastest(samples, self._cut), self._on_fastest(stages, compared)
         num_stages = len(compared.stage_ranks)
-        costs, beside = costs_of_blocks(self._sampled, samples, stages, num_stages)
-        return (costs if self._has_head else _with_free_head(costs, beside)), beside
+        costs, overhead = costs_of_blocks(self._sampled, samples, stages, num_stages)
+        return (costs if self._has_head else _with_free_head(costs, overhead)), overhead
 
     def compare(self, devices: Devices, samples: Costs, stages: Costs) -> Devices:
         """Return the devices with their ratios by blocks of the same class, as far as there are.
@@ -415,7 +415,9 @@ class BlockMeasurement:
             memory.forget_peaks()
             plan = lower(_one_by_one(placement, max(placement) + 1, count))
             executor.run(plan, placed(slices[:count]))
-        self.bytes_beside = max(self.bytes_beside, memory.peak_beside_activations)
+        self.bytes_without_activations = max(
+            self.bytes_without_activations, memory.peak_without_activations
+        )
         return measure_costs(executor, speed, measure_latencies(executor, plan, device))
 
     def _passes(self, first: Microbatch) -> Iterator[int]:
@@ -426,10 +428,10 @@ class BlockMeasurement:
         yield _NUM_MEASURED
 
 
-def _with_free_head(blocks: Costs, beside: BesideBlocks) -> Costs:
-    """Return the costs of all segments where that behind the blocks is part of the last one."""
+def _with_free_head(blocks: Costs, overhead: ActionOverhead) -> Costs:
+    """Return the costs of all segments where the code after the blocks is in the last one."""
     costs: dict[str, Any] = {
-        name: (*getattr(blocks, name), beside.get(name, 0.0))
+        name: (*getattr(blocks, name), overhead.get(name, 0.0))
         for name in (*StageCosts.__annotations__, "communication")
     }
     return replace(blocks, **costs)
@@ -464,8 +466,8 @@ def _one_by_one(stage_ranks: tuple[int, ...], num_ranks: int, num_microbatches: 
 
 def costs_of_blocks(
     sampled: SampledCut, samples: Costs, stages: Costs, num_stages: int
-) -> tuple[Costs, BesideBlocks]:
-    """Return the costs of all blocks, and the overhead of an action beside them.
+) -> tuple[Costs, ActionOverhead]:
+    """Return the costs of all blocks, and the overhead of an action.
 
     A rank's blocks are scaled so that its sampled stages take their measured time: one block may
     have been measured while something else ran; sums of many blocks average that out.
@@ -477,11 +479,11 @@ def costs_of_blocks(
         num_stages: The number of these stages.
     """
     blocks = _of_samples(samples, sampled)
-    beside = beside_blocks(blocks, len(sampled.ranks), stages, num_stages)
+    overhead = overhead_of_actions(blocks, len(sampled.ranks), stages, num_stages)
     scaled: dict[str, Any] = {
-        name: _scaled(sampled, samples, blocks, name, beside[name]) for name in COMPUTE_TIMES
+        name: _scaled(sampled, samples, blocks, name, overhead[name]) for name in COMPUTE_TIMES
     }
-    return replace(blocks, **scaled), beside
+    return replace(blocks, **scaled), overhead
 
 
 def _of_samples(samples: Costs, sampled: SampledCut) -> Costs:
@@ -544,7 +546,9 @@ def cut_by_costs(
         raise ScheduleError(str(error)) from None
 
 
-def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int) -> BesideBlocks:
+def overhead_of_actions(
+    blocks: Costs, num_blocks: int, stages: Costs, num_stages: int
+) -> ActionOverhead:
     """Return the seconds of an F, B and W that do not depend on how many blocks the stage has.
 
     Args:
@@ -563,20 +567,20 @@ def beside_blocks(blocks: Costs, num_blocks: int, stages: Costs, num_stages: int
 
 
 def costs_of_stages(
-    segments: Costs, stages: Sequence[Stage], beside: BesideBlocks = MappingProxyType({})
+    segments: Costs, stages: Sequence[Stage], overhead: ActionOverhead = MappingProxyType({})
 ) -> Costs:
     """Return the costs of the stages of a cut.
 
     Args:
         segments: The costs of each segment; P2P latencies are those between ranks of the first cut.
         stages: The stages.
-        beside: The overhead in a segment's costs that counts once per stage; see
-            :func:`beside_blocks`.
+        overhead: The overhead in a segment's costs that counts once per stage; see
+            :func:`overhead_of_actions`.
     """
     count = sum(len(stage.segments) for stage in stages)
     summed: dict[str, Any] = {}
     for name in StageCosts.__annotations__:
-        values, once = segments.per_stage(name, count), beside.get(name, 0.0)
+        values, once = segments.per_stage(name, count), overhead.get(name, 0.0)
         summed[name] = [
             sum(values[segment] for segment in sorted(stage.segments))
             - once * (len(stage.segments) - 1)

@@ -271,7 +271,7 @@ class _MeasuringPass(StepTrace):
 
     @override
     def _drop(self, written: Tensor) -> bool:
-        """Drop writes behind the blocks too, as of metrics: nothing reads them here."""
+        """Drop writes after the blocks too, as of metrics: nothing reads them here."""
         return super()._drop(written) or self.segment == len(self.chain)
 
     def _begin_stage_of(self, operands: Any) -> None:
@@ -321,7 +321,7 @@ class _MeasuringPass(StepTrace):
                 if leaf.requires_grad:
                     come_back = partial(self._come_back_to_slice, stage, index, part.index)
                     self._hooks.append(leaf.register_hook(come_back))
-            # Behind the last block slices are joined as here, but earlier ones are leaves then.
+            # After the last block slices are joined as here, but earlier ones are leaves then.
             is_joined = is_last and part.is_last
             parts.append(tensors if is_joined else [*map(_Apart.apply, tensors)])
         if is_last:

@@ -81,10 +81,10 @@ class SavedMemory:
         gradients = self.for_later.gradient_bytes + times * kept.gradient_bytes
         self.for_later = KeptForLater(sizes, gradients, kept.num_tokens)
 
-    def add(self, beside: SavedMemory) -> None:
+    def add(self, other: SavedMemory) -> None:
         """Add the bytes that code before the blocks saves, none of them for later slices."""
         for name in ("activation_bytes", "weight_input_bytes", "residue_bytes"):
-            setattr(self, name, (getattr(self, name) or 0) + (getattr(beside, name) or 0))
+            setattr(self, name, (getattr(self, name) or 0) + (getattr(other, name) or 0))
 
     def measure_backward(self, queue: WeightGradQueue, store: ActivationStore | None) -> None:
         """Measure the bytes kept for W after B, of a microbatch that was measured after F."""

@@ -416,7 +416,7 @@ class Pipeline:
                 weight_grad_kernels.mark(tensor, may_wait=False)
 
     def _leave_head_to_b(self, record: StepRecord) -> None:
-        """Mark the weights used behind the blocks: the last stage's B adds their gradients."""
+        """Mark the weights used after the blocks: the last stage's B adds their gradients."""
         last = len(self.chain)
         for name, segments in record.segments.items():
             if last in segments:

@@ -64,13 +64,15 @@ class Ledger:
 
     Args:
         measured: Returns the bytes of a stage and microbatch after an action that copies nothing.
-        beside: Returns the bytes on the device that an action adds, apart from those measured.
+        unmeasured: Returns the bytes on the device that an action adds, apart from those measured.
     """
 
     def __init__(
-        self, measured: Callable[[Action], Held], beside: Callable[[Action], int] = lambda action: 0
+        self,
+        measured: Callable[[Action], Held],
+        unmeasured: Callable[[Action], int] = lambda action: 0,
     ) -> None:
-        self._measured, self._beside = measured, beside
+        self._measured, self._unmeasured = measured, unmeasured
         self._peak = self._total = Held()
         self._pending: list[tuple[float, Action, Held | None]] = []
         self._counted: tuple[list[Action], Any] = [], None
@@ -131,7 +133,7 @@ class Ledger:
             key = action.stage, action.microbatch
             before, self._held[key] = self._held.get(key, _NONE_HELD), held
             self._offloaded_bytes += max(held.host - before.host, 0)
-            device += held.device - before.device + self._beside(action)
+            device += held.device - before.device + self._unmeasured(action)
             host += held.host - before.host
             moving += held.moving - before.moving
             self._entries.append(Entry(seconds, action, Held(device, host, moving)))
@@ -185,7 +187,7 @@ class ActivationMemory:
             torch.accelerator.reset_peak_memory_stats(self.settings.device)
 
     @property
-    def peak_beside_activations(self) -> int:
+    def peak_without_activations(self) -> int:
         """The peak bytes on the device apart from activations, since the peak was reset."""
         device = self.settings.device
         if device.type == "cpu":

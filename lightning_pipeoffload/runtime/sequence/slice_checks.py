@@ -99,7 +99,7 @@ class SliceChecks:
     def note_mask(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]
     ) -> None:
-        """Record the value, such as -inf or False, that a mask has for all keys behind a slice.
+        """Record the value, such as -inf or False, that a mask has for all keys after a slice.
 
         A mask that has no such value for every slice is not recorded, and not checked.
 
@@ -109,11 +109,11 @@ class SliceChecks:
             dims: Its dimensions of queries and of keys.
             slices: The slices.
         """
-        number = float(_behind(slices[0], mask, dims).flatten()[0])
+        number = float(_after_slice(slices[0], mask, dims).flatten()[0])
         if not any(_is_open(number, part, mask, dims) for part in slices[:-1]):
             self._forbidden[place] = number
 
-    def look_behind(
+    def check_mask(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, part: SequenceSlice
     ) -> Callable[[], Tensor] | None:
         """Return a function that reads whether a mask lets a slice attend to later keys.
@@ -131,12 +131,12 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _is_open(number: float, part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
-    values = _behind(part, mask.detach(), dims)
+    values = _after_slice(part, mask.detach(), dims)
     return (values > _FORBIDS if number <= _FORBIDS else values != number).any()
 
 
-def _behind(part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
-    """Return a mask's values for a slice's queries and the keys behind the slice."""
+def _after_slice(part: SequenceSlice, mask: Tensor, dims: Dims) -> Tensor:
+    """Return a mask's values for a slice's queries and the keys after the slice."""
     queries, keys = dims
     rows = mask.narrow(queries, part.start, part.stop - part.start)
     return rows.narrow(keys, part.stop, part.length - part.stop)

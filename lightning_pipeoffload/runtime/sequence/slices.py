@@ -1,7 +1,7 @@
 """Slices of a microbatch along its sequences, and tensors kept for later slices.
 
 The blocks run on one slice after the other; each attends to the keys and values of those before it.
-The code behind the blocks gets the outputs of all slices, joined. A tensor of an earlier slice is a
+The code after the blocks gets the outputs of all slices, joined. A tensor of an earlier slice is a
 leaf of a later slice's graph; its gradient adds up until the B of the earlier slice::
 
     F of slice 0    keys, values  ->  leaves
@@ -39,7 +39,7 @@ class SequenceSlice:
     Attributes:
         index: Its number.
         start: The index of its first token.
-        stop: The index behind its last token.
+        stop: The index after its last token.
         length: The tokens of a whole sequence.
     """
 
@@ -159,7 +159,7 @@ class EarlierSlices:
         return KeptForLater(sum(storages.values()), sum(gradients), num_tokens)
 
     def pop(self, part: SequenceSlice) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Return where a slice's B begins besides its outputs: graph edges, and their gradients."""
+        """Return the further edges at which a slice's B begins, and their gradients."""
         self._check_masks()
         del self.outputs[part.index :]
         for of_attention in self.keys_and_values.values():

@@ -1,6 +1,6 @@
 """Tensors of a step that runs whole on every rank, whose values one rank has: the holder.
 
-A block runs on its owner only. Two kinds of tensors are left behind on the other ranks:
+A block runs on its owner only. The other ranks get two kinds of tensors:
 
 - :class:`HeldOutput`, what a block returned. All ranks have one, the holder too. When code between
   the blocks reads it, all ranks get the value at once, since all of them run that code.

@@ -279,7 +279,8 @@ class _Made:  # no dataclass, which would be opened
     """A tensor of a run on zeros.
 
     Attributes:
-        memory: The number of the input with which it shares memory, or of new memory behind these.
+        memory: The number of the input with which it shares memory; new memory has the numbers
+            after these.
         meta: Its shape, strides and offset, in memory of that size.
         trains: Whether it requires a gradient.
     """

@@ -64,7 +64,7 @@ class Imagined(NamedTuple):
 
 
 EVERYTHING = Imagined(flag=True)
-# Behind the blocks most flags that code reads ask whether something is wrong.
+# After the blocks most flags that code reads ask whether something is wrong.
 NO_ALARM = Imagined(flag=False)
 
 

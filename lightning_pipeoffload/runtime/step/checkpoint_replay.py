@@ -1,7 +1,7 @@
 """Compares recomputation in B with the result of F, in the first step (rule 5 of the contract).
 
 Forwards of other microbatches run between F and B. So an attribute that a checkpointed function
-reads besides its arguments may have another microbatch's value by then. All checkpoints of
+reads in addition to its arguments may have another microbatch's value by then. All checkpoints of
 ``torch.utils.checkpoint`` are compared, of the user, of libraries and of this package, around
 blocks, their parts or the head. The rules are in docs/contract_rules.md.
 """

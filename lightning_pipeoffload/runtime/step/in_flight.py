@@ -23,7 +23,7 @@ the middle, with the numbers of the events below::
     beginning of the stage's graph, which ends B there: their gradients are put into ``received``.
  5. The stage's blocks run, and autograd saves tensors.
  6. CarriedValues of the pass record values made outside of the blocks that other stages use.
- 7. Behind the last block the pass leaves the step. The tensors for the next stage are put into
+ 7. After the last block the pass leaves the step. The tensors for the next stage are put into
     the Mailbox; the InFlight keeps their edges in the graph only, on the last stage the loss.
  8. SEND_F sends them; or a next stage of this rank takes them.
  9. At RECV_B the Mailbox posts a receive of their gradients,

@@ -96,5 +96,5 @@ def in_slices(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
 
 
 def _run_to_blocks(run: Callable[[StepCall], Any], call: StepCall) -> Any:
-    """Run a step that exits behind the blocks; only the last slice's logging counts."""
+    """Run a step that exits after the blocks; only the last slice's logging counts."""
     return run(StepCall())

@@ -134,11 +134,11 @@ class SlicedPass(StagePass):
             )
         for place, (leaf, of) in enumerate(zip(leaves, dims, strict=True)):
             if len(of) == 2:
-                self._look_behind((call, place), index, leaf, of)
+                self._check_mask((call, place), index, leaf, of)
         cut = [self._cut_leaf(index, leaf, of) for leaf, of in zip(leaves, dims, strict=True)]
         return tree_unflatten(cut, form)
 
-    def _look_behind(self, place: tuple[int, int], index: int, mask: Any, dims: Dims) -> None:
+    def _check_mask(self, place: tuple[int, int], index: int, mask: Any, dims: Dims) -> None:
         """Start to check that a mask does not let this slice attend to later slices.
 
         The first B of the microbatch reads the result, and raises ``ValueError`` if the mask does.
@@ -153,7 +153,7 @@ class SlicedPass(StagePass):
         if isinstance(mask, ShapeOnly) or id(mask) in self._masks:
             return
         self._masks[id(mask)] = mask
-        is_open = self._step_record.slice_checks.look_behind(place, mask, dims, self._part)
+        is_open = self._step_record.slice_checks.check_mask(place, mask, dims, self._part)
         if is_open is not None:
             self._earlier.masks.append((self._context.chain.block_name(index), is_open))
 

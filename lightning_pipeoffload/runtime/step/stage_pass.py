@@ -255,8 +255,8 @@ class StagePass:
         if call == record.exit:
             self._has_exited = True
             sent, self._sent = self._sent, []
-            beside = self._carried.to_hand_on() if self._carried else ()
-            raise StageExit([*sent, *beside], output)
+            carried = self._carried.to_hand_on() if self._carried else ()
+            raise StageExit([*sent, *carried], output)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
         self._seed_segment(self._seeds[call + 1])
@@ -323,8 +323,8 @@ class StagePass:
 
     def _checkpointed(self, index: int, run: Callable[..., Any]) -> Callable[..., Any]:
         block, written = self._context.chain.blocks[index], self._context.written_tensors()
-        beside = written, self._generators
-        return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *beside)
+        state = written, self._generators
+        return lambda *args, **kwargs: run_checkpointed(block, run, args, kwargs, *state)
 
     def _computed_output(
         self, output: BlockOutput, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -354,7 +354,7 @@ class StagePass:
         entered: Sequence[Tensor] = (tensors := self._receive())
         if self._received is not None and torch.is_grad_enabled():
             entered = enter(tensors, self._received)
-        elif self._received is not None:  # in a no_grad of the step's; carried values train behind
+        elif self._received is not None:  # in a no_grad of the step's; carried values train later
             with torch.inference_mode(False), torch.enable_grad():
                 entered = enter(tensors, self._received)
         if self._carried:
@@ -402,7 +402,7 @@ class StagePass:
     def _explain(self, error: ValueNeededError) -> str:
         return (
             f"{error}, which is not on stage {self._context.stage.index}"
-            f"{in_brackets(users_line(error))}; let the blocks take it and return it beside their "
+            f"{in_brackets(users_line(error))}; let the blocks take it and return it with their "
             f"output, or compute it from the batch"
         )
 

@@ -166,7 +166,7 @@ class StepWrites:
         return (
             f"{write.variable.label} is written {self._where(write.point)}"
             f"{in_brackets(write.line)}, which stage {stage} does not run, and stage {stage} uses "
-            f"what an earlier microbatch has written there: read it behind that line too, hand it "
+            f"what an earlier microbatch has written there: read it after that line too, pass it "
             f"on as a tensor, or write it in a hook, from values that every rank has"
         )
 
@@ -174,7 +174,7 @@ class StepWrites:
         if point.is_in_block:
             return f"in {self._chain.block_name(point.segment)}"
         if point.segment == len(self._chain):
-            return "behind the blocks"
+            return "after the blocks"
         if point.segment == 0:
             return "before the blocks"
         return f"before {self._chain.block_name(point.segment)}"
@@ -209,7 +209,7 @@ class StepWrites:
             return _standing_for(missing, made) if missing else NOTHING
         return together(
             _StageValues(self, stage.index),
-            _standing_for(missing, made, self._homes_beside(stage.index)) if missing else NOTHING,
+            _standing_for(missing, made, self._of_other_homes(stage.index)) if missing else NOTHING,
             self._hiding(stage) if self._weights else NOTHING,
         )
 
@@ -335,10 +335,10 @@ class StepWrites:
         is_missing = key in self._missing[stage] and key not in self._reached[stage]
         return self._home_of(child) != stage and not is_missing
 
-    def _homes_beside(self, stage: int) -> Callable[[nn.Module], bool]:
+    def _of_other_homes(self, stage: int) -> Callable[[nn.Module], bool]:
         return lambda child: self._home_of(child) != stage
 
-    def _spaces_beside(self, stage: int) -> list[_SpaceOf]:
+    def _spaces_of_other_homes(self, stage: int) -> list[_SpaceOf]:
         """List the attributes, and the buffers that are written in place, of other homes."""
         if stage not in self._spaces:
             in_place = {id(child) for child, _ in self._in_place}
@@ -379,7 +379,7 @@ class _StageValues:
         writes, stage = self._writes, self._stage
         self._before = [
             (child, is_buffers, (child.__dict__["_buffers"] if is_buffers else vars(child)).copy())
-            for child, is_buffers in writes._spaces_beside(stage)
+            for child, is_buffers in writes._spaces_of_other_homes(stage)
         ]
         self._made_once = writes._fingerprint_made_once() if writes._made_once else []
         for place, name, value, _ in writes._values_of.get(stage, ()):

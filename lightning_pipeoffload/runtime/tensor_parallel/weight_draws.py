@@ -1,6 +1,6 @@
 """Random initial values of shards, equal to the slices of the values that one device draws.
 
-Code that initializes weights behind ``parallelize_module``, or in a hook, draws into shards here.
+Code that initializes weights after ``parallelize_module``, or in a hook, draws into shards here.
 Tensor ranks have the same generators, and their shards would be equal. So each rank draws the whole
 tensor and keeps its own shard.
 """
@@ -78,11 +78,11 @@ def _find_sharding(tensor: Tensor) -> Sharding | None:
     """Return how a tensor is divided of which a weight, or its ``data``, is this rank's part."""
     sharding = sharding_of(tensor)
     if sharding is None:
-        return _sharding_behind(tensor)
+        return _sharding_by_memory(tensor)
     return sharding if sharding.is_divided or isinstance(tensor, DTensor) else None
 
 
-def _sharding_behind(tensor: Tensor) -> Sharding | None:
+def _sharding_by_memory(tensor: Tensor) -> Sharding | None:
     if is_in_step():  # in which no weights are drawn
         return None
     for weight in (weight for module in _modules for weight in module.parameters()):

@@ -1,1 +1,1 @@
-"""State of the user's code beside parameters: attributes, generators, files, Python modules."""
+"""State of the user's code other than parameters: attributes, generators, files, Python modules."""

@@ -141,14 +141,14 @@ def keep_input(x: Tensor) -> ReadInput:
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
         # Detached: the graph of x would lead back to the owner of the returned function.
-        result = _KeepBeside.apply(ANCHOR, x.detach())
+        result = _SaveOutsideGraph.apply(ANCHOR, x.detach())
     # The result: before torch 2.13 a node alone does not outlive its results.
     if saved is None:
         return lambda: (result.grad_fn.saved_tensors[0].detach(), None)
     return lambda: saved.read(result.grad_fn)
 
 
-class _KeepBeside(torch.autograd.Function):
+class _SaveOutsideGraph(torch.autograd.Function):
     """Saves x outside of any graph."""
 
     @staticmethod

@@ -1,6 +1,6 @@
 """What a call can reach through its arguments and its module's attributes, and what it changed.
 
-A block that runs on one rank leaves changes behind that the others repeat: a key-value cache that
+A block that runs on one rank makes changes that the others repeat: a key-value cache that
 was extended, a counter, a list that got an entry. They are found by comparing containers and
 attributes by identity, and tensors by version; and sent as a pickle, in which objects that were
 there before are named by their place.

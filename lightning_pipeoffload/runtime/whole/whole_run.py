@@ -5,7 +5,7 @@ a hook have the same values and branches on every rank. Their code outside of th
 all ranks. A block, and a module outside of the blocks that is as large, runs on its owner alone;
 its parameters stay there. Then the owner sends one header to the others, which do not run it: the
 structure of what it returned, with shapes, and what it changed in its arguments and attributes. The
-values of its result follow where code outside needs them: at once behind the last of several blocks
+values of its result follow where code outside needs them: at once after the last of several blocks
 of one owner, else when that code reads them. They go to all ranks, not to the next owner alone:
 what code between two owners reads is not known before, and they are some kB for each token. What is
 small outside of the blocks is sent to all ranks once for a run.

@@ -232,7 +232,7 @@ def offloaded(
     """The uniform block with half of each rank's stages offloaded, or all of them (PO-H, PO-F).
 
     Half are the stages that live longest. Of two ranks with two stages each, the first does this
-    in PO-H; a copy that OFFLOAD or RELOAD starts runs on a lane of its own, beside the F, B and W
+    in PO-H; a copy that OFFLOAD or RELOAD starts runs on a lane of its own, during the F, B and W
     that follow::
 
         0F0 0OFFLOAD0 2F0 0FREE0 0F1 0OFFLOAD1 2B0 0RELOAD0 2W0 0FREE1 2F1 0B0 0W0 0RELOAD1 ...

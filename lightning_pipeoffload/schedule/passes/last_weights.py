@@ -1,4 +1,4 @@
-"""REDUCE or STEP behind the last W of each stage, and the W's before it that run by parameter.
+"""REDUCE or STEP after the last W of each stage, and the W's before it that run by parameter.
 
 If several W's of a stage come right before its REDUCE, they can run parameter by parameter instead
 of microbatch by microbatch. Each completes a share of the gradients, which is sent while the next
@@ -30,7 +30,7 @@ _WEIGHT_GRADIENTS = {Kind.W, Kind.BW}
 
 
 def add_final_actions(plan: Schedule, kind: Kind = Kind.REDUCE) -> Schedule:
-    """Put the REDUCE or STEP of every stage right behind the stage's last W or BW.
+    """Put the REDUCE or STEP of every stage right after the stage's last W or BW.
 
     It has the microbatch of that action, without further meaning.
 
@@ -110,7 +110,7 @@ class Tail(NamedTuple):
     """A REDUCE or STEP, and the W's before it that may run parameter by parameter.
 
     Attributes:
-        weights: The W's of its stage that stand right before it, in order; none behind a BW.
+        weights: The W's of its stage that stand right before it, in order; none after a BW.
         final: The REDUCE or STEP.
     """
 

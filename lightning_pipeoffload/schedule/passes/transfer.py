@@ -94,7 +94,7 @@ def keep_microbatches(schedule: Schedule, count: int, num_slices: int | None = N
     """Drop the actions of microbatches from ``count`` on, for a batch that is shorter.
 
     With ``num_slices`` those of slices from ``num_slices`` on too, for sequences that are too short
-    for all. A stage's REDUCE or STEP stays, behind what is then the last.
+    for all. A stage's REDUCE or STEP stays, after what is then the last.
 
     Raises:
         ScheduleError: Fewer than one microbatch or slice would stay.

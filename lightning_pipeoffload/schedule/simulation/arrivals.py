@@ -22,7 +22,7 @@ def expected_during(plan: Schedule, rank: int, costs: Costs) -> Mapping[Action, 
     """Return, for compute actions of a rank, the RECVs to post when they begin.
 
     On a GPU a receive is a kernel that spins until its message is sent, and slows down what is
-    computed beside it; so is a send until its receive is posted. So a receive is posted with the
+    computed meanwhile; so is a send until its receive is posted. So a receive is posted with the
     last action that begins before its message is sent, and never with the one that needs it, which
     would wait for the whole transfer::
 

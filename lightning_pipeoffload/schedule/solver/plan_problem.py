@@ -275,15 +275,15 @@ class WholeCosts:
         """Ranks of the pipeline."""
         return max(self.placement) + 1
 
-    def copy(self, action: Action, beside: frozenset[Kind]) -> int:
-        """Return the ticks of a copy, beside the other copies of its stage and microbatch."""
+    def copy(self, action: Action, copies: frozenset[Kind]) -> int:
+        """Return the ticks of a copy; ``copies``: all kinds of its stage and microbatch."""
         kind, stage, _ = action
         if kind is Kind.OFFLOAD:
             return self.offload[stage][ACTIVATION]
         if kind is Kind.OFFLOAD_W:
-            return self.offload[stage][Part.GRADIENT if Kind.OFFLOAD in beside else WAITING]
+            return self.offload[stage][Part.GRADIENT if Kind.OFFLOAD in copies else WAITING]
         if kind is Kind.RELOAD_W:
-            return self.reload[stage][WAITING if Kind.OFFLOAD_W in beside else Part.FOR_W]
+            return self.reload[stage][WAITING if Kind.OFFLOAD_W in copies else Part.FOR_W]
         return self.reload[stage][Part.FOR_B if kind is Kind.RELOAD_B else ACTIVATION]
 
     def in_ticks(self, costs: Costs) -> Costs:

@@ -179,7 +179,7 @@ def test_a_detach_that_depends_on_values_is_refused(detached_first):
     x = torch.ones(8, 4)
     x[2 if detached_first else 0] *= -1
     x[4:] *= -1
-    message = "does not lead back to the same values behind blocks.2 .* a detach"
+    message = "does not lead back to the same values after blocks.2 .* a detach"
     with pytest.raises(RuntimeError, match=message):
         run_pipeline(six(detached_by_chance), build("zb_h1", 2, 4), x, 2)
 

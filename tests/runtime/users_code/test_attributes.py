@@ -107,7 +107,7 @@ def scales_blocks(m, x):
 def test_a_block_cannot_read_what_the_last_stage_has_given_it():
     blocks = [Using(lambda block, x: x * block.scale) for _ in range(4)]
     message = refusal(step_with(scales_blocks, blocks))
-    assert message.startswith("self.blocks.0.scale is written behind the blocks")
+    assert message.startswith("self.blocks.0.scale is written after the blocks")
     assert "which stage 0 does not run" in message
 
 
