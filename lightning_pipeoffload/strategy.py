@@ -455,10 +455,10 @@ class PipeOffloadStrategy(CheckpointHooks):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
-    def settle_weights(self) -> None:
-        super().settle_weights()
+    def wait_for_parameters(self) -> None:
+        super().wait_for_parameters()
         if self._fit is not None and self._fit.is_running:
-            self._fit.boundary.settle()
+            self._fit.boundary.wait_for_parameters()
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

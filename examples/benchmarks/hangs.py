@@ -266,9 +266,9 @@ class ModelMemory(HostMemory):
         super().__init__(pinned=False)
         self._host = host
 
-    def _take_piece(self, size: int) -> Tensor:
+    def _pop_piece(self, size: int) -> Tensor:
         num_before = self.num_allocations
-        piece = super()._take_piece(size)
+        piece = super()._pop_piece(size)
         if self.num_allocations > num_before:
             self._host.num_allocations += self._host.is_in_plan
             self._host.wait_for_device("a pinned allocation")

@@ -248,7 +248,7 @@ class PipelineMonitor(Callback):
         while self._waiting and (wait or self._waiting[0].has_passed(self._timer)):
             step = self._waiting.popleft()
             assert self._figures is not None
-            self._figures.give(step.number, step.read(self._timer))
+            self._figures.publish(step.number, step.read(self._timer))
 
     def _log(self, trainer: Trainer, strategy: PipeOffloadStrategy) -> None:
         if self._figures is None or not trainer.is_global_zero:

@@ -101,15 +101,15 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         name = "the strategy's save_distributed_checkpoint"
         return {name: str(self._save_distributed_checkpoint)}
 
-    def settle_weights(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Wait for the pending parameters, before anything reads them."""
-        self.group.replicas.pending.settle()
+        self.group.replicas.pending.wait()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._refuse_alone("save_checkpoint")
         if self._split_state is not None:
-            self.settle_weights()  # an error may have come before they were read
+            self.wait_for_parameters()  # an error may have come before they were read
             return self._split_state.of_module(self._save_distributed_checkpoint)
         if self.processes.group is not None and self.group.num_tensor_ranks > 1:
             raise RuntimeError(BEFORE_FIRST_BATCH)

@@ -33,10 +33,10 @@ from lightning_pipeoffload.runtime.cut.remote_values import (
     absent_in,
     explain_absent,
     make_real,
-    settle,
+    remove_complete_hooks,
 )
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.quantized_weight import take_state
+from lightning_pipeoffload.runtime.shapes.quantized_weight import copy_state
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
 
@@ -210,5 +210,5 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
             value = group.copy_to_hosts(tensor, source)
         tensor.detach().copy_(value)
         if name in absent:
-            take_state(absent[name], value)
-    settle(module)
+            copy_state(absent[name], value)
+    remove_complete_hooks(module)

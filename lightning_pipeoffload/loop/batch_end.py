@@ -1,4 +1,4 @@
-"""The end of a training batch, in one order: what is settled, what is sent, which hooks read what.
+"""The end of a training batch, in one order: what is waited for, what is sent, what hooks read.
 
 ::
 

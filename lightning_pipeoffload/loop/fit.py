@@ -384,7 +384,7 @@ class Fit:
         if self._early_step is None and training.steps_early:
             self._early_step = split.parameters.early_step()
         self.batch_end.start_batch(len(microbatches))
-        muted, settle = self.boundary.start_ahead(microbatches)
+        muted, wait_for_weights = self.boundary.start_ahead(microbatches)
         with muted, sharing_casts(self._strategy.root_device), self.batch_end.counted():
             if split.reduction is not None:
                 self._first_batches.start_step()
@@ -402,7 +402,7 @@ class Fit:
             results = split.executor.run_to_backward(
                 training.of_training(len(microbatches), num_slices, accumulation.is_last),
                 in_slices(placed(microbatches, weights, backward.differentiate)),
-                settle,
+                wait_for_weights,
                 (split.reduction or self._early_step) if accumulation.is_last else None,
             )
             backward.start(results)

@@ -260,14 +260,14 @@ def _reset_logged(trainer: Any, plain: Callable[[], None]) -> None:
 
 def _end_epoch(trainer: Any, plain: Callable[[], None]) -> None:
     """Agree on whether to go on, after the hooks of an epoch's end."""
-    trainer.strategy.fit.boundary.settle_together()
+    trainer.strategy.fit.boundary.wait_on_all_ranks()
     plain()
     trainer.strategy.fit.batch_end.agree_on_stop()
 
 
 def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
     fit = trainer.strategy.fit
-    fit.boundary.settle_together()
+    fit.boundary.wait_on_all_ranks()
     fit.batch_end.arrive()
     result = _evaluate(trainer.fit_loop.epoch_loop.val_loop, plain)
     fit.batch_end.agree_on_stop()

@@ -225,22 +225,22 @@ class PostValidation:
     def _correct(self, numbers: Tensor, total: Tensor) -> None:
         assert self._snapshot is not None
         of_replicas = self._group.replicas.pending
-        of_replicas.settle()  # it would overwrite what is put back
+        of_replicas.wait()  # it would overwrite what is put back
         if not total[0]:
             self._snapshot.repeat(partial(self._clip, total))
             self._changes.note()
-            of_replicas.settle()  # of the step that is right, for which nobody waits after this
+            of_replicas.wait()  # of the step that is right, for which nobody waits after this
         elif not numbers[0]:  # else neither the optimizer nor the scale has gone on
             assert self._scaling is not None
             self._snapshot.undo()
             self._scaling.lower()
 
-    def settle(self) -> bool:
+    def wait_for_final(self) -> bool:
         """Wait for the right weights; returns whether those since the step were others.
 
         All ranks call it, before they run what cannot be taken back.
         """
-        self.pending.settle()
+        self.pending.wait()
         was_wrong, self._was_wrong, self.is_open = self._was_wrong, False, False
         return was_wrong
 

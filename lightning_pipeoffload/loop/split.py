@@ -93,7 +93,9 @@ class Split:
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
         self.group, self.masters = group, masters
-        self.pipeline = Pipeline(module, group.rank, cut, device, parts, group, self._settle)
+        self.pipeline = Pipeline(
+            module, group.rank, cut, device, parts, group, self._wait_for_parameters
+        )
         self.executor = Executor(
             group.rank,
             self.pipeline.stages,
@@ -126,10 +128,10 @@ class Split:
         self.generating: set[str] = set()
         self.state = SplitState(self.pipeline, self.parameters, masters)
 
-    def _settle(self) -> None:
+    def _wait_for_parameters(self) -> None:
         """Wait for all weights of this rank, before a trace."""
         if self.plans.boundary is not None:
-            self.plans.boundary.settle()
+            self.plans.boundary.wait_for_parameters()
 
     @property
     def plan(self) -> Schedule:

@@ -32,8 +32,8 @@ from lightning_pipeoffload.loop.post_validation import (
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
 from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
-from lightning_pipeoffload.runtime.comm.replicas import SettlingMode
-from lightning_pipeoffload.runtime.run.executor import Settle
+from lightning_pipeoffload.runtime.comm.replicas import WaitingMode
+from lightning_pipeoffload.runtime.run.executor import WaitForWeights
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 
@@ -80,7 +80,7 @@ class StepBoundary:
         self.validation = PostValidation(trainer, group, pipeline.gradient_changes)
         self._gradient_hooks: GradientHooks | None = None
         self._of_replicas = group.replicas.pending
-        self._mode = SettlingMode(self._of_replicas, self.validation.pending)
+        self._mode = WaitingMode(self._of_replicas, self.validation.pending)
         self._may_watch = self._is_watching = self._has_forward_hooks = False
 
     def share_before_hooks(self, share: Callable[[], None]) -> None:
@@ -113,7 +113,9 @@ class StepBoundary:
             has_hooks = has_forward_hooks(self._module)
             self._has_forward_hooks = self._group.world.agree(has_hooks, unanimous=False)
 
-    def start_ahead(self, microbatches: Sequence[Microbatch]) -> tuple[ExitStack, Settle | None]:
+    def start_ahead(
+        self, microbatches: Sequence[Microbatch]
+    ) -> tuple[ExitStack, WaitForWeights | None]:
         """Begin a batch before the weights are final, if what runs can be taken back.
 
         Args:
@@ -127,10 +129,12 @@ class StepBoundary:
             return muted, None
         is_final = any(each.record.writes.cannot_run_again for each in microbatches)
         if is_final or self._has_forward_hooks:
-            validation.settle()
+            validation.wait_for_final()
         elif not has_forward_hooks(self._module):
-            return muted, validation.settle
-        elif validation.settle():  # other ranks may have no hooks, and send what they take back
+            return muted, validation.wait_for_final
+        elif (
+            validation.wait_for_final()
+        ):  # other ranks may have no hooks, and send what they take back
             muted.enter_context(without_forward_hooks(self._module))
             return muted, partial(_begin_again, muted)
         return muted, None
@@ -152,16 +156,16 @@ class StepBoundary:
             self._mode.stop()
             self._is_watching = False
 
-    def settle(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Wait for all weights of this rank."""
         self.stop_watching()
-        self._of_replicas.settle()
-        self.validation.pending.settle()
+        self._of_replicas.wait()
+        self.validation.pending.wait()
 
-    def settle_together(self) -> None:
+    def wait_on_all_ranks(self) -> None:
         """Wait for all weights, where all ranks do."""
-        self.settle()
-        self.validation.settle()
+        self.wait_for_parameters()
+        self.validation.wait_for_final()
 
     def leave(self) -> None:
         """Leave the trainer, after an error too."""

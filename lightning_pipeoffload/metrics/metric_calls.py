@@ -180,7 +180,7 @@ class MetricCalls:
             value = reference()
             if value is not None and value.recipe is not None:
                 self._note(value)
-                value.settle()
+                value.make_final()
         for call in self._of_microbatch:
             call.parts[-1].given = call.parts[-1].own = None
         self._of_microbatch.clear()

@@ -119,7 +119,7 @@ class MetricValue(Tensor):
             self._own = self.recipe.value(self._own_source)
         return self._own
 
-    def settle(self) -> None:
+    def make_final(self) -> None:
         """Be the microbatch's own value from now on."""
         self.own()
         self.recipe = None
@@ -143,7 +143,7 @@ class MetricValue(Tensor):
             args, kwargs = tree_map(_own_of, operands)
             result = func(*args, **kwargs)
             if writes and isinstance(tensors[0], MetricValue):
-                tensors[0].settle()
+                tensors[0].make_final()
             return result
 
 

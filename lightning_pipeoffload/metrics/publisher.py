@@ -190,7 +190,7 @@ class RankFigures:
         self._expected: deque[int] = deque()
         self._is_closed = False
 
-    def give(self, step: int, figures: dict[str, Any]) -> None:
+    def publish(self, step: int, figures: dict[str, Any]) -> None:
         """Send this rank's numbers of a step, as all ranks do in the same order.
 
         Args:

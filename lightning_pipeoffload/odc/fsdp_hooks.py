@@ -67,7 +67,7 @@ class OnDemandHooks:
                 self._handles.append(hook(lambda _, seen=seen, place=place: seen.add(place)))
             group.module.reshard()
 
-    def take_reached(self, index: int) -> list[int]:
+    def pop_reached(self, index: int) -> list[int]:
         """Return the parameters of a group that a backward has reached."""
         parameters = sorted(self._waiting[index])
         self._waiting[index].clear()
@@ -113,7 +113,7 @@ class _Push(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        transport, reached = self._hooks.transport, self._hooks.take_reached(self._index)
+        transport, reached = self._hooks.transport, self._hooks.pop_reached(self._index)
         if transport is None:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
         transport.accumulate(self._index, input_tensor, reached)

@@ -89,15 +89,15 @@ class OnDemandRun:
             The notes of all ranks.
         """
         self._refuse_written()
-        self._settle()
+        self._wait()
         of_ranks = self._world.gather((note, self._hooks.reached, self._buffers.changed()))
-        self._buffers.settle([changed for _, _, changed in of_ranks])
+        self._buffers.merge([changed for _, _, changed in of_ranks])
         if self._is_alone:  # FSDP2 communicates nothing, and the sums are in .grad
             return [note]
         self._drop_gradients()
         if is_last:
             self._transport.finish()
-            self._give_gradients(set().union(*(reached for _, reached, _ in of_ranks)))
+            self._set_gradients(set().union(*(reached for _, reached, _ in of_ranks)))
         return [note for note, _, _ in of_ranks]
 
     def reshard(self) -> None:
@@ -105,10 +105,10 @@ class OnDemandRun:
         for group in self._groups:
             group.module.reshard()
 
-    def settle(self) -> None:
+    def reshard_and_wait(self) -> None:
         """Reshard for hooks and the optimizer; wait until no rank gathers any more."""
         self.reshard()
-        self._settle()
+        self._wait()
         self._world.barrier()
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class OnDemandRun:
         self._hooks.reached.clear()
         self._transport.clear()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Wait until this rank's device and its pushes have finished."""
         self._transport.wait()
         if self._device.type != "cpu":
@@ -158,7 +158,7 @@ class OnDemandRun:
             for parameter in group.parameters:
                 parameter.grad = None
 
-    def _give_gradients(self, reached: set[tuple[int, int]]) -> None:
+    def _set_gradients(self, reached: set[tuple[int, int]]) -> None:
         for index, place in sorted(reached):
             parameter = self._groups[index].parameters[place]
             total = self._transport.summed(index, place)
@@ -214,7 +214,7 @@ class StepBuffers:
             if not _is_same(self._before.get(name), buffer, version)
         }
 
-    def settle(self, ranks: Sequence[Mapping[str, Tensor]]) -> None:
+    def merge(self, ranks: Sequence[Mapping[str, Tensor]]) -> None:
         """Copy the buffers that other ranks have changed, given those of each rank."""
         first = {name: value for rank in reversed(ranks) for name, value in rank.items()}
         for name, value in first.items():

@@ -324,15 +324,15 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
 
     @override
     def on_validation_end(self) -> None:
-        self._connected_run.settle()
+        self._connected_run.reshard_and_wait()
 
     @override
     def on_test_end(self) -> None:
-        self._connected_run.settle()
+        self._connected_run.reshard_and_wait()
 
     @override
     def on_predict_end(self) -> None:
-        self._connected_run.settle()
+        self._connected_run.reshard_and_wait()
 
     def _start_evaluation(self, loop: Any) -> None:
         """Publish weights that hooks before an evaluation may have changed."""

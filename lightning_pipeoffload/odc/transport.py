@@ -65,7 +65,7 @@ class OnDemandTransport(ABC):
         for group, target in zip(self._groups, self._published[self._rank], strict=True):
             for start, shard in group.local_shards():
                 target[start : start + len(shard)].copy_(shard)
-        self._settle()
+        self._wait_for_device()
 
     def gather(self, index: int, out: Tensor) -> None:
         """Read the other ranks' shards into ``out``, which contains this rank's own shard."""
@@ -134,7 +134,7 @@ class OnDemandTransport(ABC):
                 spans.append((target, start, size))
         return spans
 
-    def _settle(self) -> None:
+    def _wait_for_device(self) -> None:
         """Wait until other processes can read what was written."""
         if self._device.type != "cpu":
             torch.accelerator.current_stream().synchronize()
@@ -194,7 +194,7 @@ class SharedSums(OnDemandTransport):
                 with self._locks.held(owner, index):
                     for target, start, length in spans:
                         total[target : target + length] += part[start : start + length]
-                    self._settle()  # before the next rank takes the lock
+                    self._wait_for_device()  # before the next rank takes the lock
         self._pushing = ""
 
     @override

@@ -69,7 +69,7 @@ class _Buffer:
         return staged
 
 
-class _Coming(NamedTuple):
+class _CopiedBucket(NamedTuple):
     """A bucket that is copied to the host, and its buffer."""
 
     staged: list[_Staged]
@@ -104,8 +104,8 @@ class HostStep(StandInStep):
         self._is_pinned = device.type != "cpu" and by_bucket
         self._lanes = make_lanes(device)
         self._buffers: list[_Buffer] = []
-        self._coming: _Coming | None = None
-        self._num_brought = 0
+        self._copied: _CopiedBucket | None = None
+        self._num_copied = 0
         self._is_early = False
         self._members: set[Tensor] = set()
         self._submitted: dict[Tensor, None] = {}
@@ -118,7 +118,7 @@ class HostStep(StandInStep):
     @override
     def begin(self) -> None:
         """Begin a step: from now on :meth:`submit` may step parameters."""
-        self._coming, self._last = None, None
+        self._copied, self._last = None, None
         self._submitted, self._waiting, self._waiting_bytes = {}, [], 0
         self._group_members = [group["params"] for group in self._optimizer.param_groups]
         self._members = {p for members in self._group_members for p in members}
@@ -162,8 +162,8 @@ class HostStep(StandInStep):
         for bucket in buckets:
             self._advance(bucket)
         self._began = time.perf_counter()
-        if self._coming is not None:
-            self._stand_in_on_host(self._coming, is_last=True)
+        if self._copied is not None:
+            self._stand_in_on_host(self._copied, is_last=True)
 
     @override
     def finish(self) -> None:
@@ -171,7 +171,7 @@ class HostStep(StandInStep):
             self._write_back()
             self._lanes.h2d.hold_compute(self._lanes.h2d.mark())
             self.seconds = self._spent + time.perf_counter() - self._began
-        self._coming, self._submitted, self._spent = None, {}, 0.0
+        self._copied, self._submitted, self._spent = None, {}, 0.0
 
     @override
     def put_back(self) -> None:
@@ -185,9 +185,9 @@ class HostStep(StandInStep):
         if before is not None:
             before.result()  # an error in it is that of this one
         began = time.perf_counter()
-        coming, self._coming = self._coming, self._bring(bucket)
-        if coming is not None:
-            self._stand_in_on_host(coming, is_last=False)
+        copied, self._copied = self._copied, self._start_copy(bucket)
+        if copied is not None:
+            self._stand_in_on_host(copied, is_last=False)
             self._step_bucket()
             self._write_back()
         self._spent += time.perf_counter() - began
@@ -198,10 +198,10 @@ class HostStep(StandInStep):
             num_bytes = num_bytes if number == 1 else max(num_bytes, STAGING_BYTES)
             self._buffers = [_Buffer(num_bytes, self._is_pinned) for _ in range(number)]
 
-    def _bring(self, bucket: list[Tensor]) -> _Coming:
+    def _start_copy(self, bucket: list[Tensor]) -> _CopiedBucket:
         """Start to copy a bucket to the host."""
-        lane, buffer = self._lanes.d2h, self._buffers[self._num_brought % len(self._buffers)]
-        self._num_brought += 1
+        lane, buffer = self._lanes.d2h, self._buffers[self._num_copied % len(self._buffers)]
+        self._num_copied += 1
         if buffer.left is not None:
             lane.wait_for(buffer.left)
         staged = buffer.stage({p: self._gradient_of(p) for p in bucket})
@@ -211,12 +211,12 @@ class HostStep(StandInStep):
             if masters is None or not masters.has(parameter):
                 lane.copy(weight, parameter.detach(), "a weight to the host")
         buffer.filled = lane.mark()
-        return _Coming(staged, buffer)
+        return _CopiedBucket(staged, buffer)
 
-    def _stand_in_on_host(self, coming: _Coming, is_last: bool) -> None:
-        self._lanes.d2h.finish(coming.buffer.filled)
-        self._stepping = coming
-        standing = {staged.parameter: self._stand_in_for(*staged) for staged in coming.staged}
+    def _stand_in_on_host(self, copied: _CopiedBucket, is_last: bool) -> None:
+        self._lanes.d2h.finish(copied.buffer.filled)
+        self._stepping = copied
+        standing = {staged.parameter: self._stand_in_for(*staged) for staged in copied.staged}
         self._stand_in(standing, is_last)
 
     @torch.no_grad()
@@ -239,20 +239,20 @@ class EarlyStep:
 
     Args:
         stages: The stage of each parameter that only one stage of the pipeline uses.
-        take: Called with parameters whose gradients are final.
+        submit: Called with parameters whose gradients are final.
     """
 
-    def __init__(self, stages: Mapping[Tensor, int], take: Callable[[Tensor], None]) -> None:
-        self._stages, self._take = stages, take
+    def __init__(self, stages: Mapping[Tensor, int], submit: Callable[[Tensor], None]) -> None:
+        self._stages, self._submit = stages, submit
 
     def announce(self, stage: int, coming: Iterable[Tensor] = ()) -> None:
         """Record that a stage's last B has run: its gradients are final except ``coming``."""
         later = {*coming}
         for parameter, owner in self._stages.items():
             if owner == stage and parameter not in later:
-                self._take(parameter)
+                self._submit(parameter)
 
     def finish(self, parameter: Tensor) -> None:
         """Record that the last W of a parameter has run."""
         if parameter in self._stages:
-            self._take(parameter)
+            self._submit(parameter)

@@ -62,7 +62,7 @@ class StepShares:
         """The number of replicas that divide the step."""
         return len(self._loads)
 
-    def take_on(self, parameters: Iterable[Tensor]) -> None:
+    def assign(self, parameters: Iterable[Tensor]) -> None:
         """Assign new parameters to replicas; all replicas have them in one order."""
         new = [p for p in parameters if p not in self._owners]
         for trains in (True, False):
@@ -84,7 +84,7 @@ class StepShares:
 
     def own_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return those of a group's parameters that this replica steps now."""
-        self.take_on(parameters)
+        self.assign(parameters)
         # Others are not changed, and need not be sent.
         stepping = [p for p in parameters if p.requires_grad or p.grad is not None]
         self._stepping.update(dict.fromkeys(stepping))
@@ -222,7 +222,7 @@ class NarrowedOptimizer:
             return
         self.shares = shares
         if shares is not None:
-            shares.take_on(p for group in self.optimizer.param_groups for p in own_members(group))
+            shares.assign(p for group in self.optimizer.param_groups for p in own_members(group))
             forget_states(self.optimizer, lambda p: not shares.is_own(p))
 
     def _refuse_other(self, shares: StepShares | None) -> None:

@@ -145,7 +145,7 @@ class OptimizedParameters:
     def leave_remote(self) -> None:
         """Drop the parameters of other ranks; called once, before the first training step."""
         names = self.names
-        self._bring_states()
+        self._send_moved_states()
         self._pipeline.commit()
         fill_groups(self._optimizers(), self._pipeline.module, names)
         self._refuse_lost_states()
@@ -160,11 +160,11 @@ class OptimizedParameters:
         alone = {p: min(s) for p, s in pairs if len(s) == 1 and id(p) not in later}
         steps = [n.stand_ins for n in self._narrowed if isinstance(n.stand_ins, HostStep)]
 
-        def take(parameter: Tensor) -> None:
+        def submit(parameter: Tensor) -> None:
             for step in steps:
                 step.submit(parameter)
 
-        return EarlyStep(alone, take)
+        return EarlyStep(alone, submit)
 
     def host_step_seconds(self) -> float:
         """Return the seconds of this rank's steps on the host; 0 if they run on the device."""
@@ -183,7 +183,7 @@ class OptimizedParameters:
         for narrowed in self._narrowed:
             narrowed.adopt()
 
-    def _bring_states(self) -> None:
+    def _send_moved_states(self) -> None:
         """Send the states of parameters that have moved to other ranks."""
         parts = self._pipeline.parts
         for name, source in parts.moved.items() if parts is not None else ():
@@ -194,12 +194,12 @@ class OptimizedParameters:
                 if state and not isinstance(parameter, RemoteTensor):
                     optimizer.state[parameter] = state
 
-    def reserve_host(self, host: HostMemory, takes_back: bool) -> None:
+    def reserve_host(self, host: HostMemory, takes_snapshots: bool) -> None:
         """Reserve host memory for the optimizers that step there; called before they allocate.
 
         Args:
             host: The host memory of this rank.
-            takes_back: Whether snapshots are taken.
+            takes_snapshots: Whether snapshots are taken.
 
         Raises:
             HostMemoryError: The host has too little memory.
@@ -215,7 +215,7 @@ class OptimizedParameters:
         staging = staging_bytes(pairs, all(map(may_step_by_bucket, optimizers)))
         sizes = {
             "state and masters" if self._masters is not None else "state": kept,
-            "their snapshot": kept if takes_back else 0,
+            "their snapshot": kept if takes_snapshots else 0,
             "staging buffers": staging,
         }
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
@@ -245,7 +245,7 @@ class OptimizedParameters:
         before = (n.shares for n in self._narrowed if n.shares is not None)
         self._shares = next(before, new)  # of an optimizer that has its state from another fit
         if self._shares is not None:
-            self._shares.take_on(tensors.canonical_parameters().values())
+            self._shares.assign(tensors.canonical_parameters().values())
 
     def _replicas_of_tied(self) -> dict[Tensor, int]:
         """Assign the parameters that several ranks have to replicas in turn, alike on all ranks."""

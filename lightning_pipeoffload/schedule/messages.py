@@ -254,7 +254,7 @@ class PendingSends:
         for peer in self._peers:
             self._release(peer, self._sent[peer])
 
-    def take_back(self) -> None:
+    def release_all(self) -> None:
         """Release all, when the peers have received all of them."""
         for peer in self._peers:
             self._release(peer, 0)

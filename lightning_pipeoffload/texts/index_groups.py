@@ -35,7 +35,7 @@ class IndexGroups(list[int]):
         return super().__iter__()
 
     @classmethod
-    def take(cls, num_samples: int, collate: str, sampler: str) -> Self:
+    def pop_last(cls, num_samples: int, collate: str, sampler: str) -> Self:
         """Return the groups that were read last.
 
         Args:

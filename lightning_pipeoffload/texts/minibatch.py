@@ -106,7 +106,7 @@ class MinibatchCollate:
         Raises:
             ValueError: A ``MinibatchSampler`` has not yielded their indices.
         """
-        read = PackedIndices.take(len(samples), "MinibatchCollate", "MinibatchSampler")
+        read = PackedIndices.pop_last(len(samples), "MinibatchCollate", "MinibatchSampler")
         return Minibatch(map(self._collate, read.divide(samples)), read.weights, read.total)
 
 

@@ -188,7 +188,7 @@ class PackedRows:
             ValueError: A ``PackedRowsSampler`` has not yielded their indices, its rows are not
                 those of this object, or an item is not what its length says.
         """
-        read = IndexGroups.take(len(items), "PackedRows", "PackedRowsSampler")
+        read = IndexGroups.pop_last(len(items), "PackedRows", "PackedRowsSampler")
         if len(read.sizes) != self.num_rows:
             raise ValueError(
                 f"PackedRows(num_rows={self.num_rows}) got {len(read.sizes)} rows; give it the "

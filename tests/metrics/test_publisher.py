@@ -71,11 +71,11 @@ def ranks():
 
 def test_a_step_arrives_when_all_ranks_have_given_theirs(ranks):
     first, second = ranks
-    first.give(5, {"a": torch.tensor(1.5)})
+    first.publish(5, {"a": torch.tensor(1.5)})
     assert list(first.arrived()) == []
-    first.give(10, {"a": 2.5})
-    second.give(5, {"a": 3})
-    second.give(10, {})
+    first.publish(10, {"a": 2.5})
+    second.publish(5, {"a": 3})
+    second.publish(10, {})
     second.close()
     first.close()
     assert list(first.arrived()) == [
@@ -87,6 +87,6 @@ def test_a_step_arrives_when_all_ranks_have_given_theirs(ranks):
 
 def test_no_rank_waits_after_a_run_was_broken_off(ranks):
     first, second = ranks
-    first.give(5, {"a": 1.0})
+    first.publish(5, {"a": 1.0})
     first.abandon()
     second.abandon()

@@ -64,17 +64,17 @@ class PendingParameters:
         self._memory.update(map(_address_of, parameters))
         self._memory.discard(_NO_MEMORY)
         if not self._may_wait:
-            self.settle()
+            self.wait()
 
     def allow_waiting(self, may_wait: bool) -> None:
         """Set whether functions passed to :meth:`add` may be deferred.
 
-        They may where nothing between steps reads parameters, or a :class:`SettlingMode` detects
+        They may where nothing between steps reads parameters, or a :class:`WaitingMode` detects
         it.
         """
         self._may_wait = may_wait
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for all broadcasts."""
         while self._ends:
             self._ends.pop(0)()
@@ -91,7 +91,7 @@ class PendingParameters:
         return any(_address_of(tensor) in self._memory for tensor in tensors_in(values))
 
 
-class SettlingMode(TorchFunctionMode):
+class WaitingMode(TorchFunctionMode):
     """Waits for pending parameters before a torch function gets one of them as an argument.
 
     It may start and stop inside the user's contexts, which may be modes too, so it is inserted
@@ -125,7 +125,7 @@ class SettlingMode(TorchFunctionMode):
         is_attribute = getattr(func, "__name__", "") == "__get__"
         for pending in self._pending if not is_attribute else ():
             if pending and pending.are_in((args, kwargs)):
-                pending.settle()
+                pending.wait()
         return func(*args, **(kwargs or {}))
 
 

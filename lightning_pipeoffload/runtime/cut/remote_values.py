@@ -82,9 +82,9 @@ class AbsentValues:
                     make_real(slot, self._real)
                 if entries:
                     load_packed(slot, loaded, entries)
-        self.settle()
+        self.remove_if_complete()
 
-    def settle(self) -> None:
+    def remove_if_complete(self) -> None:
         """Remove the hooks once all tensors have values."""
         if not absent_in(self._module):
             self._remove_hooks()
@@ -99,12 +99,12 @@ def absent_in(module: nn.Module) -> list[Slot]:
     return [slot for slot in find_slots(module) if isinstance(slot.tensor, RemoteTensor)]
 
 
-def settle(module: nn.Module) -> None:
+def remove_complete_hooks(module: nn.Module) -> None:
     """Remove the hooks of :class:`AbsentValues` from a module that has all its values again."""
     hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
     for waiting in [getattr(hook, "__self__", None) for hook in hooks]:
         if isinstance(waiting, AbsentValues):
-            waiting.settle()
+            waiting.remove_if_complete()
 
 
 def make_real(slot: Slot, by_shape: dict[int, Tensor]) -> Tensor:

@@ -209,7 +209,7 @@ class StepTrace:
                     self.record.result_counts = sample_counts(result)
                     self._reach_back(result)
                 except (ValueNeededError, Exception) as error:
-                    if self._kernels.take_in(error, self.chain.blocks):
+                    if self._kernels.add_from(error, self.chain.blocks):
                         raise KernelFoundError from error
                     self._end_early(self._kernels.explain(error))
                 self._finish()

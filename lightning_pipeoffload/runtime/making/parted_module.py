@@ -15,7 +15,7 @@ from lightning_pipeoffload.runtime.cut.remote_values import make_real
 from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.making.construction import Blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import begins_with_nan
-from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of, take_state
+from lightning_pipeoffload.runtime.shapes.quantized_weight import copy_state, scales_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
 
@@ -108,4 +108,4 @@ def _fill(slots: Sequence[Slot], value: Tensor) -> None:
     real_tensors: dict[int, Tensor] = {}
     for slot in slots:
         make_real(slot, real_tensors).copy_(value)
-        take_state(slot, value)
+        copy_state(slot, value)

@@ -158,7 +158,7 @@ def _measure(
                 result = part.run(TRACE)
             measuring.run_backward(loss_in(result))
     except (ValueNeededError, RuntimeError) as error:
-        if kernels.take_in(error, pipeline.chain.blocks):  # in a backward
+        if kernels.add_from(error, pipeline.chain.blocks):  # in a backward
             return _measure(pipeline, part, recompute, kernels)
         if not isinstance(error, ValueNeededError):
             raise

@@ -126,7 +126,7 @@ class HostMemory:
 
     def acquire(self, num_bytes: int) -> Slab:
         """Allocate a slab of ``num_bytes``, or raise :class:`HostMemoryError`."""
-        return Slab(self, [self._take_piece(size) for size in piece_sizes(num_bytes)])
+        return Slab(self, [self._pop_piece(size) for size in piece_sizes(num_bytes)])
 
     def reserve(self, slabs: Iterable[tuple[Hashable, int]]) -> None:
         """Allocate all slabs that a plan needs, before it runs.
@@ -149,7 +149,7 @@ class HostMemory:
         for piece in pieces:
             self._free[piece.numel()].append(piece)
 
-    def _take_piece(self, size: int) -> Tensor:
+    def _pop_piece(self, size: int) -> Tensor:
         if self._free[size]:
             return self._free[size].pop()
         self._check_room(size)

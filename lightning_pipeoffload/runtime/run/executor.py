@@ -37,7 +37,7 @@ from lightning_pipeoffload.schedule.messages import actions_ahead
 _BACKWARD = {Kind.B, Kind.BW}
 _LAST = {Kind.W, Kind.BW}
 
-Settle = Callable[[], bool]
+WaitForWeights = Callable[[], bool]
 """Waits until the weights for the step are final; returns whether they have changed meanwhile."""
 
 
@@ -134,7 +134,7 @@ class Executor:
         self,
         plan: Schedule,
         microbatches: Sequence[Microbatch],
-        settle: Settle | None = None,
+        wait_for_weights: WaitForWeights | None = None,
         listener: GradientListener | None = None,
     ) -> list[Any]:
         """Execute the rank's actions before its first backward; :meth:`run_rest` executes the rest.
@@ -142,9 +142,9 @@ class Executor:
         Args:
             plan: A lowered plan.
             microbatches: The microbatches of the batch.
-            settle: Called after the actions that may run with weights that an optimizer step still
-                changes. Returns whether the weights have changed, so that these actions run again.
-                None: the weights are final.
+            wait_for_weights: Called after the actions that may run with weights that an optimizer
+                step still changes. Returns whether the weights have changed, so that these actions
+                run again. None: the weights are final.
             listener: Averages gradients over replicas, or steps them, when they are final.
 
         Returns:
@@ -152,8 +152,8 @@ class Executor:
         """
         self.start(plan, microbatches, listener)
         actions: Sequence[Action] = plan[self.rank]
-        if settle is not None:
-            actions = self._run_ahead(settle, actions)
+        if wait_for_weights is not None:
+            actions = self._run_ahead(wait_for_weights, actions)
         self.expect(actions)
         self._rest = iter(actions)
         for action in self._rest:
@@ -228,7 +228,9 @@ class Executor:
         if self._is_marked:
             self._run = {k: partial(_run_marked, run) for k, run in self._handlers.items()}
 
-    def _run_ahead(self, settle: Settle, actions: Sequence[Action]) -> list[Action]:
+    def _run_ahead(
+        self, wait_for_weights: WaitForWeights, actions: Sequence[Action]
+    ) -> list[Action]:
         """Run the actions that need no final weights, again if weights change; return the rest."""
         if self._ahead is None:
             self._ahead = actions_ahead(self._plan)[self.rank]
@@ -237,8 +239,8 @@ class Executor:
         there.difference_update(ahead)
         put_back = next(iter(self.stages.values())).keep_writes()
         self._run_forwards(ahead)
-        if settle():
-            self._take_back()
+        if wait_for_weights():
+            self._undo_forwards()
             put_back()
             self._run_forwards(ahead)
         return [action for action in actions if action in there]
@@ -249,13 +251,13 @@ class Executor:
             self.execute(action)
         self.current = None
 
-    def _take_back(self) -> None:
+    def _undo_forwards(self) -> None:
         """Undo this step's forwards on all ranks, after receiving their messages."""
-        self.mailbox.take_back()
+        self.mailbox.undo_step()
         self._results.clear()
-        self.memory.take_back()
+        self.memory.undo_step()
         for stage in self.stages.values():
-            stage.take_back()
+            stage.undo_step()
         self.timer.start_step(self._plan.num_sequence_slices)
         forget_casts()
 
@@ -292,7 +294,7 @@ class Executor:
         if self._pending is not None and self._pending:
             receive = self._with_weights(receive)
         output = stage.forward(microbatch, receive, self._keep, store)
-        if not self.mailbox.give(action, output) and microbatch.has_result:
+        if not self.mailbox.put(action, output) and microbatch.has_result:
             self._results[action.microbatch] = output
         self._finish(action)
 
@@ -301,7 +303,7 @@ class Executor:
         assert self._pending is not None
         received = receive()
         self.timer.pause()
-        self._pending.settle()
+        self._pending.wait()
         self.timer.resume()
         return lambda: received
 
@@ -315,7 +317,7 @@ class Executor:
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         gradients = self.mailbox.receive(action, self.timer)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
-        self.mailbox.give(action, gradients)
+        self.mailbox.put(action, gradients)
         self._finish(action)
 
     def _weight(self, action: Action) -> None:

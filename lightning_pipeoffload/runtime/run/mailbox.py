@@ -4,8 +4,8 @@ A message is named by an action at either end: the output of ``1F0`` is sent by 
 taken by ``2F0``, for which ``2RECV_F0`` waits. Between two stages of one rank there is no SEND and
 no RECV, and the message waits here::
 
-    give(1F0) -> [1SEND_F0] -> send     transport     post, until -> [2RECV_F0] -> receive(2F0)
-    give(1F0) -> [2RECV_F0] -> receive(2F0)              where both stages are of this rank
+    put(1F0) -> [1SEND_F0] -> send     transport     post, until -> [2RECV_F0] -> receive(2F0)
+    put(1F0) -> [2RECV_F0] -> receive(2F0)              where both stages are of this rank
 
 Which tensors a message has is decided in the trace, alike on every rank:
 :meth:`StepRecord.payload_over`. ``StageRunner`` collects them, and ``StagePass`` enters them into
@@ -130,7 +130,7 @@ class Mailbox:
             timer.resume()
         return self._messages.pop(needed)
 
-    def give(self, action: Action, tensors: list[Tensor]) -> bool:
+    def put(self, action: Action, tensors: list[Tensor]) -> bool:
         """Keep the result of an F or B for its next stage; return False if no stage follows."""
         receiver = self._ends[action].receiver
         if receiver is None:
@@ -150,11 +150,11 @@ class Mailbox:
         self._sends.end_step()
         self.transport.finish_step()
 
-    def take_back(self) -> None:
+    def undo_step(self) -> None:
         """Undo this step's messages, after receiving those that the peers have sent."""
         for receive in self.receives.rest():
             self.transport.wait(receive)
-        self._sends.take_back()
+        self._sends.release_all()
         self.start_step()
 
     def abandon(self) -> None:

@@ -289,7 +289,7 @@ class Pipeline:
         """
         record = self._find_record(kind, part, step, seed)
         if record not in self._assigned:
-            self._take_in(record)
+            self._use_record(record)
             self._assigned.add(record)
         if self._num_slices > 1 and record.sequence is None:
             check_slices(record, self.chain, self.module, bool(self.settings.compile))
@@ -378,7 +378,7 @@ class Pipeline:
             remove_answers()
             remove_collectives()
 
-    def _take_in(self, record: StepRecord) -> None:
+    def _use_record(self, record: StepRecord) -> None:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""
         if not self.committed:
             self._learn(record)

@@ -227,7 +227,7 @@ class ActivationMemory:
             with suppress(CopyError):  # it is known, for the step has failed
                 store.drop()
 
-    def take_back(self) -> None:
+    def undo_step(self) -> None:
         """Discard everything that this step has saved, because the step restarts."""
         for store in self._stores():
             store.drop()

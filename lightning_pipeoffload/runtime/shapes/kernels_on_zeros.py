@@ -103,7 +103,7 @@ class KernelsOnZeros:
         copied._reported = self._reported
         return copied
 
-    def take_in(self, error: BaseException, blocks: Iterable[nn.Module]) -> bool:
+    def add_from(self, error: BaseException, blocks: Iterable[nn.Module]) -> bool:
         """Add the innermost Function or module in which an error has asked for an address.
 
         Returns:
@@ -126,7 +126,7 @@ class KernelsOnZeros:
         return False
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return ``error`` with the reason why :meth:`take_in` could register nothing for it."""
+        """Return ``error`` with the reason why :meth:`add_from` could register nothing for it."""
         if not _asks_for_address(error):
             return error
         origins = error.origins if isinstance(error, AddressNeededError) else _SOME

@@ -225,7 +225,7 @@ def with_state(tensor: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
     return sent
 
 
-def take_state(slot: Slot, value: Tensor) -> None:
+def copy_state(slot: Slot, value: Tensor) -> None:
     """Set the quantization state of a slot's weight and layer to that of ``value``, if any."""
     state = getattr(value, "quant_state", None)
     if state is not None:

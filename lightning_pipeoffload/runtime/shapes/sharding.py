@@ -96,14 +96,14 @@ def keep_in_state(layer: nn.Module, shardings: Mapping[str, Sharding]) -> None:
             if isinstance(state.get(prefix + attribute), Tensor):
                 set_sharding(state[prefix + attribute], sharding)
 
-    def take_part(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def keep_own_part(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for attribute, sharding in shardings.items():
             loaded = state.get(prefix + attribute)
             if isinstance(loaded, Tensor) and loaded.shape == sharding.shape:
                 state[prefix + attribute] = sharding.part(value_of(loaded))
 
     layer.register_state_dict_post_hook(record)
-    layer.register_load_state_dict_pre_hook(take_part)
+    layer.register_load_state_dict_pre_hook(keep_own_part)
 
 
 def is_shard(tensor: Tensor) -> bool:

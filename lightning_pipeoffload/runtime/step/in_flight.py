@@ -35,7 +35,7 @@ the middle, with the numbers of the events below::
 14. Until W the queue remains, and values of tensors that later F's write and W reads (``seen``).
 15. W: ``StageRunner.weight`` empties the queue. BW adds all gradients at once and ends here too.
 16. ``StageRunner.free`` drops the InFlight. After an error ``abandon`` drops all of a stage, and
-    ``take_back`` those whose forwards run again.
+    ``undo_step`` those whose forwards run again.
 
 Where blocks run on slices of sequences, each slice is a Microbatch with its own InFlight; tensors
 kept for later slices of a microbatch on a stage are in the EarlierSlices that they share.

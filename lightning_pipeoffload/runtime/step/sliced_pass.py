@@ -73,7 +73,11 @@ class SlicedPass(StagePass):
         if self._generators.exist:
             self._generators.seed(seed)
         output = super()._run_own(call, index, args, kwargs)
-        return output if call == self._record.exit else self._hand_on(call, output_tensors(output))
+        return (
+            output
+            if call == self._record.exit
+            else self._whole_output(call, output_tensors(output))
+        )
 
     @override
     def _plain_call(self, index: int) -> Callable[..., Any]:
@@ -82,10 +86,10 @@ class SlicedPass(StagePass):
         return partial(BlockOnSlice(name, index, self._part, self._earlier).run, plain)
 
     @override
-    def _hand_over(self, call: int, output: BlockOutput) -> Any:
-        return self._hand_on(call, self._entered.pop(call))
+    def _received_output(self, call: int, output: BlockOutput) -> Any:
+        return self._whole_output(call, self._entered.pop(call))
 
-    def _hand_on(self, call: int, tensors: Sequence[Tensor]) -> Any:
+    def _whole_output(self, call: int, tensors: Sequence[Tensor]) -> Any:
         """Return the whole output of a call; before the last block it has no values."""
         output, context = self._step_record.outputs[call], self._context
         if call == len(self._record.calls) - 1:

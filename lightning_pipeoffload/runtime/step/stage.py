@@ -149,14 +149,14 @@ class StageRunner:
                 return output
             flight.loss = loss_in(output)
             return output.detach() if isinstance(output, Tensor) else tree_map(_detach, output)
-        return self._hand_on(flight, output)
+        return self._outputs_to_send(flight, output)
 
     def _earlier_of(self, flight: InFlight) -> EarlierSlices | None:
         if flight.slice.index == 0:
             return EarlierSlices()
         return self.in_flight[flight.microbatch.index - 1].earlier
 
-    def _hand_on(self, flight: InFlight, output: list[Tensor]) -> list[Tensor]:
+    def _outputs_to_send(self, flight: InFlight, output: list[Tensor]) -> list[Tensor]:
         specs = flight.record.specs_out
         if len(output) != len(specs):
             self._refuse_payload(output, flight)
@@ -333,7 +333,7 @@ class StageRunner:
         self._drop_flights()
         self._context.gradients.forget()
 
-    def take_back(self) -> None:
+    def undo_step(self) -> None:
         """Drop all forwards of this step, since they run again with other weights."""
         self._compared.difference_update(self.in_flight)
         self._drop_flights()

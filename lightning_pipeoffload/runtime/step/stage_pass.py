@@ -283,13 +283,13 @@ class StagePass:
         if call == self._record.entry:
             self._enter_stage()
         if call in self._entered:
-            return self._hand_over(call, output)
+            return self._received_output(call, output)
         shapes = self._context.shapes_of(index, output, self._microbatch.device)
         if isinstance(shapes, ShapeOnly) and suffices and call != self._record.entry:
             self._shape_outputs[call] = shapes, shapes.meta
         return shapes
 
-    def _hand_over(self, call: int, output: BlockOutput) -> Any:
+    def _received_output(self, call: int, output: BlockOutput) -> Any:
         return output.fill(self._entered.pop(call))
 
     def _run_own(self, call: int, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -130,7 +130,7 @@ class Values:
             self._weight_bytes += received.nbytes if held.number in self._weights else 0
         held.is_everywhere = True
 
-    def take_weight_bytes(self) -> int:
+    def pop_weight_bytes(self) -> int:
         """Return the bytes of other ranks' weights that code has read since the last call."""
         taken, self._weight_bytes = self._weight_bytes, 0
         return taken

@@ -237,7 +237,7 @@ class WholeRun:
             yield
             if self._num_held or self._seed is not None:  # ranks begin a hook's call together
                 self._layout.values.share_outputs()
-            self._note_bytes(num_lent + self._layout.values.take_weight_bytes())
+            self._note_bytes(num_lent + self._layout.values.pop_weight_bytes())
 
     @contextmanager
     def _on_its_owner(self, unit: Unit) -> Iterator[None]:

@@ -70,9 +70,9 @@ class ListScheduler:
         agenda = self._agenda
         while agenda and self.longest < shorter_than:
             key, rank = heappop(agenda)
-            self.turn(rank, key)
+            self.start_next(rank, key)
 
-    def turn(self, rank: int, key: float) -> None:
+    def start_next(self, rank: int, key: float) -> None:
         """Start something on a rank, or leave it until something arrives."""
         raise NotImplementedError
 
@@ -196,7 +196,7 @@ class _ByClock(Filler):
         self._is_patient = patience is not None
         self._tolerated = max(problem.work) + (patience or 0.0)
 
-    def turn(self, rank: int, key: float) -> None:
+    def start_next(self, rank: int, key: float) -> None:
         if self.clock[rank] > key:
             return
         wanted = self._choose(rank, key)
@@ -294,7 +294,7 @@ class _ByRounds(Filler):
         self._num_done = [0] * problem.num_ranks
         self._waiting: set[int] = set()
 
-    def turn(self, rank: int, key: float) -> None:
+    def start_next(self, rank: int, key: float) -> None:
         wanted = self.rule.next(self, rank, self.clock[rank])
         if wanted is None:
             return

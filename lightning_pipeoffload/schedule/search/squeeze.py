@@ -109,7 +109,7 @@ class _Squeeze(ListScheduler):
             for place, (operation, _) in enumerate(rank):
                 self._places[operation].append(place)
 
-    def turn(self, rank: int, key: float) -> None:
+    def start_next(self, rank: int, key: float) -> None:
         if self.clock[rank] > key + self._tolerance:
             return
         left = self._left[rank]

@@ -184,7 +184,7 @@ def solved(
     check_solver()
     check_solver_seconds(solver_seconds)
     solved_plans = SolvedPlans(PlanCache(plan_cache), problem)
-    if solved_plans.settles(solver_seconds):
+    if solved_plans.suffices(solver_seconds):
         return solved_plans.start()
     improvement = Improvement(problem, solved_plans.start())
     if not improvement.is_final:
@@ -230,7 +230,7 @@ class SolvedPlans:
         cached = cache.find(self._question)
         self._cached = cached if cached is not None and problem.keeps(cached.schedule) else None
 
-    def settles(self, solver_seconds: float) -> bool:
+    def suffices(self, solver_seconds: float) -> bool:
         """Return whether a search of ``solver_seconds`` would hardly improve a known plan."""
         cached = self._cached
         if cached is None or not cached.is_exact:
@@ -239,7 +239,7 @@ class SolvedPlans:
         return bool(cached.remarks.get("is_final")) or spent >= solver_seconds * _ABOUT_AS_LONG
 
     def start(self, families: Schedule | None = None) -> Schedule:
-        """Return the plan that settles it, else the best to start from.
+        """Return the known plan if it suffices, else the best to start from.
 
         Args:
             families: A plan that there is; None: the best of the families is sought where none was

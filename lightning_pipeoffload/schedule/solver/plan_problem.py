@@ -368,7 +368,7 @@ class StartTimes:
     ) -> StartTimes:
         """Simulate a plan whose B and W are apart, before it is lowered, with costs in ticks.
 
-        Without a barrier it is a step among many, when the ranks have settled.
+        Without a barrier it is a step among many, in the steady state.
         """
         copied: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
         for rank in plan:

@@ -137,7 +137,7 @@ def _answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
     start = solved_plans.start(in_use)
     if problem.seconds(start) < problem.seconds(in_use):
         tell(start)
-    if solved_plans.settles(seconds):
+    if solved_plans.suffices(seconds):
         return
     began = time.monotonic()
 

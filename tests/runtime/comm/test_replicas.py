@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.comm.replicas import PendingParameters, SettlingMode
+from lightning_pipeoffload.runtime.comm.replicas import PendingParameters, WaitingMode
 
 COMING = nn.Parameter(torch.zeros(2, 3))
 OTHER = torch.zeros(3)
 ROW = COMING.detach()[0]
 
 
-def settles(call):
+def waits(call):
     """Return whether a call waits, and what it has then."""
     COMING.data.zero_()
     pending = PendingParameters(may_wait=True)
     pending.add(lambda: COMING.data.fill_(1.0), [COMING])
-    with SettlingMode(pending):
+    with WaitingMode(pending):
         call()
     return not pending
 
@@ -38,7 +38,7 @@ def settles(call):
     ],
 )
 def test_a_call_that_is_given_one_waits(call):
-    assert settles(call)
+    assert waits(call)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_call_that_is_given_one_waits(call):
     ],
 )
 def test_others_go_on(call):
-    assert not settles(call)
+    assert not waits(call)
 
 
 def test_where_nothing_may_wait_they_are_there_at_once():
