@@ -1,7 +1,7 @@
 """The console scripts, which answer ``--help`` and wrong arguments without importing torch.
 
 Importing ``lightning_pipeoffload`` registers strategies with Lightning, and that takes seconds. So
-this module lies beside the package, and imports submodules of it without running its ``__init__``;
+this module lies next to the package, and imports submodules of it without running its ``__init__``;
 a command that needs torch runs that when a run begins (``configuration.load_package``). As
 modules, ``python -m lightning_pipeoffload.train`` and ``.plan``, they are slower to answer.
 """

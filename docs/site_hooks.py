@@ -41,7 +41,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _index() -> str:
-    """Return the index of ``refusals.py``, which lies beside this file and in no package."""
+    """Return the index of ``refusals.py``, which lies next to this file and in no package."""
     return str(runpy.run_path(str(Path(__file__).with_name("refusals.py")))["index"]())
 
 

@@ -20,7 +20,7 @@ from lightning_pipeoffload import PipeOffloadStrategy
 
 
 class Residual(nn.Module):
-    """A convolution beside a shortcut."""
+    """A convolution with a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ NUM_DIRECTIONS = 8
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

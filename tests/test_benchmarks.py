@@ -111,7 +111,7 @@ def test_each_rank_has_its_actions_costs(capsys):
     printed = capsys.readouterr().out
     rows = [line.split("│") for line in printed.splitlines() if "│" in line]
     found = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows}
-    assert all(float(cell) > 0 for cell in found["F"] + found["beside actions"])
+    assert all(float(cell) > 0 for cell in found["F"] + found["between actions"])
     assert found["SEND_F"][1] == "" == found["SEND_B"][0]  # a rank at the end sends one way
     assert "stage_pass.py" in printed
 

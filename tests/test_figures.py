@@ -73,9 +73,9 @@ def a_step_on_the_host(compared):
     words = "compare=[zb_h1,zb_v] num_ranks=4 num_microbatches=8 costs.step={}"
     without, rows = (compared(words.format(step))["compare"] for step in (0, 0.15 * 24))
     longer = [row["period"] / bare["period"] - 1 for row, bare in zip(rows, without, strict=True)]
-    behind = [0.15 * 24 / bare["period"] for bare in without]
+    after = [0.15 * 24 / bare["period"] for bare in without]
     yield f"makes `zb_h1` {percent(longer[0])} and `zb_v` {percent(longer[1])} longer"
-    yield f"it would be {100 * behind[0]:.0f} and {100 * behind[1]:.0f} % behind"
+    yield f"it would be {100 * after[0]:.0f} and {100 * after[1]:.0f} % after"
 
 
 def copies_for_w(compared):

@@ -31,7 +31,7 @@ from tests.support.pairs import first, slow
 CPU = torch.device("cpu")
 # The first of each are in the default run; what the others call has tests of its own on the CPU.
 ALONE = [
-    gpu_parts.late_copies, gpu_llama.products, gpu_spin.waits_beside_a_kernel, gpu_llama.rehearsed,
+    gpu_parts.late_copies, gpu_llama.products, gpu_spin.waits_during_a_kernel, gpu_llama.rehearsed,
     gpu_llama.llama, gpu_llama.compiled, gpu_parts.late_copies_under_sanitizer,
     gpu_parts.exactness, gpu_parts.casts, gpu_parts.offload,
     gpu_parts.tests_of_gpus, gpu_ranks.held_multiprocessors, gpu_fits.fits, gpu_fits.quantized,
@@ -42,7 +42,7 @@ IN_PAIRS = [
     gpu_spin.spinning_messages, gpu_ranks.two_ranks, gpu_fits.two_processes, gpu_fits.on_demand,
     gpu_fits.ways_of_two_processes, gpu_fits.blame, gpu_roads.tensor_ranks,
     gpu_nccl.nccl_open_receives, gpu_nccl.nccl_killed, gpu_nccl.nccl_default, gpu_nccl.nccl_ranks,
-    gpu_nccl.nccl_ways, gpu_nccl.nccl_beside_torch, gpu_nccl.shared_link,
+    gpu_nccl.nccl_ways, gpu_nccl.nccl_and_torch, gpu_nccl.shared_link,
 ]  # fmt: skip
 
 

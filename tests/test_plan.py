@@ -156,7 +156,7 @@ def test_reductions_are_planned_where_they_take_time(figures, printed, tmp_path)
     for schedule in ("schedule=zb_h1", f"strategy.schedule={path}"):
         assert figures(schedule, "costs.reduce=5", "offload=none")["makespan"] == 26 + 1 / 8 + 5
     found = printed("schedule=zb_h1", "costs.reduce=[0,0,0,3]")
-    assert "alone 27.375 units" in found  # an eighth of it, behind a tail of four W's
+    assert "alone 27.375 units" in found  # an eighth of it, after a tail of four W's
     assert "\nreduce " in found
 
 
@@ -269,9 +269,9 @@ def test_a_schedule_is_read_from_a_file(figures, tmp_path):
 def test_a_comparison_has_the_figures_of_each_alone(name, figures):
     limit = 4 if name == "1f1b" else 3
     sizes = ("num_ranks=4", "num_microbatches=8", f"memory_limit={limit}")
-    alone, beside = figures(f"schedule={name}", *sizes), figures(f"compare={name}", *sizes)
-    assert (beside["num_ranks"], beside["num_microbatches"]) == (4, 8)
-    (row,) = beside["compare"]
+    alone, compared = figures(f"schedule={name}", *sizes), figures(f"compare={name}", *sizes)
+    assert (compared["num_ranks"], compared["num_microbatches"]) == (4, 8)
+    (row,) = compared["compare"]
     assert {key: alone[key] for key in row} == row
 
 

@@ -33,7 +33,7 @@ LISTED = {
         "warnings.simplefilter": "a block: a metric of values that stand for a microbatch's own",
     },
     "metrics/metric_values.py": {
-        "Metric.sync": "until a run of any strategy: scripts compute metrics behind a fit",
+        "Metric.sync": "until a run of any strategy: scripts compute metrics after a fit",
         "Strategy.setup_environment": "until a run of any strategy, by which it is noticed",
     },
     "runtime/measure/live_bytes.py": {

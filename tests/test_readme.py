@@ -232,7 +232,7 @@ def test_a_plan_is_made(line, monkeypatch, capsys, tmp_path):
 
 
 def _with_shared_layers(program):
-    """Return the program with the call that docs/cluster.md adds behind the line of the model."""
+    """Return the program with the call that docs/cluster.md adds after the line of the model."""
     call = re.search(r"`(parallelize_module\(self\.model.*?\))`", page("cluster.md"), re.DOTALL)[1]
     line = next(line for line in program.splitlines() if "self.model = Auto" in line)
     imports = (

@@ -63,11 +63,11 @@ class Inner(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, inner, behind):
+    def __init__(self, inner, after):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.inner = inner()
-        self.dropout = nn.Dropout(behind)
+        self.dropout = nn.Dropout(after)
 
     def forward(self, x):
         result = self.dropout(self.inner(self.norm(x)))
@@ -113,12 +113,12 @@ class Net(L.LightningModule):
         self,
         plan="tensor",
         inner=Inner,
-        behind=0.0,
+        after=0.0,
         optimizer=torch.optim.AdamW,
         dtype=torch.float64,
     ):
         super().__init__()
-        self.plan, self.inner, self.behind, self.optimizer = plan, inner, behind, optimizer
+        self.plan, self.inner, self.after, self.optimizer = plan, inner, after, optimizer
         self.precision = dtype
         self.losses = []
 
@@ -126,7 +126,7 @@ class Net(L.LightningModule):
         if hasattr(self, "blocks"):
             return
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(self.inner, self.behind) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(self.inner, self.after) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
         self.to(self.precision)
@@ -301,9 +301,9 @@ CASES = {
         (2, 2),
         {"module": {"plan": "sequence"}, "pipeline": {"recompute": "cheap"}},
     ),
-    "dropout behind": (
+    "dropout after": (
         (1, 2, 2),
-        {"module": {"behind": 0.3}, "pipeline": {"schedule": "1f1b"}},
+        {"module": {"after": 0.3}, "pipeline": {"schedule": "1f1b"}},
     ),
     "loss_parallel in a V, recomputed": (
         (2, 2),
@@ -629,8 +629,8 @@ def test_one_trainer_fits_again_and_another_one_is_refused(ranks, tmp_path):
 
 
 DROPPING = {
-    "tensor": {"inner": partial(Inner, dropout=0.3), "behind": 0.3},
-    "sequence": {"plan": "sequence", "inner": partial(Inner, dropout=0.3), "behind": 0.3},
+    "tensor": {"inner": partial(Inner, dropout=0.3), "after": 0.3},
+    "sequence": {"plan": "sequence", "inner": partial(Inner, dropout=0.3), "after": 0.3},
 }
 
 
@@ -666,8 +666,8 @@ def test_dropout_of_shards_is_the_same_for_every_p_and_schedule(ranks, tmp_path,
     losses, masks = found[0]
     assert masks
     for number, (mask, other) in enumerate(zip(masks, found[1][1], strict=True)):
-        is_behind = number % 2 == 1  # in each block that of its inner part comes first
-        assert (mask == other) == (plan == "tensor" and is_behind)
+        is_after = number % 2 == 1  # in each block that of its inner part comes first
+        assert (mask == other) == (plan == "tensor" and is_after)
     others = [ranks(4).run(run_dropping, (2, 2), tmp_path, plan, each) for each in OTHERS.values()]
     others.append(ranks(2).run(run_dropping, (1, 2), tmp_path, plan, {"schedule": "1f1b"}))
     for other in others:
@@ -863,7 +863,7 @@ def test_lightnings_example_is_that_of_one_device_and_a_notice_replaces_fully_sh
 
 
 @slow
-def test_shards_may_get_memory_and_values_behind_parallelize_module(ranks, tmp_path):
+def test_shards_may_get_memory_and_values_after_parallelize_module(ranks, tmp_path):
     options = {"kind": MadeWithoutValues}
     found = ranks(4).run(run, (2, 2), tmp_path, options)
     check_alike(found[0], fit((), tmp_path, **options))

@@ -1,4 +1,4 @@
-"""What ``schedule="auto"`` chooses in 12 settings, beside the best that any hand finds.
+"""What ``schedule="auto"`` chooses in 12 settings, compared with the best that any hand finds.
 
     python -m examples.benchmarks.auto_choice
 

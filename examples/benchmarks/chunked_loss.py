@@ -3,7 +3,7 @@
     python -m examples.benchmarks.chunked_loss measure
     python -m examples.benchmarks.chunked_loss plan
 
-* ``measure``: what the last of two ranks takes in training, in MiB, beside what the report said
+* ``measure``: what the last of two ranks takes in training, in MiB, next to what the report said
   before the first step (as ``memory estimate`` does), with whole logits and with chunks. The exit
   status is 1 where the two are more than 10 % apart for chunks.
 * ``plan``: by counted operations and bytes of shapes, 4096 tokens in bf16, 8 ranks, 16 microbatches

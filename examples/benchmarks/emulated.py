@@ -355,7 +355,7 @@ def main(line: Sequence[str] | None = None) -> None:
         return
     peers = "none" if given.alone else "best" if given.period else "same"
     for p in given.p:
-        what = "Periods with clipping" if given.period else "Steps behind a barrier"
+        what = "Periods with clipping" if given.period else "Steps after a barrier"
         m = given.m or 2 * p
         table = make_table(f"{what}, p = {p}, m = {m}, {given.milliseconds:g} ms a rank")
         for schedule in given.schedules:

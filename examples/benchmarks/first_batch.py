@@ -1,4 +1,4 @@
-"""Seconds from the start of a fit to the end of its first batch, beside ddp.
+"""Seconds from the start of a fit to the end of its first batch, compared with ddp.
 
     python -m examples.benchmarks.first_batch
     python -m examples.benchmarks.first_batch --layers 48 --ways zb_h1 limit --profile

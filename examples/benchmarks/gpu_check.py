@@ -6,7 +6,7 @@ What tells most comes first, so that a run that is cut off has told it. Each par
 with a process group and a limit of its own, so that one that hangs or kills the device's context
 takes nothing from the others; what its limit ends is "cut". A row is printed and appended to the
 file as it comes, an error's type and message too, and all else that a part prints goes to a file
-``.log`` beside it. Without an accelerator this says so and ends with status 2; if a part has
+``.log`` next to it. Without an accelerator this says so and ends with status 2; if a part has
 failed, with status 1.
 """
 
@@ -46,7 +46,7 @@ class Part:
     Attributes:
         function: A function of a device, which yields what it has found.
         seconds: The seconds after which it is killed.
-        environment: Variables beside this process's own.
+        environment: Variables in addition to this process's own.
     """
 
     function: Function
@@ -76,7 +76,7 @@ PARTS = [
     Part(gpu_llama.compiled, 70),
     Part(gpu_nccl.nccl_ways, 60),
     Part(gpu_nccl.nccl_killed, 35),
-    Part(gpu_nccl.nccl_beside_torch, 30),
+    Part(gpu_nccl.nccl_and_torch, 30),
     Part(gpu_nccl.nccl_open_receives, 20),
     Part(gpu_nccl.shared_link, 15),
     Part(gpu_fits.fits, 30),
@@ -89,8 +89,8 @@ PARTS = [
     Part(gpu_fits.two_processes, 45),
     Part(gpu_fits.blame, 40),
     Part(gpu_parts.late_copies, 12, _QUEUES),
-    Part(gpu_spin.waits_beside_a_kernel, 15),
-    Part(gpu_spin.waits_beside_a_kernel, 15, _EXPANDABLE),
+    Part(gpu_spin.waits_during_a_kernel, 15),
+    Part(gpu_spin.waits_during_a_kernel, 15, _EXPANDABLE),
     Part(gpu_ranks.held_multiprocessors, 12),
     Part(gpu_fits.host_step, 50),
     Part(gpu_spin.spinning_messages, 40),
@@ -127,7 +127,7 @@ def run_part(part: Part, device: torch.device, log: Path, until: float) -> Itera
     Args:
         part: The part.
         device: Its device.
-        log: The file that gets what it prints beside its rows.
+        log: The file that gets what it prints in addition to its rows.
         until: When all is to be over, on the monotonic clock.
     """
     started = time.monotonic()

@@ -296,7 +296,7 @@ def _strategies() -> dict[str, dict[str, Any]]:
 
 @needing("transformers")
 def llama(device: torch.device) -> Iterator[str]:
-    """A Trainer over one stage, beside plain Lightning that accumulates."""
+    """A Trainer over one stage, compared with plain Lightning that accumulates."""
     split: dict[str, float] = {}
     steps, trainer = fit(device, "auto")
     plain, loss = steps.seconds, loss_of(trainer)

@@ -422,7 +422,7 @@ def _blamed(said: list[str]) -> str:
 
 @needing_nccl
 def nccl_open_receives(device: torch.device) -> Iterator[str]:
-    """Products beside no, one and two open receives of NCCL's, of so many channels."""
+    """Products during no, one and two open receives of NCCL's, of so many channels."""
     rows, _ = _rows(be_receiver, device, 2, {}, 40)
     yield from rows[:-1]
     if rows[-1] != _END:
@@ -439,7 +439,7 @@ def be_receiver(device: torch.device) -> Iterator[str]:
             dist.new_group([0, 1], backend=kind, pg_options=_options(device, channels))
             for _ in range(2)
         ]
-        for row in _products_beside(groups, device):
+        for row in _products_during(groups, device):
             yield f"{channels or 'channels as NCCL chooses'}: {row}"
     yield _END
 
@@ -452,7 +452,7 @@ def _options(device: torch.device, channels: int | None) -> Any:
     return options
 
 
-def _products_beside(groups: list[Any], device: torch.device) -> Iterator[str]:
+def _products_during(groups: list[Any], device: torch.device) -> Iterator[str]:
     is_sender = dist.get_rank() == 1
     size, pause = (4096, 1.0) if is_accelerated(device) else (64, 0.0)
     factor, message = torch.randn(2, size, size, device=device).unbind()
@@ -513,9 +513,9 @@ def _loss(output: Tensor, target: Tensor | None = None) -> Tensor:
 
 
 @needing_nccl
-def nccl_beside_torch(device: torch.device) -> Iterator[str]:
+def nccl_and_torch(device: torch.device) -> Iterator[str]:
     """Torch's schedules and ours in the same processes: gradients, messages and their bytes."""
-    rows, _ = _rows(be_beside_torch, device, 2, {}, 60)
+    rows, _ = _rows(be_nccl_and_torch, device, 2, {}, 60)
     yield from rows[:-1]
     if rows[-1] != _END:
         raise RuntimeError(f"it ended with {rows[-1]}")
@@ -524,7 +524,7 @@ def nccl_beside_torch(device: torch.device) -> Iterator[str]:
 _OURS = {"1F1B": "1f1b", "InterleavedZeroBubble": "interleaved_1f1b", "ZBVZeroBubble": "zb_v"}
 
 
-def be_beside_torch(device: torch.device) -> Iterator[str]:
+def be_nccl_and_torch(device: torch.device) -> Iterator[str]:
     """Run a step of each, as one of two ranks."""
     rank, width = int(os.environ["NODE_RANK"]), 1024 if is_accelerated(device) else 32
     backends = f"cpu:gloo,{device.type}:nccl" if is_accelerated(device) else "gloo"

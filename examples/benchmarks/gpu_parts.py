@@ -224,7 +224,7 @@ _TESTS = ["tests/runtime/test_gpu.py", "tests/odc/test_on_demand_gpu.py"]
 
 
 def offload(device: torch.device) -> Iterator[str]:
-    """Offloading against none, at the first size whose copies fit beside its compute."""
+    """Offloading against none, at the first size whose copies fit within its compute."""
     if (settings := os.environ.get("PYTORCH_ALLOC_CONF")) and is_accelerated(device):
         torch._C._accelerator_setAllocatorSettings(settings)  # torch may have read others before
     speed = measure_copy_speed(device)

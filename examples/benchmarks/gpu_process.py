@@ -78,7 +78,7 @@ def start(
     Args:
         function: The part.
         device: The device that it is given.
-        environment: Variables beside this process's own.
+        environment: Variables in addition to this process's own.
         seconds: The seconds after which it will be killed.
         leads: Whether the process leads a process group, in which those that it starts are.
         anew: Whether it is a new Python, whose loader reads the environment, as for LD_PRELOAD.
@@ -188,7 +188,7 @@ def run_two(
         function: The part; each process finds in ``NODE_RANK`` which one it is.
         device: The device of all.
         seconds: The seconds after which they are killed on an accelerator.
-        environment: Variables beside this process's own.
+        environment: Variables in addition to this process's own.
         num_ranks: How many there are; each finds it in ``NUM_RANKS``.
         anew: See :func:`start`.
     """

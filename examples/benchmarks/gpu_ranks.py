@@ -200,6 +200,6 @@ def _holding(num_blocks: int, device: torch.device) -> Iterator[None]:
 
 def _spin(hold: Any, num_blocks: int, released: Tensor) -> None:
     """Let blocks of 512 threads spin on the current stream until a number on the host is set."""
-    # With the shared memory of NCCL's, so that products find no room beside one. As there, few
+    # With the shared memory of NCCL's, so that products find no room next to one. As there, few
     # threads poll: if all did, their reads of the host's memory would hold up launches.
     hold((num_blocks, 1, 1), (512, 1, 1), (released,), shared_mem=47 << 10)

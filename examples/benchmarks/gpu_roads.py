@@ -124,7 +124,7 @@ class Contrast(LightningModule):
 
 
 def called_twice(device: torch.device) -> Iterator[str]:
-    """SimCLR in bf16-mixed over two stages of one rank, beside plain Lightning's microbatches."""
+    """SimCLR in bf16-mixed over two stages of one rank, and in plain Lightning's microbatches."""
     generator = torch.Generator().manual_seed(0)
     views: Any = [*zip(*torch.randn(2, 64, 64, 256, generator=generator), strict=True)]
     losses = []

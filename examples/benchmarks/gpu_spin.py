@@ -114,7 +114,7 @@ class _Meeting(HostGroup):
 
 
 class SpinStream:
-    """Runs kernels in order, each behind what the compute stream has when it is given."""
+    """Runs kernels in order, each after what the compute stream has when it is given."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device, priority=-1)
@@ -174,7 +174,7 @@ def be_spinning_rank(device: torch.device) -> Iterator[str]:
         yield from steps_of_schedules(rank, device, BUSIEST)
 
 
-def waits_beside_a_kernel(device: torch.device) -> Iterator[str]:
+def waits_during_a_kernel(device: torch.device) -> Iterator[str]:
     """What the driver does not do while a kernel spins: a receive must not be open there."""
     x, pin = torch.ones(8, device=device), is_accelerated(device)
     if (settings := os.environ.get("PYTORCH_ALLOC_CONF")) and pin:
@@ -198,14 +198,14 @@ def waits_beside_a_kernel(device: torch.device) -> Iterator[str]:
         "cudaHostAlloc": lambda: torch.empty(numel, pin_memory=pin),
         "cudaFree": free,
         "a module's load": lambda: pin and compile_kernel(_PASS_ON, "pass_on"),
-        # Of what was freed and is kept, for more than is free beside it.
+        # Of what was freed and is kept, for more than is free apart from it.
         _FLUSH: lambda: take(7),
     }
     for name, call in calls.items():
         if name == _FLUSH:
             take(6)
             kept.clear()
-        spinning = spin_beside(device)
+        spinning = start_spinning(device)
         started = time.perf_counter()
         call()
         seconds = time.perf_counter() - started
@@ -216,7 +216,7 @@ def waits_beside_a_kernel(device: torch.device) -> Iterator[str]:
 _FLUSH = "a flush of the allocator"
 
 
-def spin_beside(device: torch.device) -> Callable[[], bool]:
+def start_spinning(device: torch.device) -> Callable[[], bool]:
     """Let a kernel spin for a second or so; return what says whether it has ended, and waits."""
     if not is_accelerated(device):
         return lambda: False

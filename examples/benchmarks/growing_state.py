@@ -3,11 +3,11 @@
     python -m examples.benchmarks.growing_state
     python -m examples.benchmarks.growing_state --kinds losses nested --runs pipeoffload:2
 
-Four small blocks; ``training_step`` adds to a list, a dict, a set or a deque behind them, as
+Four small blocks; ``training_step`` adds to a list, a dict, a set or a deque after them, as
 Lightning advises (``self.training_step_outputs.append(loss)``). For each kind and run a line has
 the milliseconds of a batch around the 100th and at the end, medians of a hundred, and their ratio.
 The last column is the ratio of the time that the process of global rank 0 computed, which a busy
-machine changes least. "bank" and the static kinds are no states that grow: they are read beside
+machine changes least. "bank" and the static kinds are no states that grow: they are read next to
 "nothing".
 """
 

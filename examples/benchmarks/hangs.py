@@ -2,7 +2,7 @@
 
 A host runs the executor, the transport and the stores of one rank over a plan, and enqueues what
 they enqueue, in program order. A stream's items run in order. Streams share n hardware queues, in
-which an item waits for what its stream has before it, and all behind it wait too. A message ends
+which an item waits for what its stream has before it, and all after it wait too. A message ends
 when both of its ends have begun (one that NCCL's buffers hold may be gone sooner), a collective
 when all ranks have. Where ranks share layers, an F and a B have collectives on a stream of their
 own, for which the compute stream waits. In a **device-wide wait** a host enqueues nothing before
@@ -155,7 +155,7 @@ class Host:
         self.run("compute", label)
 
     def start_together(self, stream: str, label: str, meets: Any, num_meeting: int) -> int:
-        """Enqueue what NCCL runs on a stream of its own, behind what is computed so far."""
+        """Enqueue what NCCL runs on a stream of its own, after what is computed so far."""
         self.hold(stream, self.mark("compute"), label)
         return self.run(stream, label, meets, num_meeting)
 

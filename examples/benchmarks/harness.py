@@ -204,7 +204,7 @@ def run_ranks(module: str, *arguments: str, environment: Mapping[str, str] | Non
     Args:
         module: The benchmark, which is given ``--results`` as well, for ``write_results``.
         *arguments: Its command line.
-        environment: Variables beside this process's own.
+        environment: Variables in addition to this process's own.
     """
     command = [sys.executable, "-m", f"examples.benchmarks.{module}", *arguments]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
 """How much of an optimizer's step on the host is hidden, where computing and stepping take no core.
 
 Blocks sleep in F, B and W, and the optimizer's step sleeps so many percent of a rank's work in a
-step. Nothing needs all gradients, so buckets step beside the last W's, of which the plan postpones
+step. Nothing needs all gradients, so buckets step during the last W's, of which the plan postpones
 as many as that takes; with ``--clip`` the step begins after the norm of all ranks.
 
     python -m examples.benchmarks.host_step_emulated --p 4 --schedules zb_h1 zb_v
 
 "/ without" is the time from one step to the next over that of the same schedule with the optimizer
 on the device, whose step takes no time; "planned" is the same by the simulator, for the plan in
-use. "Tail" is how many W's each stage has at least behind its last B.
+use. "Tail" is how many W's each stage has at least after its last B.
 """
 
 from __future__ import annotations

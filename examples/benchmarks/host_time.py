@@ -10,12 +10,12 @@ the same processes; a Trainer on one device trains one rank's blocks.
 
 Medians of an action over the steps, in microseconds, of each rank; torch's as a mean over its
 ranks, and ours over torch's by that mean. "Receiving" is what of F or B is spent on its message and
-on posting the next receive, which torch does outside of what is measured of it. "Beside actions" is
-what a step takes in Lightning's loop and ours, of the same thread; in torch's runtime, which sends
-in no action of its own, its messages too, and in the plain Trainer all but the user's step and
-backward. "Step" is all of a step in the thread, and "other threads" what gloo's take. ``--profile
-F`` prints where the last rank's F go, by the calls that cProfile counts (which lengthens Python
-against torch, and is for finding out, not for figures).
+on posting the next receive, which torch does outside of what is measured of it. "Between actions"
+is what a step takes in Lightning's loop and ours, of the same thread; in torch's runtime, which
+sends in no action of its own, its messages too, and in the plain Trainer all but the user's step
+and backward. "Step" is all of a step in the thread, and "other threads" what gloo's take.
+``--profile F`` prints where the last rank's F go, by the calls that cProfile counts (which makes
+Python slower than torch, and is for finding out, not for figures).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lightning_pipeoffload.schedule import Kind, build
 
 NUM_WARM_UP_STEPS = 4
 KINDS = (Kind.F, Kind.B, Kind.BW, Kind.W, Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
-RECEIVING, BESIDE, STEP, OTHERS = "receiving", "beside actions", "step", "other threads"
+RECEIVING, BETWEEN, STEP, OTHERS = "receiving", "between actions", "step", "other threads"
 
 Costs = dict[str, float]
 
@@ -76,7 +76,7 @@ class ActionCosts(Callback):
         profiled: The kind of action to profile; "": none is.
 
     Attributes:
-        seconds: Those of each action by its kind, and of a step beside its actions.
+        seconds: Those of each action by its kind, and of a step outside of its actions.
         profile: What was profiled.
     """
 
@@ -104,7 +104,7 @@ class ActionCosts(Callback):
             began = time.thread_time()
             result = run(*args, **options)
             seconds = time.thread_time() - began
-            self._go_on_profiling(self._profiled == BESIDE)
+            self._go_on_profiling(self._profiled == BETWEEN)
             self.seconds[name].append(seconds - self._received)
             self._in_actions += seconds
             self._received = 0.0
@@ -138,7 +138,7 @@ class ActionCosts(Callback):
         self.end_step()
 
     def medians(self) -> Costs:
-        """Return the median of each kind of action, and of a step beside them."""
+        """Return the median of each kind of action, and of a step outside of them."""
         return {name: median(seconds) for name, seconds in self.seconds.items()}
 
     def start_step(self, index: int) -> None:
@@ -147,13 +147,13 @@ class ActionCosts(Callback):
             self.seconds.clear()
             self.profile.clear()
         self._in_actions, self._began = 0.0, Busy.now()
-        self._go_on_profiling(self._profiled == BESIDE)
+        self._go_on_profiling(self._profiled == BETWEEN)
 
     def end_step(self) -> None:
-        """Keep what the step took beside its actions."""
+        """Keep what the step took outside of its actions."""
         self.profile.disable()
         spent = Busy(*(now - then for now, then in zip(Busy.now(), self._began, strict=True)))
-        self.seconds[BESIDE].append(spent.thread - self._in_actions)
+        self.seconds[BETWEEN].append(spent.thread - self._in_actions)
         self.seconds[STEP].append(spent.thread)
         self.seconds[OTHERS].append(spent.process - spent.thread)
 
@@ -247,7 +247,7 @@ def make_table(given: argparse.Namespace, found: dict[str, list[Costs]], plain: 
     names = [f"rank {rank}" for rank in range(len(ranks))]
     for name in ("", *names, "torch's", "/ torch's", "plain"):
         table.add_column(name, justify="right" if name else "left")
-    for name in (*(kind.name for kind in KINDS), RECEIVING, BESIDE, STEP, OTHERS):
+    for name in (*(kind.name for kind in KINDS), RECEIVING, BETWEEN, STEP, OTHERS):
         ours, peers = ([of[name] for of in each if name in of] for each in (ranks, torchs))
         if not ours:
             continue
@@ -271,7 +271,7 @@ def read_arguments(line: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=1, help="of each stage")
     parser.add_argument("--milliseconds", type=float, default=10, help="of a block's F, B and W")
     parser.add_argument("--steps", type=int, default=12, help="measured steps")
-    parser.add_argument("--profile", default="", help="F, B, W, SEND_F ... or 'beside actions'")
+    parser.add_argument("--profile", default="", help="F, B, W, SEND_F ... or 'between actions'")
     parser.add_argument("--results", help=argparse.SUPPRESS)
     parser.add_argument("--profiled-to", help=argparse.SUPPRESS)
     return parser.parse_args(line)

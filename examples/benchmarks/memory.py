@@ -5,7 +5,7 @@
     python -m examples.benchmarks.memory quantize
     python -m examples.benchmarks.memory checkpoint
 
-* ``estimate``: what two ranks take in training, from the second step on, beside what the report
+* ``estimate``: what two ranks take in training, from the second step on, next to what the report
   said before the first one. glibc is told to keep nothing that is free (it would keep 130 MiB). The
   exit status is 1 where the two are more than 15 % apart.
 * ``build``: what four ranks take to make a transformer of 1.5 GiB in ``configure_model``. Each may

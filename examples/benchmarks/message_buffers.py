@@ -2,7 +2,7 @@
 
 The executor and the transport of each rank run in the model of ``hangs.py``, whose hosts are so far
 ahead of their devices that no message counts as sent: two training steps by the plan, then two
-evaluations, each behind one that runs one microbatch at a time::
+evaluations, each after one that runs one microbatch at a time::
 
     python -m examples.benchmarks.message_buffers [--ranks 8] [--microbatches 64] [--schedules zb_v]
 """

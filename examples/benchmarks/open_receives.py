@@ -1,4 +1,4 @@
-"""How many kernels of messages spin beside what is computed, on several GPUs without one.
+"""How many kernels of messages spin during what is computed, on several GPUs without one.
 
 A receive over NCCL is a kernel that spins from where it is posted until its message is sent, a send
 until its receive is posted. Each rank's compute stream runs its actions of a plan, by costs of four
@@ -7,7 +7,7 @@ operations say when receives are posted::
 
     python -m examples.benchmarks.open_receives [--ranks 8] [--microbatches 32] [--schedules zb_v]
 
-"Early" is every receive as soon as its message may come. Kernels are the mean beside computation.
+"Early" is every receive as soon as its message may come. Kernels are the mean during computation.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Each cell has the step time over the busiest rank's work (1: no bubble), and the
 fullest rank in microbatches. The second table is under a limit of ``--limit`` microbatches.
 
 Runs of the strategy in processes, whose blocks sleep as long as slices of long sequences take (most
-of F is attention), are beside their plans with::
+of F is attention), are next to their plans with::
 
     python -m examples.benchmarks.sequence_slices --emulated [--ranks 4] [--milliseconds 800]
 
@@ -244,7 +244,7 @@ def emulate(given: argparse.Namespace) -> dict[str, float | str]:
 
 
 def print_emulated(given: argparse.Namespace) -> None:
-    """Print the periods of runs with and without slices, beside their plans."""
+    """Print the periods of runs with and without slices, next to their plans."""
     (count,) = given.microbatches = given.microbatches[:1]
     sizes = f"--ranks={given.ranks}", f"--microbatches={count}"
     of_rank = f"--milliseconds={given.milliseconds}"

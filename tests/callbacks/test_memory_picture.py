@@ -1,4 +1,4 @@
-"""The picture of what each rank has kept, beside its plan."""
+"""The picture of what each rank has kept, next to its plan."""
 
 import lightning as L
 import pytest

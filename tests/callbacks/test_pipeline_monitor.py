@@ -107,7 +107,7 @@ class KnowsItsOperations(Net):
 
 
 class Frozen(Net):
-    """A block without a gradient of its weight, behind one without any."""
+    """A block without a gradient of its weight, after one without any."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ def test_validation_is_no_part_of_the_period(monkeypatch, accumulate):
         assert steps[1]["pipeline/period_seconds"] < 1000
 
 
-def test_the_chosen_step_is_drawn_beside_its_plan(tmp_path, capsys):
+def test_the_chosen_step_is_drawn_next_to_its_plan(tmp_path, capsys):
     svg, trace = tmp_path / "step.svg", tmp_path / "step.json"
     fit(PipelineMonitor(step=3, timeline=[svg, str(trace)]), logger=False)
     text = svg.read_text()

@@ -40,7 +40,7 @@ def test_every_rank_has_the_same_work_whatever_its_number_of_stages(compare):
     ("costs", "num_ranks", "makespans"),
     [
         (Costs(0, 0, 0, communication=3), 4, [2 * 3 * 3, 2 * 7 * 3]),
-        (Costs(1, 1, 1, reduce=8), 1, [3 + 8, 1.5 + 1 / 16 + 8]),  # beside the first stage's W
+        (Costs(1, 1, 1, reduce=8), 1, [3 + 8, 1.5 + 1 / 16 + 8]),  # during the first stage's W
     ],
 )
 def test_messages_and_gradients_take_as_long_whatever_the_number_of_stages(
@@ -86,7 +86,7 @@ def test_a_table_has_one_unit_of_memory(compare, capsys):
     assert "MiB" not in text
 
 
-def test_offload_variants_stand_beside_the_schedule(compare):
+def test_offload_variants_stand_next_to_the_schedule(compare):
     costs = Costs(2, 2, 2, activation=2, offload=2, reload=2)
     alone, half, share = compare(["uniform", "uniform+half", "uniform+0.5"], costs, **SIZES)
     assert share == half | {"schedule": "uniform+0.5"}

@@ -145,8 +145,8 @@ def test_an_optimizer_on_the_host_steps_at_its_share_of_the_machines_memory(caps
     module = make(config, "model")
     moved = sum(28 * parameter.numel() for parameter in module.parameters())  # AdamW in float32
     assert sum(step) == pytest.approx(moved / 25e9)
-    beside, behind = planned(capsys, *AUTO, *on_host), planned(capsys, *AUTO, *on_host, CLIPPED)
-    assert beside["period"] < behind["period"]
+    during, after = planned(capsys, *AUTO, *on_host), planned(capsys, *AUTO, *on_host, CLIPPED)
+    assert during["period"] < after["period"]
 
 
 def test_what_is_told_is_what_it_goes_by(capsys):

@@ -37,7 +37,7 @@ FEATURES = {
     # The step.
     "loss": (0.2, ["samples", "tokens", "auxiliary"]),
     "before": (0.25, [None, "counter", "buffer", "noise", "writes_batch", "own_generator"]),
-    "behind": (
+    "after": (
         0.4, [None, "counter", "average", "list", "buffer", "extra_output", "dict_of_lists"],
     ),
     "log": (0.5, ["step", "both", "epoch", "bar_and_dict", "sum"]),
@@ -85,7 +85,7 @@ FEATURES = {
         0.35, [None, "memory_limit", "cheap", "full", "offload_half", "offload_full",
                "post_validation", "even", "blocks", "optimizer_offload", "folder"],
     ),
-    # Behind the others, whose draws stay the same.
+    # After the others, whose draws stay the same.
     "views": (0.25, ["one", "two", "reference"]),
     "packed": (0.1, [False, True]),
     "batch_metric": (

@@ -106,7 +106,7 @@ _RETURNS = {
     "dict": f'return {{"hidden": x + y, "extra": {_EXTRA}}}',
     "dataclass": f"return Output(x + y, {_EXTRA})",
 }
-# What a block gets beside the hidden states, and does with it.
+# What a block gets in addition to the hidden states, and does with it.
 _ARGUMENTS = {
     "mask": ("mask", "y = y * mask[..., None]"),
     "mask_by_name": ("mask=None", "if mask is not None:\n    y = y * mask[..., None]"),

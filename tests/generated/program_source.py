@@ -126,12 +126,12 @@ def _state_lines(chosen):
         "own_generator": ["self.generator = torch.Generator().manual_seed(3)"],
     }.get(chosen["before"], [])
     lines += {
-        "counter": ["self.count_behind = 0"],
+        "counter": ["self.count_after = 0"],
         "average": ["self.average = torch.zeros(())"],
         "list": ["self.losses = []"],
         "buffer": ['self.register_buffer("running", torch.zeros(()))'],
         "dict_of_lists": ['self.kept = {"loss": [], "size": []}'],
-    }.get(chosen["behind"], [])
+    }.get(chosen["after"], [])
     lines += {
         "mean": ["self.metric = MeanMetric()"],
         "accuracy": ['self.metric = MulticlassAccuracy(12, average="micro")'],
@@ -303,7 +303,7 @@ def _training(chosen):
     if chosen["empty"]:
         lines += ["loss = loss + self.empty.sum()"]
     lines += {
-        "counter": ["self.count_behind += 1"],
+        "counter": ["self.count_after += 1"],
         "average": ["self.average = 0.9 * self.average + 0.1 * loss.detach()"],
         "list": ["self.losses.append(loss.detach())"],
         "buffer": ["self.running.mul_(0.9).add_(0.1 * loss.detach())"],
@@ -311,7 +311,7 @@ def _training(chosen):
             'self.kept["loss"].append(loss.detach())',
             'self.kept["size"].append(len(y))',
         ],
-    }.get(chosen["behind"], [])
+    }.get(chosen["after"], [])
     lines += ["self.measure(loss, pooled, y)"] if chosen["batch_metric"] else []
     update = "pooled.detach(), y" if chosen["metric"] == "accuracy" else "each"
     if chosen["metric"]:
@@ -334,7 +334,7 @@ def _training(chosen):
             'self.log("num", float(len(y)), reduce_fx="sum", on_step=False, on_epoch=True)',
         ],
     }[chosen["log"]]
-    if chosen["behind"] == "extra_output":
+    if chosen["after"] == "extra_output":
         return [*lines, 'return {"loss": loss, "largest": pooled.detach().mean()}']
     return [*lines, "return loss"]
 
@@ -418,9 +418,9 @@ def _hooks(chosen):
     ending = {
         "list": ["SEEN.append(torch.stack(self.losses))", "self.losses.clear()"],
         "average": ["SEEN.append(self.average)"],
-        "counter": ["SEEN.append(self.count_behind)"],
+        "counter": ["SEEN.append(self.count_after)"],
         "dict_of_lists": ["SEEN.append(copy.deepcopy(self.kept))"],
-    }.get(chosen["behind"], [])
+    }.get(chosen["after"], [])
     ending += ["SEEN.append(self.count)"] if chosen["before"] == "counter" else []
     if chosen["in_block"] == "counter":
         ending += [f"SEEN.append([block.calls for block in {all_blocks(chosen)}])"]

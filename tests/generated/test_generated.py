@@ -1,4 +1,4 @@
-"""Generated programs beside one device; `make fuzz SECONDS=600` runs others.
+"""Generated programs compared with one device; `make fuzz SECONDS=600` runs others.
 
 `python -m tests.generated seed NUMBER` makes a failing seed's program small and writes its file.
 """

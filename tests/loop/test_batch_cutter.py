@@ -1,4 +1,4 @@
-"""Batches of lists, and batches that ``make_microbatches`` cuts, beside one device."""
+"""Batches of lists, and batches that ``make_microbatches`` cuts, compared with one device."""
 
 from contextlib import nullcontext
 

@@ -109,7 +109,7 @@ def test_replicas_that_set_other_options_end_too(ranks):
 
 
 class Counting(L.Callback):
-    """Counts the main thread's calls of stores in three steps of a fit, behind its first three."""
+    """Counts the main thread's calls of stores in three steps of a fit, after its first three."""
 
     def __init__(self):
         self.calls, self.is_on = Counter(), False

@@ -14,7 +14,7 @@ class Stopping(fits.Net):
     """Sets ``should_stop`` in the batch of index 2, or at an end.
 
     Args:
-        where: a hook, or "step": behind the blocks.
+        where: a hook, or "step": after the blocks.
         ranks: that do; None: all.
     """
 

@@ -11,7 +11,7 @@ FORMS = first(1, [{}, {"schedule": "zb_v", "derive_lengths": False}])
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_they_are_exact_also_in_evaluations_and_behind_a_checkpoint(ranks, tmp_path, options):
+def test_they_are_exact_also_in_evaluations_and_after_a_checkpoint(ranks, tmp_path, options):
     expected, _ = fit(0, str(tmp_path / "plain"), None, {})
     (found, derived), (_, others) = ranks(2).run(fit, 2, str(tmp_path / "two"), None, options)
     assert found == pytest.approx(expected, rel=1e-12)

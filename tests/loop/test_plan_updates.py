@@ -146,7 +146,7 @@ def test_losses_are_the_same_to_the_bit_when_the_plan_changes_twice(ranks, size,
     assert changed["losses"] == same["losses"]
 
 
-def test_the_solver_runs_beside_a_fit_and_ends_with_it(ranks, tmp_path):
+def test_the_solver_runs_during_a_fit_and_ends_with_it(ranks, tmp_path):
     options = {"pause": 0.05}
     results = ranks(2).run(with_solver, 2, str(tmp_path), options)
     assert [len(result["ended"]) for result in results] == [1, 0]

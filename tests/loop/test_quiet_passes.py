@@ -35,7 +35,7 @@ class Talking(fits.Net):
         self.logger.experiment.add_scalar("scalar", 1.0)
         self.logger.log_metrics({"direct": 1.0})
         loss = super().training_step(batch, batch_idx)
-        self.print("behind the blocks")
+        self.print("after the blocks")
         return loss
 
 
@@ -46,7 +46,7 @@ def test_once_for_each_microbatch(schedule, capsys):
     trainer = fits.trainer(1, {"schedule": schedule}, logger=logger, max_steps=2)
     trainer.fit(Talking(), fits.loader(), None)
     said = capsys.readouterr().out
-    assert [said.count(text) for text in ("before the", "behind the", "printed")] == [8, 8, 8]
+    assert [said.count(text) for text in ("before the", "after the", "printed")] == [8, 8, 8]
     assert [logger.said.count(name) for name in ("scalar", "direct")] == [8, 8]
     assert trainer.logger is logger
 

@@ -98,7 +98,7 @@ class BlockSampler(Sampler):
 
 @dataclass
 class Target:
-    """What a batch may hold besides tensors."""
+    """What a batch may hold in addition to tensors."""
 
     y: torch.Tensor
     names: list
@@ -220,7 +220,7 @@ KINDS = {
     "max_steps": (lambda: loader(shuffle=True, num_workers=1), {"max_steps": 8}),
     "limited": (lambda: loader(shuffle=True, num_workers=1), {"limit_train_batches": 4}),
     "persistent": (lambda: loader(num_workers=1, persistent_workers=True), {}),
-    "broken behind the last step": (lambda: loader(Broken(), num_workers=1), {"max_steps": 3}),
+    "broken after the last step": (lambda: loader(Broken(), num_workers=1), {"max_steps": 3}),
     "drawn in blocks": (lambda: loader(sampler=BlockSampler(), num_workers=1), {}),
     "learning rate": (lambda: loader(shuffle=True, num_workers=1), {}),
 }

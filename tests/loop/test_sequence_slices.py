@@ -1,4 +1,4 @@
-"""Fits of real processes whose blocks run on slices of the sequence, beside one device."""
+"""Fits of real processes whose blocks run on slices of the sequence, compared with one device."""
 
 import lightning as L
 import pytest

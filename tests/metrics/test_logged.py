@@ -248,7 +248,7 @@ class CollectsInCallback(L.Callback):
 
 
 class LogsEverywhere(Plain):
-    """Logs what is computed before the blocks, between them and behind them."""
+    """Logs what is computed before the blocks, between them and after them."""
 
     def training_step(self, batch, batch_idx):
         hidden = self.embed(batch["x"])
@@ -347,7 +347,7 @@ def test_all_ranks_see_what_one_device_logs(ranks, row):
 
 
 def assert_close(found, expected, tolerance):
-    """Compare lists of metrics; those that a logger got have their step beside."""
+    """Compare lists of metrics; those that a logger got have their step too."""
     assert len(found) == len(expected)
     for mine, other in zip(found, expected, strict=True):
         if isinstance(other, tuple):

@@ -41,7 +41,7 @@ def test_an_error_of_the_store_is_reported(monkeypatch, is_late):
     publisher.close()
 
 
-def test_numbers_of_the_host_come_behind_those_of_an_accelerator(monkeypatch):
+def test_numbers_of_the_host_come_after_those_of_an_accelerator(monkeypatch):
     """They are read once, in the order in which they were published."""
     computed, written = Event(), []
     monkeypatch.setattr(late_values, "is_on_accelerator", torch.is_tensor)

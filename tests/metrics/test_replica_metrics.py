@@ -14,7 +14,7 @@ from tests.support import fits, replica_fits
 
 
 class Gathering(replica_fits.Net):
-    """Gathers before and behind the blocks, and in hooks; has a BatchNorm on the first stage."""
+    """Gathers before and after the blocks, and in hooks; has a BatchNorm on the first stage."""
 
     def __init__(self):
         super().__init__()

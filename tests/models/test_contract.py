@@ -26,9 +26,9 @@ from tests.support.pairs import slow
 from tests.support.small_modules import (
     Regression,
     assert_same,
+    compare_with_plain,
     linear_blocks,
     run_pipeline,
-    train_beside,
 )
 
 V = ("zb_v", 2)
@@ -37,14 +37,14 @@ LOSSES, CACHE = [], {}
 
 
 class Step(Regression, L.LightningModule):
-    """Four blocks; functions of the module stand before, around and behind them."""
+    """Four blocks; functions of the module stand before, around and after them."""
 
     seen = []
     kept = ()
 
-    def __init__(self, before=None, call=None, behind=None, prepare=None, **attributes):
+    def __init__(self, before=None, call=None, after=None, prepare=None, **attributes):
         super().__init__(linear_blocks(4))
-        self.functions = before, call, behind
+        self.functions = before, call, after
         for name, value in attributes.items():
             setattr(self, name, value)
         if prepare:
@@ -52,12 +52,12 @@ class Step(Regression, L.LightningModule):
         self.double()
 
     def step(self, x):
-        before, call, behind = self.functions
+        before, call, after = self.functions
         x = self.embed(before(self, x) if before else x)
         for block in self.blocks:
             x = torch.tanh(call(self, block, x) if call else block(x))
         loss = self.head(x).pow(2).mean()
-        return behind(self, loss) if behind else loss
+        return after(self, loss) if after else loss
 
     def training_step(self, batch, batch_idx):
         return self.step(batch)
@@ -139,7 +139,7 @@ def has_an_average(m):
     m.register_buffer("average", torch.ones(()))
 
 
-def queues_behind(m, loss):
+def queues_after(m, loss):
     m.queue.append(loss.detach())
     return loss / torch.stack(m.queue[-3:]).sum()
 
@@ -176,7 +176,7 @@ def draws_before(m, x):
     return x + torch.randn(x.shape, generator=m.noise, dtype=x.dtype)
 
 
-def draws_behind(m, loss):
+def draws_after(m, loss):
     return loss * m.sources["numpy"][0].random()
 
 
@@ -299,18 +299,18 @@ def of(**how):
 
 TRAINS = {
     "counts before": of(count=0, before=counts),
-    "counts behind": of(count=0, behind=counts),
+    "counts after": of(count=0, after=counts),
     "counts on its blocks": of(prepare=has_counters, call=counts_on_its_block),
     "counts in an array": lambda: Step(counts=np.zeros(2), before=counts_in_an_array),
-    "counts in a dataclass": of(counts=Counts(), behind=counts_in_a_dataclass),
-    "counts in a tuple": lambda: Step(counts=([torch.zeros(())], {}), behind=counts_in_a_tuple),
+    "counts in a dataclass": of(counts=Counts(), after=counts_in_a_dataclass),
+    "counts in a tuple": lambda: Step(counts=([torch.zeros(())], {}), after=counts_in_a_tuple),
     "counts in a tuple before": lambda: Step(
         counts=([torch.zeros(())], {}), before=counts_in_a_tuple
     ),
-    "replaces a model's output": of(behind=keeps_a_models_output),
-    "averages": of(average=1.0, behind=averages),
-    "averages in a buffer": of(prepare=has_an_average, behind=averages),
-    "queues behind": lambda: Step(queue=[], behind=queues_behind),
+    "replaces a model's output": of(after=keeps_a_models_output),
+    "averages": of(average=1.0, after=averages),
+    "averages in a buffer": of(prepare=has_an_average, after=averages),
+    "queues after": lambda: Step(queue=[], after=queues_after),
     "queues before": lambda: Step(queue=[1.0, 2.0], before=queues_before),
     "checkpoints with an argument": of(
         prepare=has_masked_blocks, before=sets_masks, call=checkpoints_with_an_argument
@@ -327,16 +327,16 @@ START = {"hooks on parameters": halves_gradients}  # which a copy of the module 
 
 GIVES = r"returns another value each time"
 REFUSED = {
-    "counts behind and reads before": (
-        of(count=0, before=reads_the_count, behind=counts),
+    "counts after and reads before": (
+        of(count=0, before=reads_the_count, after=counts),
         r"self\.count",
     ),
-    "counts in an array behind": (
-        lambda: Step(counts=np.zeros(2), before=reads_the_array, behind=counts_in_an_array),
+    "counts in an array after": (
+        lambda: Step(counts=np.zeros(2), before=reads_the_array, after=counts_in_an_array),
         r"self\.counts",
     ),
-    "fills behind and consumes before": (
-        lambda: Step(queue=[1.0, 2.0], before=consumes, behind=fills),
+    "fills after and consumes before": (
+        lambda: Step(queue=[1.0, 2.0], before=consumes, after=fills),
         r"self\.queue",
     ),
     "makes in the first step": (of(before=makes_in_the_first_step), r"self\.queue"),
@@ -345,7 +345,7 @@ REFUSED = {
         r"blocks\.3|mask",
     ),
     "reads": (of(before=reads), r"self\.file"),
-    "writes a log": (of(behind=writes_a_log), r"self\.file"),
+    "writes a log": (of(after=writes_a_log), r"self\.file"),
     "tells the time": (of(before=tells_the_time), GIVES),
     "draws from an object": (
         lambda: Step(
@@ -355,18 +355,18 @@ REFUSED = {
         GIVES,
     ),
     "iterates": (of(before=iterates), r"self\.scales"),
-    "fills a global": (of(behind=fills_a_global), "LOSSES"),
+    "fills a global": (of(after=fills_a_global), "LOSSES"),
     "counts with a global": (of(before=counts_with_a_global), "LOSSES"),
-    "fills its class": (of(behind=fills_its_class), r"Step\.seen"),
+    "fills its class": (of(after=fills_its_class), r"Step\.seen"),
     "scales gradients by an attribute": (of(before=sets_a_scale, call=scales_gradients), "scale"),
 }
 
 DOCUMENTED = {
-    "counts: ": ["counts before", "counts behind"],
-    "counts behind the blocks, and reads": ["counts behind and reads before"],
+    "counts: ": ["counts before", "counts after"],
+    "counts after the blocks, and reads": ["counts after and reads before"],
     "averages the loss": ["averages", "averages in a buffer"],
-    "fills a queue behind the blocks and reads it there": ["queues behind"],
-    "fills a queue behind the blocks and reads it before": ["fills behind and consumes before"],
+    "fills a queue after the blocks and reads it there": ["queues after"],
+    "fills a queue after the blocks and reads it before": ["fills after and consumes before"],
     "draws from a generator": [],  # test_draws_the_same_for_every_number_of_ranks, and the fits
     "checkpoints a block that reads": ["checkpoints"],
     "writes its batch": ["writes its batch"],
@@ -394,7 +394,7 @@ def train(make, schedule, num_ranks, start=None):
     CACHE.clear()
     torch.manual_seed(1)
     batches = torch.randn(3, 8, 4, dtype=torch.float64)
-    train_beside(make(), schedule, num_ranks, list(batches), start=start)
+    compare_with_plain(make(), schedule, num_ranks, list(batches), start=start)
 
 
 def open_file():
@@ -415,7 +415,7 @@ def test_trains_as_one_device(name, schedule, num_ranks):
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [V, *map(slow, OTHERS[1:])])
 def test_draws_the_same_for_every_number_of_ranks(schedule, num_ranks):
-    module = Step(draws_before, behind=draws_behind, prepare=has_generators)
+    module = Step(draws_before, after=draws_after, prepare=has_generators)
     batch = torch.randn(8, 4).double()
     found, one = (
         run_pipeline(module, build(*way, 4), batch, 2) for way in [(schedule, num_ranks), OTHERS[0]]
@@ -466,7 +466,7 @@ def fit(name, size, schedule):
 DOCUMENTED_NAMES = [name for names in DOCUMENTED.values() for name in names]
 MADE = {name: TRAINS[name] for name in DOCUMENTED_NAMES if name in TRAINS}
 MADE |= {
-    "draws": lambda: Step(draws_before, behind=draws_behind, prepare=has_generators),
+    "draws": lambda: Step(draws_before, after=draws_after, prepare=has_generators),
     "watches gradients": Watching,
 }
 

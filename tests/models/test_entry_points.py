@@ -1,4 +1,4 @@
-"""Every entry point of the Trainer with models as people write them, beside one device."""
+"""Every entry point of the Trainer with models as people write them, compared with one device."""
 
 import lightning as L
 import pytest

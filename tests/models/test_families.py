@@ -1,8 +1,8 @@
 """Models as people bring them: a pipeline computes what the plain module computes.
 
-Each family runs with two stages on each of two ranks; those whose values go beside the blocks, or
-back to earlier stages, with one stage on each of four ranks too. Evaluation needs no more than two
-ranks, since its schedule makes no difference without a backward.
+Each family runs with two stages on each of two ranks; those whose values go outside of the blocks,
+or back to earlier stages, with one stage on each of four ranks too. Evaluation needs no more than
+two ranks, since its schedule makes no difference without a backward.
 """
 
 from functools import cache

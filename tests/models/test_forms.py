@@ -66,8 +66,8 @@ class ComplexNet(Net):
 
 
 def modulus(model, batch):
-    beside = model.embed(batch).conj()
-    return (model(batch) + beside).abs().mean() + beside.imag.sin().mean()
+    conjugate = model.embed(batch).conj()
+    return (model(batch) + conjugate).abs().mean() + conjugate.imag.sin().mean()
 
 
 def loss(model, batch):

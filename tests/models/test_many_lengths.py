@@ -5,7 +5,7 @@ import torch
 
 from tests.support.families import FAMILIES, VOCABULARY, Task
 from tests.support.pairs import first
-from tests.support.small_modules import train_beside
+from tests.support.small_modules import compare_with_plain
 
 LENGTHS = (8, 20, 9, 13, 17, 11, 18, 15, 10, 14)
 
@@ -45,7 +45,7 @@ def test_training_is_the_plain_modules_at_each_length(name):
     module = Stepping(family.make(), family.loss).double()
     batches = [make(i, n) for i, n in enumerate((*LENGTHS, *LENGTHS[::-1]))]
     options = {"blocks": family.blocks} if family.blocks else {}
-    pipeline, _ = train_beside(module, "zb_h1", 2, batches, 2, **options)
+    pipeline, _ = compare_with_plain(module, "zb_h1", 2, batches, 2, **options)
     derived = [
         sum(record.is_derived for record in rank.records.by_key.values()) for rank in pipeline.ranks
     ]

@@ -1,4 +1,4 @@
-"""A frozen 4-bit base with adapters over a pipeline, beside one device.
+"""A frozen 4-bit base with adapters over a pipeline, compared with one device.
 
 The base is quantized before the fit, or each rank quantizes what it has in ``configure_model``.
 """

@@ -233,7 +233,7 @@ ZOO = {
 
 
 def row_of(name: str) -> str:
-    """Train a model over 2 and 4 stages, beside the plain one; return its row."""
+    """Train a model over 2 and 4 stages, compared with the plain one; return its row."""
     family = ZOO[name]
     torch.manual_seed(0)
     module, batch = family.task(), family.samples(8)

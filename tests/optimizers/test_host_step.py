@@ -130,7 +130,7 @@ class Late(LastMomentLane):
 
 
 class Saving(fits.Record):
-    """Saves behind the last step, in the middle of an epoch."""
+    """Saves after the last step, in the middle of an epoch."""
 
     def __init__(self, path):
         super().__init__()
@@ -461,7 +461,7 @@ def test_each_replica_has_the_masters_of_what_it_steps(ranks):
 
 
 def shortest_tail(clip):
-    """Train with a step that takes as long as many W's; return how many W's stand beside it."""
+    """Train with a step that takes as long as many W's; return how many W's run during it."""
     L.seed_everything(7, verbose=False)
     compute = sgd.sgd
 
@@ -480,8 +480,8 @@ def shortest_tail(clip):
     return min(found, default=0), strategy.report()["schedule"]
 
 
-def test_the_plan_postpones_weights_beside_which_a_long_step_runs(ranks):
-    """By itself each rank of zb_h1 ends with at least one W. STEP behind clipping has no tail."""
+def test_the_plan_postpones_weights_during_which_a_long_step_runs(ranks):
+    """By itself each rank of zb_h1 ends with at least one W. STEP after clipping has no tail."""
     for tail, schedule in ranks(2).run(shortest_tail, None):
         assert tail > 1
         assert schedule == "zb_h1"

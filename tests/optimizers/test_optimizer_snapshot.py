@@ -213,7 +213,7 @@ def test_others_are_not():
     assert not has_snapshots(torch.optim.LBFGS(weights()))
 
 
-def test_copies_may_take_what_the_device_has_left_beside_other_processes(monkeypatch):
+def test_copies_may_take_what_the_device_has_left_by_other_processes(monkeypatch):
     device, accelerator = torch.device("cuda", 0), torch.accelerator
     monkeypatch.setattr(accelerator, "get_memory_info", lambda device: (30, 100))
     monkeypatch.setattr(accelerator, "memory_reserved", lambda device: 20)

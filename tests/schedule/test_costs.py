@@ -1,4 +1,4 @@
-"""How long copies take beside compute."""
+"""How long copies take during compute."""
 
 import pytest
 

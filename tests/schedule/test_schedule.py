@@ -57,7 +57,7 @@ LIVES = [
 ]
 
 
-def test_each_kind_comes_behind_each_that_it_may_follow_in_a_life():
+def test_each_kind_comes_after_each_that_it_may_follow_in_a_life():
     """So what is added to the table is tried below."""
     lives = [[Kind[name] for name in life.split()] for life in LIVES]
     found = {pair for life in lives for pair in pairwise(life)}

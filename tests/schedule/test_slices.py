@@ -32,7 +32,7 @@ from lightning_pipeoffload.schedule.simulation.memory import memory_curves
 from tests.support.plans import plan
 
 SLICED = [name for name, recipe in FAMILIES.items() if recipe.can_slice]
-# F of 8, of which 4 grow with the square; B of 10, of which 6; 2 of each run behind the blocks.
+# F of 8, of which 4 grow with the square; B of 10, of which 6; 2 of each run after the blocks.
 UNEVEN = Costs(
     8,
     10,
@@ -186,7 +186,7 @@ def test_equal_cuts_where_all_costs_are_linear_and_shorter_later_slices_for_atte
     assert ends[0] > 2**20 / 8 > ends[-1] - ends[-2]
 
 
-def test_a_slice_costs_its_linear_part_its_share_of_the_square_and_what_is_behind_the_blocks():
+def test_a_slice_costs_its_linear_part_its_share_of_the_square_and_what_is_after_the_blocks():
     timeline = simulate(plan("0F0 0F1 0B1 0B0 0W0 0W1", num_sequence_slices=2), UNEVEN)
     seconds = {str(e.action): e.end - e.start for e in timeline.events}
     assert seconds == pytest.approx(
@@ -209,7 +209,7 @@ def test_a_slice_costs_its_linear_part_its_share_of_the_square_and_what_is_behin
 def test_keys_and_values_stay_from_f_to_b_and_their_gradients_from_the_first_b_on():
     schedule = plan("0F0 0F1 0B1 0B0 0W1 0W0", num_sequence_slices=2)
     (curve,) = memory_curves(simulate(schedule, UNEVEN), UNEVEN)
-    # Of the activation 16: 12 in the slices, of which 4 are keys and values; 4 behind the blocks.
+    # Of the activation 16: 12 in the slices, of which 4 are keys and values; 4 after the blocks.
     # B leaves a residue of 8, and as long as the first slice's B has not run, a gradient of 1.
     memory = [held for _, held in curve if held]
     assert memory == pytest.approx([3, 16, 3 + 1 + 6, 6 + 2, 2])

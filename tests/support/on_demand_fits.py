@@ -1,4 +1,4 @@
-"""Fits with on-demand communication, in rank processes and as a plain loop beside them."""
+"""Fits with on-demand communication, in rank processes and as a plain loop next to them."""
 
 import os
 

@@ -10,7 +10,7 @@ def output_of(command, folder, **environment):
     Args:
         command: The command and its arguments.
         folder: Where it runs.
-        **environment: Variables beside those of this process.
+        **environment: Variables in addition to those of this process.
     """
     done = subprocess.run(
         [*map(str, command)],

@@ -218,7 +218,7 @@ def assert_exact(module, batch, size=2, num_ranks=2):
     assert_same(found, run_plain(module, batch, size))
 
 
-def train_beside(module, schedule, num_ranks, batches, size=2, start=None, **options):
+def compare_with_plain(module, schedule, num_ranks, batches, size=2, start=None, **options):
     """Train a pipeline and a copy of ``module``, a step for each batch; compare them after each.
 
     Args:

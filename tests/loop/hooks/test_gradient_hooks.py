@@ -360,6 +360,6 @@ def test_a_weight_that_is_written_among_a_batchs_forwards_is_refused(kind):
     one, all_first = (
         fits.trainer(1, {"schedule": schedule}, max_steps=1) for schedule in ("1f1b", "gpipe")
     )
-    one.fit(kind(), fits.loader())  # behind the first microbatch's forward, as on one device
+    one.fit(kind(), fits.loader())  # after the first microbatch's forward, as on one device
     with pytest.raises(ValueError, match=r"zero_grad or .* writes .*: write it in on_train_batch"):
         all_first.fit(kind(), fits.loader())

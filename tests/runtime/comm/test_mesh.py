@@ -31,7 +31,7 @@ def test_the_last_stage_is_on_global_rank_0(schedule, num_ranks, global_ranks):
         ("zb_v", "data_inner", [[0, 2, 4], [1, 3, 5]]),
     ],
 )
-def test_a_replica_after_the_other_or_beside_it(schedule, order, table):
+def test_a_replica_after_the_other_or_next_to_it(schedule, order, table):
     plan = build(schedule, 3, 6)
     for replica, row in enumerate(table):
         for rank, global_rank in enumerate(row):

@@ -117,7 +117,7 @@ def test_blocks_that_the_user_has_compiled_are_split(wrap, left_for_w):
 
 
 class Adapted(Block):
-    """Frozen weights, and beside them two that train."""
+    """Frozen weights, and two that train."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ def test_what_a_backend_cannot_do(fails, line, count, left_for_w, caplog):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-def test_what_is_written_behind_a_region_that_has_returned_it_is_refused(backend):
+def test_what_is_written_after_a_region_that_has_returned_it_is_refused(backend):
     class Late(Block):
         def forward(self, x):
             y = self.norm(x).sin()

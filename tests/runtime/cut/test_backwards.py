@@ -14,11 +14,11 @@ from lightning_pipeoffload.schedule import build
 from tests.support.pairs import pairs
 from tests.support.small_modules import (
     Step,
+    compare_with_plain,
     linear_blocks,
     loss_of,
     run_pipeline,
     through,
-    train_beside,
 )
 
 
@@ -96,7 +96,7 @@ class WithoutGradients(nn.Linear):
 
 
 class Pair(nn.Module):
-    """A value, and another one beside it."""
+    """A value, and another one next to it."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ STEPS = {
 def test_what_gets_no_gradient_keeps_none(name, pipeline):
     module, x = STEPS[name]().double(), torch.randn(8, 4).double()
     for cut in (pipeline, ("zb_h1", 3)):
-        train_beside(module, *cut, [x])
+        compare_with_plain(module, *cut, [x])
 
 
 class Stop(torch.autograd.Function):
@@ -186,7 +186,7 @@ def test_a_detach_that_depends_on_values_is_refused(detached_first):
 
 def test_a_function_that_returns_no_gradient():
     module, x = six(plain, with_block(Stopping, 3)).double(), torch.ones(8, 4).double()
-    train_beside(module, "zb_h1", 1, [x])
+    compare_with_plain(module, "zb_h1", 1, [x])
     with pytest.raises(RuntimeError, match="the backward of a custom function returns None"):
         run_pipeline(module, build("zb_h1", 2, 4), x, 2)
 
@@ -239,13 +239,13 @@ WAYS = [of_input, of_first_hidden, of_weight, of_last_hidden, own_loss, own_loss
 @pytest.mark.parametrize("way", WAYS)
 def test_none_crosses_a_cut(way):
     module, batches = differentiating(way), [torch.randn(8, 4).double()]
-    train_beside(module, "zb_h1", 1, batches)  # one stage differentiates as it likes
+    compare_with_plain(module, "zb_h1", 1, batches)  # one stage differentiates as it likes
     for pipeline in [("zb_h1", 2), ("zb_v", 1)]:
         if way is of_last_hidden:
-            train_beside(module, *pipeline, batches)
+            compare_with_plain(module, *pipeline, batches)
             continue
         with pytest.raises(ValueError, match="the step starts a backward of its own") as refused:
-            train_beside(module, *pipeline, batches)
+            compare_with_plain(module, *pipeline, batches)
         is_seen = "handle_torch_function" in inspect.getsource(torch.autograd.backward)
         is_named = way is not own_loss_by_function or is_seen
         assert (__file__ in str(refused.value)) is is_named
@@ -277,4 +277,4 @@ class WeighedByItself(Energy):
 @pytest.mark.parametrize("block", [Energy, WeighedByItself])
 def test_a_block_may_differentiate_twice(block, schedule):
     module = differentiating(lambda *values: 0, block)
-    train_beside(module, schedule, 2, [torch.randn(8, 4).double()])
+    compare_with_plain(module, schedule, 2, [torch.randn(8, 4).double()])

@@ -56,7 +56,7 @@ def two_towers(m, x):
     return loss_of(m, through(m.encoder, x) * through(m.decoder, 2 * x))
 
 
-def beside_a_copy(m, x):
+def with_a_copy(m, x):
     with torch.no_grad():
         goal = through(m.decoder, -x)
     return loss_of(m, through(m.encoder, x) * goal)
@@ -176,7 +176,7 @@ FOUND = [
     (of_pairs, [f"pairs.{i}.{part}" for i in range(3) for part in ("0.0", "1", "2")]),
     (with_a_small_head, names("layers", 4)),
     (
-        two_chains(beside_a_copy),
+        two_chains(with_a_copy),
         [f"{part}.{i}" for i in range(3) for part in ("decoder", "encoder")],
     ),
 ]
@@ -265,7 +265,7 @@ def test_each_chain_is_tried_once_before_others_are_proposed(monkeypatch):
     proposal = r'before others\.1: .*; it could be cut with blocks=\["layers\.1", "layers\.2", '
     with pytest.raises(ValueError, match=proposal):
         run_pipeline(module, build("1f1b", 2, 4), torch.randn(4, 4), 1)
-    # Where a block is called again, once more behind a run for the order of the calls.
+    # Where a block is called again, once more after a run for the order of the calls.
     others, layers = names("others", 2), names("layers", 4)
     joined = [*layers, *others]
     before = [[], others, joined, [], joined, layers, [], layers]

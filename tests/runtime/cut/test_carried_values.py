@@ -1,4 +1,4 @@
-"""Values that go from stage to stage beside what the blocks hand on."""
+"""Values that go from stage to stage in addition to what the blocks return."""
 
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from tests.support.small_modules import (
     Step,
     assert_same,
     call_step,
+    compare_with_plain,
     linear_blocks,
     loss_of,
     run_plain,
     through,
-    train_beside,
 )
 
 DEPTH = 8
@@ -139,13 +139,13 @@ PIPELINES = [("1f1b", 2), ("zb_h1", 4), ("interleaved_1f1b", 2), ("zb_v", 2), ("
 
 
 @pytest.mark.parametrize(("step", "pipeline"), pairs(STEPS, PIPELINES))
-def test_what_goes_beside_the_blocks_is_carried(step, pipeline):
-    train_beside(module_of(step), *pipeline, [torch.randn(8, 4).double()])
+def test_what_goes_outside_of_the_blocks_is_carried(step, pipeline):
+    compare_with_plain(module_of(step), *pipeline, [torch.randn(8, 4).double()])
 
 
 def test_blocks_that_are_recomputed():
     batches = [torch.randn(4, 4).double()]
-    train_beside(module_of(losses_in_attributes), "1f1b", 2, batches, recompute="full")
+    compare_with_plain(module_of(losses_in_attributes), "1f1b", 2, batches, recompute="full")
 
 
 # What blocks put into their arguments
@@ -247,13 +247,13 @@ WITH_OPTIONS = [
 @pytest.mark.parametrize(("pipeline", "options"), WITH_OPTIONS)
 def test_what_blocks_put_into_their_arguments(fill, pipeline, options):
     batches = [torch.randn(8, 4).double()] * 2
-    train_beside(filling(fill), *pipeline, batches, **options)
+    compare_with_plain(filling(fill), *pipeline, batches, **options)
 
 
 @pytest.mark.parametrize("fill", [appends_states, nothing_but_numbers])
 def test_checkpointed_blocks_that_fill_a_list(fill):
     module = filling(fill, partial(checkpoint, use_reentrant=False))
-    train_beside(module, "zb_v", 2, [torch.randn(8, 4).double()] * 2)
+    compare_with_plain(module, "zb_v", 2, [torch.randn(8, 4).double()] * 2)
 
 
 class Counting(nn.Linear):
@@ -271,7 +271,7 @@ def test_numbers_in_an_object():
         return loss_of(m, x) * state.number + state.sums["last"].mean()
 
     module = Step(step, [Counting(4, 4) for _ in range(4)]).double()
-    train_beside(module, "zb_v", 2, [torch.randn(8, 4).double()])
+    compare_with_plain(module, "zb_v", 2, [torch.randn(8, 4).double()])
 
 
 def test_a_recomputed_block_reads_a_list_as_it_was():
@@ -286,7 +286,7 @@ def test_a_recomputed_block_reads_a_list_as_it_was():
         return loss_of(m, states[-1])
 
     module = Step(step, [Stacking(4, 4) for _ in range(4)]).double()
-    train_beside(module, "1f1b", 2, [torch.randn(4, 4).double()], recompute="full")
+    compare_with_plain(module, "1f1b", 2, [torch.randn(4, 4).double()], recompute="full")
 
 
 def test_a_batch_that_blocks_fill():
@@ -302,7 +302,7 @@ def test_a_batch_that_blocks_fill():
         return loss_of(m, x + batch["first"])
 
     module = Step(step, [Keyed(4, 4) for _ in range(4)]).double()
-    train_beside(module, "zb_v", 2, [{"x": torch.randn(4, 4).double()}])
+    compare_with_plain(module, "zb_v", 2, [{"x": torch.randn(4, 4).double()}])
 
 
 # Values that escape through hooks
@@ -360,7 +360,7 @@ class EncoderDecoder(nn.Module):
 )
 def test_an_encoders_output_in_every_block_of_a_decoder(num_ranks, blocks):
     batches = [torch.randn(4, 4).double()]
-    train_beside(EncoderDecoder().double(), "zb_h1", num_ranks, batches, blocks=blocks)
+    compare_with_plain(EncoderDecoder().double(), "zb_h1", num_ranks, batches, blocks=blocks)
 
 
 # What is sent
@@ -400,7 +400,7 @@ def another_way(m, x):
 
 def test_a_step_that_goes_another_way_than_at_first_is_refused():
     with pytest.raises(RuntimeError, match="other values between its blocks than when"):
-        train_beside(module_of(another_way), "zb_h1", 2, [torch.randn(4, 4).double()])
+        compare_with_plain(module_of(another_way), "zb_h1", 2, [torch.randn(4, 4).double()])
 
 
 def with_a_table(m, x):
@@ -414,18 +414,18 @@ def with_a_table(m, x):
 
 
 def test_constants_may_be_kept_from_call_to_call():
-    train_beside(module_of(with_a_table), "zb_v", 2, [torch.randn(8, 4).double()] * 2)
+    compare_with_plain(module_of(with_a_table), "zb_v", 2, [torch.randn(8, 4).double()] * 2)
 
 
-def behind_a_norm_that_counts(m, x):
+def after_a_norm_that_counts(m, x):
     first = x = m.embed(m.norm(x))
     return loss_of(m, through(m.blocks, x) + first)
 
 
 def test_a_buffer_that_another_stage_of_the_rank_writes():
-    module = module_of(behind_a_norm_that_counts)
+    module = module_of(after_a_norm_that_counts)
     module.norm = nn.BatchNorm1d(4).double()
-    train_beside(module, "zb_v", 2, [torch.randn(8, 4).double()] * 2)
+    compare_with_plain(module, "zb_v", 2, [torch.randn(8, 4).double()] * 2)
 
 
 # In an evaluation
@@ -451,7 +451,7 @@ def test_what_needs_a_gradient_in_an_evaluation():
 @dataclass
 class Output:
     hidden: torch.Tensor
-    beside: Any = None
+    other: Any = None
 
 
 class Returning(nn.Linear):
@@ -481,7 +481,7 @@ def of_dataclasses(m, x):
     for block in m.blocks:
         output = block(x)
         x = output.hidden
-        losses += [output.beside.hidden] if block.keeps else []
+        losses += [output.other.hidden] if block.keeps else []
     return loss_of(m, x) + sum(losses)
 
 
@@ -490,7 +490,7 @@ def of_dataclasses(m, x):
 def test_dataclasses_are_sent_by_their_fields(function, pipeline):
     blocks = [Returning(function, keeps) for keeps in (False, True, True, False)]
     module = Step(of_dataclasses, blocks).double()
-    train_beside(module, *pipeline, [torch.randn(8, 4).double()])
+    compare_with_plain(module, *pipeline, [torch.randn(8, 4).double()])
 
 
 class Transposing(nn.Linear):
@@ -509,4 +509,4 @@ def transposed(m, x):
 
 def test_strides_are_kept():
     module = Step(transposed, [Transposing(4, 4) for _ in range(4)]).double()
-    train_beside(module, "zb_h1", 4, [torch.randn(8, 5, 4).double()])
+    compare_with_plain(module, "zb_h1", 4, [torch.randn(8, 5, 4).double()])

@@ -11,7 +11,7 @@ from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs
-from tests.support.small_modules import Regression, Step, call_step, loss_of, train_beside
+from tests.support.small_modules import Regression, Step, call_step, compare_with_plain, loss_of
 
 WIDTH = 4
 
@@ -66,7 +66,7 @@ def across(module, batch):
 
 
 def carried(module, batch):
-    """The first residual is used behind all blocks, by another function of the length."""
+    """The first residual is used after all blocks, by another function of the length."""
     first = x = module.embed(batch["x"])
     table = x @ x.transpose(-1, -2)
     for block in module.blocks:
@@ -129,7 +129,7 @@ STEPS = {
 def test_lengths_between_traced_ones_are_derived_and_exact(name, pipeline):
     step, cut, given, lengths = STEPS[name]
     module = module_of(step, cut) if cut else module_of(step)
-    found, _ = train_beside(module, *pipeline, [batch_of(*each) for each in given], 2)
+    found, _ = compare_with_plain(module, *pipeline, [batch_of(*each) for each in given], 2)
     assert {length[0] for length in derived_in(found)} == lengths
     traced = InProcessPipeline(module, build(pipeline[0], 2, 2), call_step, derive_lengths=False)
     for each in given:
@@ -183,7 +183,7 @@ def with_early(module, batch):
 @pytest.mark.parametrize("step", [special, with_early])
 def test_a_length_that_is_treated_differently_between_blocks_is_traced(step):
     batches = [batch_of(length) for length in (*TRACED, 8, 5, 5, 8)]
-    found, _ = train_beside(module_of(step), "zb_h1", 2, batches, 2)
+    found, _ = compare_with_plain(module_of(step), "zb_h1", 2, batches, 2)
     assert {length[0] for length in derived_in(found)} == {8}
 
 
@@ -192,8 +192,8 @@ def test_a_length_that_a_block_treats_differently_is_refused_by_name():
     batches = [batch_of(length) for length in (*TRACED, 8, 5)]
     refused = r"(?s)blocks.1 returned .* a block treats lengths \[5, 4,.* set derive_lengths=False"
     with pytest.raises(RuntimeError, match=refused):
-        train_beside(module, "zb_h1", 2, batches, 2)
-    train_beside(module, "zb_h1", 2, batches, 2, derive_lengths=False)
+        compare_with_plain(module, "zb_h1", 2, batches, 2)
+    compare_with_plain(module, "zb_h1", 2, batches, 2, derive_lengths=False)
 
 
 def test_shapes_that_exceed_none_that_ran_are_not_new():

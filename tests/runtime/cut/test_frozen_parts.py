@@ -41,7 +41,7 @@ def tower_below(m, x):
     return loss_of(m, through(m.trained, x.clone()))
 
 
-def teacher_behind(m, x):
+def teacher_after(m, x):
     logits = m.head(through(m.trained, m.embed(x)))
     with m.mode():
         wanted = through(m.others, x)
@@ -65,7 +65,7 @@ def adapters_below(m, x):
     return loss_of(m, through(m.others, through(m.trained, x)))
 
 
-STEPS = [tower_below, teacher_behind, reference_between, without_no_grad, adapters_below]
+STEPS = [tower_below, teacher_after, reference_between, without_no_grad, adapters_below]
 PLANS = [("zb_h1", 2), ("zb_v", 2), ("1f1b", 3), ("zb_h1", 8), ("1f1b", 1)]
 ROWS = [*itertools.product(STEPS, PLANS, ["none", "full"], [torch.no_grad, torch.inference_mode])]
 

@@ -9,11 +9,11 @@ from tests.support.pairs import pairs
 from tests.support.small_modules import (
     Regression,
     Step,
+    compare_with_plain,
     linear_blocks,
     loss_of,
     run_pipeline,
     through,
-    train_beside,
 )
 
 WIDTH = 4
@@ -102,7 +102,7 @@ PIPELINES = [("zb_h1", 2), ("zb_v", 2), ("zb_h1", 4)]
 @pytest.mark.parametrize(("dispatch", "pipeline"), pairs(DISPATCHES, PIPELINES))
 def test_blocks_may_ask_for_values(dispatch, pipeline):
     module = Regression([Mixture(dispatch) for _ in range(4)], WIDTH).double()
-    train_beside(module, *pipeline, [torch.randn(24, WIDTH).double() for _ in range(2)], 6)
+    compare_with_plain(module, *pipeline, [torch.randn(24, WIDTH).double() for _ in range(2)], 6)
 
 
 class Pruning(Mixture):
@@ -199,7 +199,7 @@ def test_what_depends_on_imagined_values_is_refused(case):
         run_pipeline(module, build("zb_h1", 2, 2), torch.randn(8, 4), 4)
 
 
-# Steps that fail behind the blocks for want of values
+# Steps that fail after the blocks for want of values
 
 
 class Measuring(nn.Linear):
@@ -213,13 +213,13 @@ def check(x):
     assert (x.abs() < 1e9).all(), "too large"
 
 
-def alarm_behind(m, x):
+def alarm_after(m, x):
     x = through(m.blocks, m.embed(x))
     check(x)
     return loss_of(m, x) + sum(block.size for block in m.blocks)
 
 
-def two_alarms_behind(m, x):
+def two_alarms_after(m, x):
     x = through(m.blocks, m.embed(x))
     assert (x.abs() < 1e9).any(), "too large"
     assert not (x.abs() > 1e9).any()
@@ -234,15 +234,15 @@ def sizes_in_a_tensor(m, x):
     return loss_of(m, x) + total
 
 
-@pytest.mark.parametrize("step", [alarm_behind, sizes_in_a_tensor])
-def test_values_of_blocks_are_used_behind_what_reads_values(step):
-    train_beside(
+@pytest.mark.parametrize("step", [alarm_after, sizes_in_a_tensor])
+def test_values_of_blocks_are_used_after_what_reads_values(step):
+    compare_with_plain(
         step_of(step, lambda: Measuring(4, 4)).double(), "zb_h1", 2, [torch.randn(4, 4).double()]
     )
 
 
 def test_what_blocks_keep_is_refused_where_the_trace_does_not_come():
-    module = step_of(two_alarms_behind, lambda: Measuring(4, 4))
+    module = step_of(two_alarms_after, lambda: Measuring(4, 4))
     with pytest.raises(ValueError, match=r"AssertionError: too large\) .* what blocks.0 has"):
         run_pipeline(module, build("zb_h1", 2, 2), torch.randn(4, 4), 2)
 
@@ -297,7 +297,7 @@ PACKING = [packed, cut_to_the_longest, skip_around, packed_on_the_way, dropped_a
 
 @pytest.mark.parametrize(("pack", "pipeline"), pairs(PACKING, PIPELINES))
 def test_sizes_may_come_from_the_batch(pack, pipeline):
-    train_beside(Packed(pack).double(), *pipeline, [padded(), padded()], 2)
+    compare_with_plain(Packed(pack).double(), *pipeline, [padded(), padded()], 2)
 
 
 # Booleans from the batch
@@ -357,5 +357,5 @@ BRANCHING = [
 @pytest.mark.parametrize(("step", "pipeline"), pairs(BRANCHING, PIPELINES))
 def test_a_step_may_branch_on_its_batch(step, pipeline):
     batches = [masks(6, 4, 6, 6), masks(4, 4, 4, 4), masks(3, 6, 6, 6)]
-    found, _ = train_beside(Packed(step).double(), *pipeline, batches, 2)
+    found, _ = compare_with_plain(Packed(step).double(), *pipeline, batches, 2)
     assert len(found.ranks[0].records.by_key) == 2

@@ -311,7 +311,7 @@ def test_unused_parameters_stay_where_they_were_registered():
     class Unused(Regression):
         def __init__(self):
             super().__init__(linear_blocks(2))
-            self.behind = nn.Linear(1, 1)
+            self.after = nn.Linear(1, 1)
 
         def step(self, x):
             for block in self.blocks:
@@ -321,4 +321,4 @@ def test_unused_parameters_stay_where_they_were_registered():
     pipeline = InProcessPipeline(Unused(), build("1f1b", 2, 2), call_step)
     pipeline.run(torch.ones(2, 4), 1)
     owners = pipeline.ranks[0].tensors.owners
-    assert (owners["embed.weight"], owners["behind.weight"]) == ({0}, {1})
+    assert (owners["embed.weight"], owners["after.weight"]) == ({0}, {1})

@@ -1,4 +1,4 @@
-"""Steps that call blocks several times: two views, a reference beside a policy, a shared layer."""
+"""Steps that call blocks several times: two views, a policy with a reference, a shared layer."""
 
 import copy
 import itertools
@@ -74,7 +74,7 @@ def preference(m, x):
     return -functional.logsigmoid(policy - 0.5 * reference).mean()
 
 
-def reference_behind(m, x):
+def reference_after(m, x):
     policy = m.head(m.encode(x))
     with torch.no_grad():
         reference = m.head(m.encode(x + 1))
@@ -104,7 +104,7 @@ def one_view_is_shorter(m, x):
 
 
 STEPS = [
-    two_views, residual_and_skip, tied, preference, reference_behind, block_by_block,
+    two_views, residual_and_skip, tied, preference, reference_after, block_by_block,
     shared_layers, one_view_is_shorter,
 ]  # fmt: skip
 PLANS = [
@@ -235,7 +235,7 @@ def test_all_calls_are_in_one_message_and_their_weights_on_one_stage():
 
 
 class Momentum(nn.Module):
-    """BYOL: a copy without gradients, called before the original or behind it."""
+    """BYOL: a copy without gradients, called before the original or after it."""
 
     def __init__(self, is_first, num_views):
         super().__init__()

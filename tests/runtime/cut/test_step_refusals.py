@@ -13,12 +13,12 @@ from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import (
     Step,
     assert_same,
+    compare_with_plain,
     linear_blocks,
     loss_of,
     run_pipeline,
     run_plain,
     through,
-    train_beside,
 )
 
 HERE = "# <- named in the message"
@@ -182,7 +182,7 @@ EARLY = {
 }
 
 
-# Values beside the blocks that cannot be sent
+# Values outside of the blocks that cannot be sent
 
 
 def penalty_before(m, x):
@@ -209,7 +209,7 @@ def write_into_a_view(m, x):
     return loss_of(m, m.blocks[3](x + first))  # <- named in the message
 
 
-BESIDE = {
+CARRIED = {
     penalty_before: (
         "stage 1 (blocks.2 to blocks.3) needs what stage 0 (blocks.0 to blocks.1) has computed "
         "from blocks.0.bias, blocks.0.weight, blocks.1.bias and 9 more {line}, but that stage does "
@@ -290,7 +290,7 @@ WRITTEN = (
     "in code that only the stage of its block runs"
 )
 
-REFUSED = {**CALLS, **EARLY, **BESIDE}
+REFUSED = {**CALLS, **EARLY, **CARRIED}
 
 
 def refusal(module):
@@ -316,16 +316,16 @@ def test_a_write_that_another_stage_would_not_see_is_refused(write):
     assert refusal(Step(writing(write))) == WRITTEN.format(line=line_of(write))
 
 
-def assigns_behind_the_blocks(m, x):
+def assigns_after_the_blocks(m, x):
     x = through(m.blocks, m.embed(x))
     m.head.weight = nn.Parameter(m.head.weight * 0.5)  # <- named in the message
     return loss_of(m, x)
 
 
 def test_a_parameter_that_a_stage_would_keep_for_itself_is_refused():
-    line = line_of(assigns_behind_the_blocks)
+    line = line_of(assigns_after_the_blocks)
     expected = f"the step assigns another parameter to head.weight {line}, which neither"
-    assert refusal(Step(assigns_behind_the_blocks)).startswith(expected)
+    assert refusal(Step(assigns_after_the_blocks)).startswith(expected)
 
 
 def one_missing(m, x):
@@ -425,10 +425,10 @@ class Halving(nn.Linear):
         return super().forward(x.mul_(0.5))
 
 
-def test_a_batch_that_a_block_writes_and_nothing_reads_behind_it():
+def test_a_batch_that_a_block_writes_and_nothing_reads_after_it():
     blocks = [Halving(4, 4), *linear_blocks(3)]
     step = Step(lambda m, x: loss_of(m, through(m.blocks, x)), blocks)
-    train_beside(step.double(), "zb_h1", 2, [torch.randn(4, 4).double()])
+    compare_with_plain(step.double(), "zb_h1", 2, [torch.randn(4, 4).double()])
 
 
 # Modules
@@ -464,4 +464,4 @@ def test_attributes_that_are_no_obstacle():
     step.config = FrozenDict(width=4)
     step.config.is_frozen = True
     step.norms = nn.ModuleList([None])
-    train_beside(step, "zb_h1", 2, [torch.randn(4, 4).double()] * 2)
+    compare_with_plain(step, "zb_h1", 2, [torch.randn(4, 4).double()] * 2)

@@ -31,7 +31,7 @@ from tests.support.small_modules import (
 CPU = torch.device("cpu")
 
 
-def penalty_behind(m, x):
+def penalty_after(m, x):
     return loss_of(m, through(m.blocks, x)) + sum(p.pow(2).sum() for p in m.parameters())
 
 
@@ -45,7 +45,7 @@ def fetched_before(m, x):
     return (through(m.blocks[2:], x @ weight.t()) @ weight).pow(2).mean()
 
 
-def branch_behind(m, x):
+def branch_after(m, x):
     loss = loss_of(m, through(m.blocks, x))
     return loss if loss > 0 else -loss
 
@@ -67,8 +67,8 @@ def mask_of_flex_attention(m, x):
 
 
 WITHIN_A_STAGE = [penalty_before, hooks_of_the_step, write_into_a_view]
-WEIGHTS_OF_SEVERAL_STAGES = [penalty_behind, tied_by_function, fetched_before]
-VALUES_THAT_ARE_THERE = [branch_behind, branch_on_batch, mapped_over_rows, mask_of_flex_attention]
+WEIGHTS_OF_SEVERAL_STAGES = [penalty_after, tied_by_function, fetched_before]
+VALUES_THAT_ARE_THERE = [branch_after, branch_on_batch, mapped_over_rows, mask_of_flex_attention]
 
 
 @pytest.mark.parametrize(

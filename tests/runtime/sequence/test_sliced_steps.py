@@ -445,7 +445,7 @@ def test_eager_attention_is_refused(attention):
 
 
 class Mixed(nn.Module):
-    """A token shift behind a weight that begins at one."""
+    """A token shift after a weight that begins at one."""
 
     def __init__(self):
         super().__init__()
@@ -456,7 +456,7 @@ class Mixed(nn.Module):
 
 
 class Scheduled(nn.Module):
-    """A sum along the sequence behind a number that a hook would raise from zero."""
+    """A sum along the sequence after a number that a hook would raise from zero."""
 
     def __init__(self, share=0.0):
         super().__init__()
@@ -599,7 +599,7 @@ def test_a_block_whose_attribute_has_changed_is_checked_again():
 
 
 class Opened(nn.Module):
-    """A sum along the sequence behind an argument."""
+    """A sum along the sequence after an argument."""
 
     def __init__(self):
         super().__init__()

@@ -22,9 +22,9 @@ from tests.support.pairs import slow
 from tests.support.small_modules import (
     Step,
     call_step,
+    compare_with_plain,
     loss_of,
     through,
-    train_beside,
     users_step,
 )
 
@@ -103,7 +103,7 @@ STEPS = [
 
 def train(step, blocks, schedule="zb_h1"):
     batches = torch.randn(2, 4, WIDTH).double()
-    return train_beside(Step(step, blocks).double(), schedule, 2, batches, size=1)
+    return compare_with_plain(Step(step, blocks).double(), schedule, 2, batches, size=1)
 
 
 @pytest.mark.parametrize("step", [*STEPS, backward_alone])
@@ -147,7 +147,7 @@ def test_a_module_with_a_kernel_trains_exactly(caplog):
 def test_a_module_between_the_blocks_trains_exactly():
     module = Step(around_a_module).double()
     module.head = nn.Sequential(Gate(WIDTH)).double()
-    train_beside(module, "zb_h1", 2, torch.randn(2, 4, WIDTH).double(), size=1)
+    compare_with_plain(module, "zb_h1", 2, torch.randn(2, 4, WIDTH).double(), size=1)
 
 
 def test_one_run_on_zeros_for_each_shape(caplog):
@@ -211,7 +211,7 @@ def in_the_step_itself(m, x):
     return loss_of(m, through(m.blocks, x))
 
 
-def behind_the_blocks(m, x):
+def after_the_blocks(m, x):
     loss = loss_of(m, through(m.blocks, m.embed(x)))
     memory(loss.detach())
     return loss
@@ -253,7 +253,7 @@ def of_ones_alone(m, x):
     ("step", "message"),
     [
         (in_the_step_itself, r"address .* from embed.*: call it in an autograd.Function.*data_ptr"),
-        (behind_the_blocks, r"address .* from head.*: call it in an autograd.Function.*data_ptr"),
+        (after_the_blocks, r"address .* from head.*: call it in an autograd.Function.*data_ptr"),
         (by_a_reference, r"address .* from head.*: Silu is called by a reference .*; call Silu.ap"),
         (of_a_storage, r"address .* from a weight or .*: Stored is called by a ref.*data_ptr"),
         (of_ones_alone, r"OnlyOnes calls it, and fails on zeros too \(AssertionError: no zeros"),

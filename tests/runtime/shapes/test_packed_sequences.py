@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Recurrent layers before the blocks, in them, between and behind them."""
+    """Recurrent layers before the blocks, in them, between and after them."""
 
     def __init__(self, kind=nn.LSTM):
         super().__init__()

@@ -152,7 +152,7 @@ def of_what_a_buffer_was_written_into(m, x):
     return loss_of(m, through(m.blocks, x * float(ones.sum())))
 
 
-def behind_a_block(m, x):
+def after_a_block(m, x):
     x = m.blocks[0](x)
     x = through(m.blocks[1:], x * float(torch.ones(2).sum()))
     return loss_of(m, x)
@@ -182,7 +182,7 @@ class Counting(Step):
         (of_a_constant_by_numpy, 16),
         (at_random, 32),
         (of_what_a_buffer_was_written_into, 32),
-        (behind_a_block, 16),
+        (after_a_block, 16),
         (nowhere, 0),
     ],
 )

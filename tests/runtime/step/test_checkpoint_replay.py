@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.runtime.step.checkpoint_replay import is_repeatable
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
-from tests.support.small_modules import Regression, call_step, train_beside
+from tests.support.small_modules import Regression, call_step, compare_with_plain
 
 SETTINGS = [("gpipe", 1), ("zb_v", 2)]
 
@@ -104,7 +104,7 @@ def refusal(module, how, schedule="zb_h1", num_ranks=2):
     ],
 )
 @pytest.mark.parametrize("how", HOWS)
-def test_what_a_block_reads_beside_its_arguments_is_refused(write, name, how):
+def test_what_a_block_reads_in_addition_to_its_arguments_is_refused(write, name, how):
     if write is in_a_buffer and how == "full":
         how = "partly"  # "full" keeps the tensors that steps write
     module = Setting(write, WAYS[write], how).double()
@@ -115,7 +115,7 @@ def test_what_a_block_reads_beside_its_arguments_is_refused(write, name, how):
 def test_what_a_block_counts_it_counts_once(schedule, num_ranks):
     module = Setting(nowhere, WAYS[nowhere], "full").double()
     batches = [torch.randn(8, 4).double()] * 2
-    pipeline, _ = train_beside(module, schedule, num_ranks, batches, recompute="full")
+    pipeline, _ = compare_with_plain(module, schedule, num_ranks, batches, recompute="full")
     for rank in pipeline.ranks:
         own = {
             index for stage in rank.tensors.local_stages for index in rank.cut.stages[stage].blocks
@@ -124,7 +124,7 @@ def test_what_a_block_counts_it_counts_once(schedule, num_ranks):
 
 
 class CountingHead(Regression):
-    """Checkpoints code behind its blocks that keeps what it computes."""
+    """Checkpoints code after its blocks that keeps what it computes."""
 
     def __init__(self):
         super().__init__([nn.Linear(4, 4) for _ in range(4)])
@@ -218,9 +218,9 @@ def regression_with_statistics(*blocks):
 def test_statistics_that_the_backward_updates_after_later_forwards_are_refused():
     module = regression_with_statistics(1)
     with pytest.raises(ValueError, match="blocks.1 is checkpointed and updates blocks.1.*full"):
-        train_beside(module, "zb_h1", 2, [torch.randn(8, 4).double()])
+        compare_with_plain(module, "zb_h1", 2, [torch.randn(8, 4).double()])
 
 
 def test_statistics_of_the_last_stage_are_updated_in_the_order_of_one_device():
     module = regression_with_statistics(3)
-    train_beside(module, "zb_h1", 2, [torch.randn(8, 4).double()])
+    compare_with_plain(module, "zb_h1", 2, [torch.randn(8, 4).double()])

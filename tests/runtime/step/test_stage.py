@@ -19,11 +19,11 @@ from tests.support.small_modules import (
     assert_exact,
     assert_same,
     call_step,
+    compare_with_plain,
     linear_blocks,
     loss_of,
     run_pipeline,
     through,
-    train_beside,
     vectors,
 )
 
@@ -140,7 +140,7 @@ def scaled(m, batch):
 def test_numbers_in_the_payload_follow_the_batch():
     module = Step(scaled, [Scaled(4, 4) for _ in range(4)]).double()
     batches = [{"x": torch.randn(4, 4).double(), "scale": scale} for scale in (1, 2)]
-    train_beside(module, "1f1b", 2, batches)
+    compare_with_plain(module, "1f1b", 2, batches)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 3), (0, 5), (3, 6)])
@@ -244,7 +244,7 @@ def test_dropout_depends_on_seed_and_microbatch():
 
 
 class Masked(Regression):
-    """Draws in the step, before, between and behind the blocks, from every generator."""
+    """Draws in the step, before, between and after the blocks, from every generator."""
 
     def step(self, x):
         draws = [random.random(), np.random.rand(), torch.rand(()).item()]
@@ -329,4 +329,4 @@ def exit_uses_what_a_later_stage_makes(m, x):
 )
 def test_an_error_of_code_that_runs_as_the_step_is_left_is_dropped(step):
     batches = [torch.randn(8, 4).double() for _ in range(2)]
-    train_beside(Step(step).double(), "zb_h1", 2, batches)
+    compare_with_plain(Step(step).double(), "zb_h1", 2, batches)

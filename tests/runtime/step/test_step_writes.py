@@ -16,7 +16,7 @@ from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs
-from tests.support.small_modules import Regression, call_step, linear_blocks, train_beside
+from tests.support.small_modules import Regression, call_step, compare_with_plain, linear_blocks
 
 PIPELINES = [("zb_v", 1), ("interleaved_1f1b", 2), ("zb_h1", 3), ("zb_v", 2), ("1f1b", 1)]
 
@@ -26,7 +26,7 @@ def batches(count=2):
 
 
 class Writing(Regression):
-    """Writes at one of its places: 0 before the blocks, 2 between them, 4 behind; reads there."""
+    """Writes at one of its places: 0 before the blocks, 2 between them, 4 after; reads there."""
 
     def __init__(self, write, place=0):
         super().__init__(linear_blocks(4))
@@ -69,7 +69,7 @@ class Stateful(Regression):
 def test_an_attribute_that_only_later_stages_make_is_not_absent():
     module = Stateful(linear_blocks(4)).double()
     with pytest.raises(PlaceholderError, match="self.state1 is written .*stage 0 does not run"):
-        train_beside(module, "zb_h1", 2, batches())
+        compare_with_plain(module, "zb_h1", 2, batches())
 
 
 def writes_buffers_in_place(module, x):
@@ -109,7 +109,7 @@ WRITES = [
 @pytest.mark.parametrize(("schedule", "num_ranks"), PIPELINES)
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_before_the_blocks_count_once_for_each_microbatch(write, schedule, num_ranks):
-    pipeline, plain = train_beside(Writing(write).double(), schedule, num_ranks, batches())
+    pipeline, plain = compare_with_plain(Writing(write).double(), schedule, num_ranks, batches())
     for rank in pipeline.ranks:
         assert rank.module.written() == plain.written()
         torch.testing.assert_close(dict(rank.module.named_buffers()), dict(plain.named_buffers()))
@@ -119,7 +119,7 @@ def test_writes_before_the_blocks_count_once_for_each_microbatch(write, schedule
     ("place", "write", "pipeline"), pairs([2, 4] * 4, WRITES[:4], PIPELINES[1:4])
 )
 def test_what_a_later_stage_writes_is_saved_from_that_stage(place, write, pipeline):
-    pipeline, plain = train_beside(Writing(write, place).double(), *pipeline, batches())
+    pipeline, plain = compare_with_plain(Writing(write, place).double(), *pipeline, batches())
     saver = pipeline.ranks[pipeline.ranks[0].tensors.owner_of("mean")].module
     torch.testing.assert_close(saver.state_dict()["mean"], plain.mean)
     last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.cut.stages) - 1)
@@ -127,7 +127,7 @@ def test_what_a_later_stage_writes_is_saved_from_that_stage(place, write, pipeli
 
 
 def test_what_is_written_between_steps_counts_for_every_stage():
-    pipeline, plain = train_beside(Writing(writes_attributes).double(), "zb_v", 1, batches())
+    pipeline, plain = compare_with_plain(Writing(writes_attributes).double(), "zb_v", 1, batches())
     for module in (pipeline.ranks[0].module, plain):
         module.count, module.seen = 0, []
     (batch,) = batches(1)
@@ -172,7 +172,7 @@ class Unread(list):
 
 
 class Gathering(Regression):
-    """Keeps something of each microbatch behind its blocks until the epoch's end."""
+    """Keeps something of each microbatch after its blocks until the epoch's end."""
 
     def __init__(self, keep):
         super().__init__(linear_blocks(4))
@@ -210,7 +210,7 @@ KEEPS = {
 )
 def test_what_grows_until_the_epochs_end_is_exact_and_not_read_through(keep, pipeline):
     module = Gathering(KEEPS[keep]).double()
-    pipeline, plain = train_beside(module, *pipeline, batches(20))
+    pipeline, plain = compare_with_plain(module, *pipeline, batches(20))
     last = next(rank for rank in pipeline.ranks if max(rank.stages) == len(rank.cut.stages) - 1)
     torch.testing.assert_close(last.module.kept(), plain.kept())
 
@@ -240,7 +240,7 @@ class Recounting(Regression):
     ("place", "pipeline"), pairs([0, 4] * 2, [("zb_v", 1), ("zb_h1", 2), ("zb_v", 2)])
 )
 def test_an_entry_of_a_long_list_is_written_where_the_line_is(place, pipeline):
-    pipeline, plain = train_beside(Recounting(place).double(), *pipeline, batches())
+    pipeline, plain = compare_with_plain(Recounting(place).double(), *pipeline, batches())
     for rank in pipeline.ranks if place == 0 else pipeline.ranks[-1:]:
         (record,) = rank.records.by_key.values()
         assert {(w.variable.label, w.point.segment) for w in record.writes.attributes} == {
@@ -266,7 +266,7 @@ class Block(nn.Linear):
 
 
 class Head(Regression):
-    """Writes its head behind its blocks."""
+    """Writes its head after its blocks."""
 
     def __init__(self, write):
         super().__init__(linear_blocks(2))
@@ -309,18 +309,18 @@ IN_BLOCKS = [
     (scales_buffer_data, "zb_v", 1, "none"),
     (scales_buffer_data, "zb_h1", 2, "full"),
 ]
-BEHIND = [scales_data, scales, gives_new_data, clamps, scales_buffer, scales_buffer_data]
+AFTER = [scales_data, scales, gives_new_data, clamps, scales_buffer, scales_buffer_data]
 
 
 @pytest.mark.parametrize(("write", "schedule", "num_ranks", "recompute"), IN_BLOCKS)
 def test_a_block_may_write_what_it_computes_with(write, schedule, num_ranks, recompute):
     module = Regression([Block(write) for _ in range(6)]).double()
-    train_beside(module, schedule, num_ranks, batches(3), recompute=recompute)
+    compare_with_plain(module, schedule, num_ranks, batches(3), recompute=recompute)
 
 
-@pytest.mark.parametrize("write", BEHIND)
-def test_a_step_may_write_what_it_computes_with_behind_the_blocks(write):
-    train_beside(Head(write).double(), "gpipe", 2, batches(3))
+@pytest.mark.parametrize("write", AFTER)
+def test_a_step_may_write_what_it_computes_with_after_the_blocks(write):
+    compare_with_plain(Head(write).double(), "gpipe", 2, batches(3))
 
 
 def test_casts_of_a_weight_that_is_written_are_not_shared():
@@ -389,7 +389,7 @@ CHANGES = [
 
 
 class Changing(Regression):
-    """The loss has what was changed too, behind the blocks."""
+    """The loss has what was changed too, after the blocks."""
 
     def __init__(self, change):
         super().__init__(linear_blocks(6))
@@ -406,7 +406,7 @@ def batch_of(x):
 
 @pytest.mark.parametrize(("change", "pipeline"), pairs(CHANGES, PIPELINES))
 def test_a_change_of_the_batch_is_made_once(change, pipeline):
-    train_beside(Changing(change).double(), *pipeline, list(map(batch_of, batches())))
+    compare_with_plain(Changing(change).double(), *pipeline, list(map(batch_of, batches())))
 
 
 @pytest.mark.parametrize("schedule", ["zb_v", "zb_h1"])
@@ -474,7 +474,7 @@ class HasTheListToo(Regression):
 
 def test_a_list_of_the_module_and_its_blocks_is_refused_where_a_rank_has_several_stages():
     module = HasTheListToo()
-    train_beside(module, "zb_h1", 2, batches(1))
+    compare_with_plain(module, "zb_h1", 2, batches(1))
     pipeline = InProcessPipeline(module, build("zb_v", 2, 4), call_step)
     with pytest.raises(ValueError, match=r"self\.blocks\.0\.seen and self\.seen are one list, w"):
         pipeline.run(batches(1)[0], 2)

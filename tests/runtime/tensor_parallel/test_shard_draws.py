@@ -23,15 +23,15 @@ class Drops(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.before, self.drops, self.behind = nn.Dropout(), Drops(), nn.Dropout()
+        self.before, self.drops, self.after = nn.Dropout(), Drops(), nn.Dropout()
 
     def forward(self, x):
-        return [*self.drops(x), self.before(x), self.behind(x), torch.rand(32)]
+        return [*self.drops(x), self.before(x), self.after(x), torch.rand(32)]
 
 
 def draw(tensor_rank, seed=1):
     net, draws = Net(), ShardDraws(tensor_rank)
-    shards = {net.drops: True, net.drops.of_shard: True, net.behind: True}
+    shards = {net.drops: True, net.drops.of_shard: True, net.after: True}
     draws.expect({**shards, net.drops.inner: False, net.before: False}, [], False)
     torch.manual_seed(seed)
     return net(torch.ones(32))

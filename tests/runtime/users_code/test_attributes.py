@@ -13,11 +13,11 @@ from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (
     Step,
     call_step,
+    compare_with_plain,
     linear_blocks,
     loss_of,
     run_pipeline,
     through,
-    train_beside,
 )
 
 HERE = "# <- named in the message"
@@ -77,7 +77,7 @@ def test_what_a_later_stage_has_written_cannot_be_read(step, attributes):
 
 
 def test_one_stage_reads_what_it_likes():
-    train_beside(step_with(curriculum, **REFUSED[curriculum]), "1f1b", 1, batches())
+    compare_with_plain(step_with(curriculum, **REFUSED[curriculum]), "1f1b", 1, batches())
 
 
 class Using(nn.Linear):
@@ -129,7 +129,7 @@ def sharing(use, step):
 def test_an_object_that_blocks_of_several_stages_write_is_refused():
     message = refusal(sharing(counts, lambda m, x: loss_of(m, through(m.blocks, m.embed(x)))))
     assert message.startswith("self.blocks.0.shared is written in blocks.")
-    train_beside(sharing(lambda block, x: x, counts_in_an_object), "zb_h1", 2, batches())
+    compare_with_plain(sharing(lambda block, x: x, counts_in_an_object), "zb_h1", 2, batches())
 
 
 def keeps_in_validation(m, x):
@@ -182,7 +182,7 @@ def clears_before(m, x):
 
 @pytest.mark.parametrize("step", [sets_before, collects_on_the_way, clears_before])
 def test_what_every_reader_has_written_is_exact(step):
-    train_beside(step_with(step, count=0, seen=[]), "zb_h1", 2, batches())
+    compare_with_plain(step_with(step, count=0, seen=[]), "zb_h1", 2, batches())
 
 
 KEEPS_A_COUNT = """
@@ -263,7 +263,7 @@ class CountingBlock(nn.Linear):
         return Counting.apply(super().forward(x), self)
 
 
-def written_behind(m, x):
+def written_after(m, x):
     hidden = m.embed(x)
     hidden.register_hook(lambda g: g * m.scale)  # <- named in the message
     loss = loss_of(m, through(m.blocks, hidden))
@@ -282,7 +282,7 @@ def of_blocks(kind):
 READ_IN_A_BACKWARD = {
     HookedBlock: lambda: of_blocks(HookedBlock),
     WithTensorHook: lambda: of_blocks(WithTensorHook),
-    written_behind: lambda: step_with(written_behind, scale=1.0),
+    written_after: lambda: step_with(written_after, scale=1.0),
 }
 
 
@@ -294,7 +294,7 @@ def test_what_another_order_would_change_is_refused(read):
         message = refusal(READ_IN_A_BACKWARD[read](), *pipeline)
         assert "which the step writes, is read in a backward" in message
         assert f"{__file__}:{number}:" in message
-    train_beside(READ_IN_A_BACKWARD[read](), "1f1b", 1, batches())
+    compare_with_plain(READ_IN_A_BACKWARD[read](), "1f1b", 1, batches())
 
 
 def test_a_step_that_writes_attributes_and_hooks_tensors_is_told_so_once(caplog):
@@ -306,7 +306,7 @@ def test_a_step_that_writes_attributes_and_hooks_tensors_is_told_so_once(caplog)
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_what_only_the_blocks_own_backwards_use_is_exact(pipeline):
-    found, _ = train_beside(of_blocks(CountingBlock), *pipeline, batches())
+    found, _ = compare_with_plain(of_blocks(CountingBlock), *pipeline, batches())
     for rank in found.ranks:
         for stage in rank.tensors.local_stages:
             for index in rank.cut.stages[stage].blocks:
@@ -337,7 +337,7 @@ def hooked_between(m, x):
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_hook_on_a_value_is_called_where_the_value_is(pipeline):
-    train_beside(step_with(hooked_between), *pipeline, batches())
+    compare_with_plain(step_with(hooked_between), *pipeline, batches())
 
 
 class Outer(nn.Module):
@@ -363,5 +363,5 @@ def test_a_backward_hook_on_what_a_cut_goes_through_is_refused():
     for pipeline in PIPELINES:
         message = refusal(Outer(embeds=True), *pipeline)
         assert "a backward hook is registered on inner, which begins on stage 0" in message
-    train_beside(Outer(embeds=True), "zb_h1", 1, batches())
-    train_beside(Outer(embeds=False), "zb_h1", 2, batches())  # it is given no gradient
+    compare_with_plain(Outer(embeds=True), "zb_h1", 1, batches())
+    compare_with_plain(Outer(embeds=False), "zb_h1", 2, batches())  # it is given no gradient

@@ -1,4 +1,4 @@
-"""Weight gradients behind the blocks, which the last stage's B computes."""
+"""Weight gradients after the blocks, which the last stage's B computes."""
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ ROWS = {
         "0F0 0OFFLOAD0 0FREE0 0RELOAD0 0BW0\n1F0 1BW0",
         "0F0 0SEND_F0 0OFFLOAD0 0FREE0 0RELOAD0 0RECV_B0 0BW0\n1RECV_F0 1F0 1B0 1SEND_B0 1W0",
     ),
-    "a reduction is behind the last gradient of its stage": (
+    "a reduction is after the last gradient of its stage": (
         add_final_actions,
         "0F0 0F1 0B0 0B1 0W1 0W0\n1F0 1F1 1BW0 1BW1",
         "0F0 0F1 0B0 0B1 0W1 0W0 0REDUCE0\n1F0 1F1 1BW0 1BW1 1REDUCE1",

@@ -41,7 +41,7 @@ def test_every_receive_is_expected_before_the_action_that_needs_it(name):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v", "interleaved_1f1b"])
-def test_fewer_kernels_spin_beside_computation_and_no_step_takes_longer(name):
+def test_fewer_kernels_spin_during_computation_and_no_step_takes_longer(name):
     plan = lower(build(name, 4, 8))
 
     def seconds(action: Action) -> float:

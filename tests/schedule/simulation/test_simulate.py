@@ -208,7 +208,7 @@ def test_the_highest_point_is_the_peak(name):
     ("text", "costs", "seconds", "expected"),
     [
         # Rank 0 ends with one W, from 9 to 10; rank 1 with two, from 8 to 10. A reduction runs in
-        # eight shares beside its tail, and a short one ends a share after it.
+        # eight shares during its tail, and a short one ends a share after it.
         ("zb_h1 2 3", UNIT, 2, {0: (9.125, 11.125), 1: (8.25, 10.25)}),
         ("zb_h1 2 3", UNIT, 6, {0: (9.125, 15.125), 1: (8.25, 14.25)}),
         ("0F0 0F1 0F2 0B0 0B1 0B2 0W0 0W1 0W2 0REDUCE2", Costs(0, 0, 2), 1.6, {0: (0.75, 6.2)}),
