@@ -93,7 +93,7 @@ def _has_room(candidate: Candidate, planned: PlannedLayout) -> bool:
     assert candidate.schedule is not None
     needs = planned.planner.rank_needs(candidate.option, candidate.schedule)
     has_room = planned.planner.has_room(needs, candidate.schedule)
-    return has_room and max(rank.host for rank in needs) <= planned.planner.host_memory
+    return has_room and max(rank.host for rank in needs) <= planned.planner.host_memory_limit
 
 
 def _words(

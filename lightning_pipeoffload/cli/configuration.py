@@ -37,7 +37,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 _HELP = """\
 {header}
-Arguments are NAME=VALUE, behind each its default.{groups}
+Arguments are NAME=VALUE, each with its default.{groups}
 
 {values}
 
@@ -62,7 +62,7 @@ def load_package() -> None:
 
 
 def build(config: DictConfig, key: str, **arguments: Any) -> Any:
-    """Return the object that ``config[key]`` describes, with ``arguments`` beside its own.
+    """Return the object that ``config[key]`` describes, with ``arguments`` in addition to its own.
 
     Raises:
         ValueError: The object refuses its arguments; the message starts with ``key``.
@@ -96,7 +96,7 @@ def run_hydra_app(config_name: str, task: Callable[[DictConfig], None]) -> None:
 
     # Modules that a configuration names may lie in the current folder, as with `python -m`.
     sys.path.insert(0, str(Path.cwd()))
-    # argparse takes no overrides behind a flag that stands between them.
+    # argparse takes no overrides after a flag that stands between them.
     sweeps = [word for word in sys.argv[1:] if word in ("-m", "--multirun")]
     sys.argv[1:] = sweeps + [word for word in sys.argv[1:] if word not in sweeps]
     directory = str(configuration_directory())
@@ -168,7 +168,7 @@ def _errors_in_one_line(config_name: str, is_short: bool = True) -> Iterator[Non
             message = _name_similar(str(error).partition("Config search path:")[0], config_name)
             is_missing = "Could not find 'hydra/launcher/submitit_slurm'" in message
             _refuse(" ".join(message.split()) + (_EXTRA_SLURM if is_missing else ""))
-        # Behind the first line there may be a drawing of the action's neighbourhood.
+        # After the first line there may be a drawing of the action's neighbourhood.
         is_failed = isinstance(error, SweepJobError)
         _refuse(str(error).partition("\n")[0], FAILED if is_failed else REFUSED)
 

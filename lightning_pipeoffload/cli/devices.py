@@ -7,9 +7,9 @@ NVLink 900 GB/s both ways together, PCIe gen 5 of 16 lanes. H200: the same with 
 with sums in float32, 330 fp16 with sums in float16, 82.6 fp32, 1.3 fp64, 24 GiB, PCIe gen 4, which
 is its link as well. RTX 3090: 71 TFLOP/s with sums in float32, 142 in float16, 35.6 fp32, 0.56
 fp64, 24 GiB, the same link; RTX 3060: 25.5, 51, 12.7 and 0.2, 12 GiB. A host's memory is that of
-two sockets with eight channels each, DDR4-3200 beside an A100 or RTX card and DDR5-4800 beside an
+two sockets with eight channels each, DDR4-3200 with an A100 or RTX card and DDR5-4800 with an
 H100 or H200, which eight devices share. Between machines each device has a network card: 400 Gbit/s
-beside an H100 or H200, 200 beside an A100, 100 beside an RTX card.
+with an H100 or H200, 200 with an A100, 100 with an RTX card.
 """
 
 from __future__ import annotations

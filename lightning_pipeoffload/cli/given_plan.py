@@ -266,7 +266,7 @@ class GivenPlans:
         if config.strategy.offload != "none":
             raise ScheduleError(
                 f"offload ({config.strategy.offload}) is for one schedule; in compare write it "
-                f"behind a name, as in compare=[uniform,uniform+half]"
+                f"after a name, as in compare=[uniform,uniform+half]"
             )
         if config.options:
             raise ScheduleError(

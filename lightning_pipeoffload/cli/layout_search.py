@@ -532,7 +532,8 @@ class LayoutSearch:
                 replace(settings, sharding=sharding) for sharding in self._shardings(settings)
             ]
             try:
-                least_bytes = planner.in_layout(sharded).least_beside(option, num_ranks)
+                in_layout = planner.in_layout(sharded)
+                least_bytes = in_layout.least_memory_without_activations(option, num_ranks)
                 if least_bytes > memory:
                     self._leave_out(layout, self._needs_more(layout, least_bytes))
                     continue

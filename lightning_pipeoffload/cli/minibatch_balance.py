@@ -147,7 +147,7 @@ def balances(
     """Compare ``WAYS`` to train on texts in the given order.
 
     Args:
-        lengths: The tokens of each text; texts behind the last whole minibatch are left out.
+        lengths: The tokens of each text; texts after the last whole minibatch are left out.
         num_ranks: The number of ranks that share a minibatch.
         samples_per_rank: Texts of a minibatch, divided by the ranks.
         max_tokens: The largest number of tokens of a microbatch.

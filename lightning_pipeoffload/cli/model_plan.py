@@ -26,7 +26,7 @@ from lightning_pipeoffload.cli.plan_output import (
 )
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
-from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
+from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import absent_tensor_ranks
 from lightning_pipeoffload.schedule import ScheduleError, as_it_runs
 from lightning_pipeoffload.schedule.families import check_sizes
 from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
@@ -69,7 +69,7 @@ def plan_for_device(config: DictConfig) -> Answer:
     else:
         only, sizes = None, tensor_sizes(config)
         text = f"layouts of {config.devices * config.num_nodes} devices"
-    with beside_absent_ranks(max(sizes)):
+    with absent_tensor_ranks(max(sizes)):
         with progress(f"Planning {text}") as show:
             result = LayoutSearch(config, sizes, show, only).run()
         fastest = result.layouts[0]
@@ -89,7 +89,7 @@ def _layout_of(config: DictConfig, num_ranks: int) -> Layout:
 def _answer_of(
     planned: PlannedLayout,
     before: Sequence[Part],
-    behind: Sequence[str],
+    after: Sequence[str],
     of_search: dict[str, Any],
     config: DictConfig,
 ) -> Answer:
@@ -115,7 +115,7 @@ def _answer_of(
         "link_rate": device.link_rate,
         "device_memory": planner.memory,
         "devices": [each.name for each in planner.mixture] or [device.name] * num_ranks,
-        "taken_by_weights": max(planner.beside(plan.best.option, num_ranks)),
+        "taken_by_weights": max(planner.memory_without_activations(plan.best.option, num_ranks)),
     }
     as_run = as_it_runs(plan.schedule, plan.costs, planner.steps_early)
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
@@ -124,10 +124,10 @@ def _answer_of(
     figures |= {"memory": describe_needs(needs), **speed}
     if proposal is not None:
         figures |= {"sequence_slices": proposal}
-    beside: list[Part] = [_table_of_ranks(needs), *_about_speed(plan, needs, speed, planner)]
-    beside += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner), *behind]
+    parts: list[Part] = [_table_of_ranks(needs), *_about_speed(plan, needs, speed, planner)]
+    parts += [*_about_slices(proposal, config.num_chunks), *_about_sums(device, planner), *after]
     figures = described(plan, with_candidates=True) | figures | of_search
-    return plan_answer(step, figures, MEASURED, [*before, rates], beside)
+    return plan_answer(step, figures, MEASURED, [*before, rates], parts)
 
 
 def _rates(planner: ModelPlanner) -> str:
@@ -217,7 +217,7 @@ def _about_speed(
     size, links = planner.settings.tensor_parallel_size, planner.links
     rate, hosts = links.tensor_rate / 1e9, [rank.host for rank in needs]
     reserve = 0.0 if planner.mixture else planner.device.memory - planner.memory
-    beside = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
+    kept = f", {bytes_text(reserve)} stay a reserve" if reserve > 0 else ""
     per_machine = links.most_of_a_machine(hosts, plan.schedule.placement)
     return [
         f"{', '.join(rates)}, with {planner.num_batches * planner.probe.batch_size} samples a step",
@@ -225,7 +225,7 @@ def _about_speed(
             len(needs), size, replicas, f"F and B wait for collectives at {rate:.4g} GB/s"
         ),
         *_about_devices(plan, planner),
-        f"the fullest rank needs {bytes_text(most)} of {bytes_text(limit)}{beside}: it fits",
+        f"the fullest rank needs {bytes_text(most)} of {bytes_text(limit)}{kept}: it fits",
         f"host memory: {bytes_text(max(hosts))} of the rank that needs most, "
         f"{bytes_text(per_machine)} of a machine",
     ]
@@ -262,7 +262,7 @@ def estimate_model(config: DictConfig) -> Answer:
         ValueError: The model, its data or a plan cannot be; or no plan fits ``device_memory``.
     """
     size = config.tensor_parallel_size
-    with beside_absent_ranks(size), progress("Counting what the model needs") as show:
+    with absent_tensor_ranks(size), progress("Counting what the model needs") as show:
         planner = ModelPlanner(config, show)
         if planner.num_slices > 1:
             raise ScheduleError(
@@ -280,7 +280,7 @@ def estimate_model(config: DictConfig) -> Answer:
             advice = search.advice(least.settings, planner)
             raise ScheduleError(_refusal(least, limit, advice))
     host_bytes = min(max(rank.host for rank in plan.needs) for plan in estimates)
-    if host_bytes > planner.host_memory:
+    if host_bytes > planner.host_memory_limit:
         raise ScheduleError(
             f"a rank needs {bytes_text(host_bytes)} of its host, and strategy.host_memory_limit is "
             f"{planner.settings.host_memory_limit}; use more ranks, "

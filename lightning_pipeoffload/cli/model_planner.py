@@ -387,14 +387,14 @@ class ModelPlanner:
             needs = needs.in_slices(self.costs_of(option, plan.num_ranks))
         return needs.of_ranks(lower(plan))
 
-    def beside(self, option: Option, num_ranks: int) -> Sequence[float]:
-        """Return the bytes of each rank besides activations."""
+    def memory_without_activations(self, option: Option, num_ranks: int) -> Sequence[float]:
+        """Return the bytes of each rank without activations."""
         needs = self._with_optimizer(self.needs_of(option, num_ranks))
         placement = option.placement(num_ranks)
         return [needs.taken_by(stages_on(placement, rank)) for rank in range(num_ranks)]
 
-    def least_beside(self, option: Option, num_ranks: int) -> float:
-        """Return the bytes besides activations that one rank of any cut has at least."""
+    def least_memory_without_activations(self, option: Option, num_ranks: int) -> float:
+        """Return the bytes without activations that one rank of any cut has at least."""
         return self._with_optimizer(self.needs_of(option, 1)).least_of_any(num_ranks)
 
     def _with_optimizer(self, needs: MemoryNeeds) -> MemoryNeeds:
@@ -411,7 +411,7 @@ class ModelPlanner:
         return replace(needs, num_sharing=num_sharing, stand_ins=stand_ins)
 
     @property
-    def host_memory(self) -> float:
+    def host_memory_limit(self) -> float:
         """Bytes of host memory that a rank may take."""
         limits = parse_limits(self.settings.host_memory_limit, "host_memory_limit", 1)
         return inf if limits is None else min(limits)
@@ -426,14 +426,14 @@ class ModelPlanner:
     ) -> PlanRequest:
         """Return the request for some options; offload and sharding are those of the settings."""
 
-        def memory_beside(option: Option) -> float | Sequence[float]:
-            of_ranks = self.beside(option, num_ranks)
+        def memory_without_activations(option: Option) -> float | Sequence[float]:
+            of_ranks = self.memory_without_activations(option, num_ranks)
             return of_ranks if self.mixture else max(of_ranks)
 
         work = Work(
             num_ranks,
             lambda option: self.costs_of(option, num_ranks),
-            memory_beside,
+            memory_without_activations,
             lambda option: self._has_barrier,
             self.steps_early,
         )

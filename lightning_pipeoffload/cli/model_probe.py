@@ -77,7 +77,7 @@ class ModelProbe:
 
     Attributes:
         precision: The trainer's precision.
-        recomputes: Values of ``recompute`` that a trace of all blocks measures besides its own.
+        recomputes: Values of ``recompute`` that a trace of all blocks measures, next to its own.
 
     Raises:
         ValueError: One of them cannot be built.

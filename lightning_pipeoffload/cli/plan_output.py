@@ -146,12 +146,12 @@ def plan_answer(
     figures: Mapping[str, Any],
     units: Units,
     before: Iterable[Part] = (),
-    beside: Iterable[Part] = (),
+    after: Iterable[Part] = (),
 ) -> Answer:
     """Return the answer of a plan: a table of the ranks, the figures of all and a drawing.
 
-    ``figures`` are in JSON besides, as of :func:`described`; ``before`` and ``beside`` are in the
-    text before the table of the ranks, and behind the figures.
+    ``figures`` are in JSON too, as of :func:`described`; ``before`` and ``after`` are in the text
+    before the table of the ranks, and after the figures.
     """
     ratio = max(copy_ratios(step.costs, step.schedule.num_stages))
     share, timeline = free_share(step.costs, step.schedule.num_stages), step.timeline
@@ -159,7 +159,7 @@ def plan_answer(
     copies["full_offload_is_free"] = share == 1
     alone = f"alone {units.sentence(timeline.makespan)}, bubble {share_text(timeline.bubble)}"
     parts: list[Part] = [*before, _rank_table(step, units), _sentence(step, units), alone]
-    parts += [*_about_the_busiest(timeline.busy), *beside, ""]
+    parts += [*_about_the_busiest(timeline.busy), *after, ""]
     parts += [_about_copies(ratio, share, figures)] * bool(ratio or "offloaded" in figures)
     parts.append(draw(timeline, Console().width))
     return Answer({**step_figures(step), **copies, **figures}, parts, [step])

@@ -22,7 +22,7 @@ def settings_of(
     """Return the strategy's arguments that a command's configuration has.
 
     Args:
-        config: The configuration, with ``num_microbatches`` and ``num_chunks`` beside ``strategy``.
+        config: The configuration, with ``num_microbatches`` and ``num_chunks`` with ``strategy``.
         counting: The arguments by which the command goes.
         instead: Of others, what to write instead.
         **chosen: Arguments that the command chooses itself.

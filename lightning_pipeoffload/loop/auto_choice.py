@@ -442,7 +442,7 @@ class AutoChoice:
         work = Work(
             self._group.num_ranks,
             cut_costs.costs_of,
-            cut_costs.memory_beside,
+            cut_costs.memory_without_activations,
             has_barrier=partial(self._has_barrier, cut_costs),
         )
         return request_for(settings, work, wanted, limits, must_fit, self._progress.show)

@@ -91,7 +91,7 @@ class CutCosts:
         sizes = costs.per_stage("activation", len(self._pipeline.chain) + 1)
         return Room(sizes, limits, option.kept(self._num_ranks), self.weights)
 
-    def memory_beside(self, option: Option) -> float | Sequence[float]:
+    def memory_without_activations(self, option: Option) -> float | Sequence[float]:
         """Return what each rank's weights in an option's cut take more than the limits allow for.
 
         0 where limits are given, or go by the smallest device.
@@ -99,10 +99,10 @@ class CutCosts:
         if not self.weights:
             return 0.0
         placement = option.placement(self._num_ranks)
-        beside = [-self.taken[place] for place in places_of(placement)]
+        memory = [-self.taken[place] for place in places_of(placement)]
         for stage in self.stages(option):
-            beside[placement[stage.index]] += sum(self.weights[s] for s in stage.segments)
-        return beside
+            memory[placement[stage.index]] += sum(self.weights[s] for s in stage.segments)
+        return memory
 
     def with_cuts(self, wanted: Sequence[Option]) -> list[Option]:
         """Return options, and with other cuts where a cut by times may not fit unlike devices."""

@@ -48,9 +48,9 @@ def _reason(pipeline: Pipeline, stages: Sequence[int], share: float) -> str:
         return f"{count} blocks make no better stages; use fewer devices, or leave split at auto"
     of_all = f"{share_text(work[heaviest] / sum(work))} of the work"
     if heaviest == len(chain):
-        behind = pipeline.modules_of(heaviest)
-        named = f"; name these too: {as_argument(pipeline.module, names + behind)}"
-        return f"the code behind the blocks has {of_all}{named if behind else ''}"
+        outside = pipeline.modules_of(heaviest)
+        named = f"; name these too: {as_argument(pipeline.module, names + outside)}"
+        return f"the code after the blocks has {of_all}{named if outside else ''}"
     inside = inner_blocks(pipeline.module, names[heaviest])
     finer = [*names[:heaviest], *inside, *names[heaviest + 1 :]]
     named = f"; name its parts: {as_argument(pipeline.module, finer)}"

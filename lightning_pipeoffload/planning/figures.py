@@ -57,9 +57,9 @@ class Units(NamedTuple):
     def write_time(self, value: float) -> str:
         return seconds_text(value) if self.is_measured else f"{value:.6g}"
 
-    def write_memory(self, value: float, beside: float = 0.0) -> str:
-        """Write memory; ``beside`` is the largest of the same column."""
-        return bytes_text(value, beside) if self.is_measured else f"{value:.6g}"
+    def write_memory(self, value: float, column_max: float = 0.0) -> str:
+        """Write memory; ``column_max`` is the largest of the same column."""
+        return bytes_text(value, column_max) if self.is_measured else f"{value:.6g}"
 
     def sentence(self, value: float) -> str:
         """Write a time with its unit."""

@@ -89,7 +89,7 @@ def parse_limits(
 
 
 def bytes_writer(limit: Limit) -> Callable[[float], str]:
-    """Return a function that writes bytes in the unit of ``limit``, and in MiB or GiB beside it.
+    """Return a function that writes bytes in the unit of ``limit``, and in MiB or GiB next to it.
 
     So a message on ``memory_limit="10GB"`` has "10.00 GB = 9,536.75 MiB". None: in MiB or GiB only;
     of a list the first entry counts.

@@ -201,7 +201,7 @@ class MemoryNeeds:
     def joined(self, stages: Sequence[Stage]) -> MemoryNeeds:
         """Return the needs of stages that have several blocks.
 
-        In these needs each block is a stage, and so is the code behind the blocks.
+        In these needs each block is a stage, and so is the code after the blocks.
         """
         costs = costs_of_stages(self.costs, stages)
         ends: dict[Kind, Callable[[Iterable[int]], int]] = {Kind.SEND_F: max, Kind.SEND_B: min}
@@ -238,7 +238,7 @@ class MemoryNeeds:
     def repeated(self, places: Sequence[int]) -> MemoryNeeds:
         """Return the needs of more stages, each like one of these; ``places`` has its index.
 
-        In both each block is a stage, and the code behind them; times are in the mean F of blocks.
+        In both each block is a stage, and the code after them; times are in the mean F of blocks.
         """
         num_stages, new = len(self.owned), -1
         num_owners = Counter(key for sizes in self.owned for key in sizes)
@@ -271,7 +271,7 @@ class MemoryNeeds:
         )
 
     def _slices_of(self, stages: Sequence[Stage], joined: Costs) -> Slices:
-        """Return how costs of stages divide among slices: by attention, and code behind the blocks.
+        """Return how costs of stages divide among slices: by attention, and code after the blocks.
 
         In blocks that train, attention is what F has more than W. Where some do not, nothing is
         known of it.
@@ -289,8 +289,8 @@ class MemoryNeeds:
             of_stages = [sum(beyond[s] for s in stage.segments) * trains for stage in stages]
             shares[f"quadratic_{name}"] = _shares(of_stages, joined, name)
         for name in (*COMPUTE_TIMES, "activation", "weight_residue", "weight_input"):
-            behind = self.costs.per_stage(name, num_segments)[-1]
-            of_stages = [behind * (num_segments - 1 in stage.segments) for stage in stages]
+            at_end = self.costs.per_stage(name, num_segments)[-1]
+            of_stages = [at_end * (num_segments - 1 in stage.segments) for stage in stages]
             shares[f"end_{name}"] = _shares(of_stages, joined, name)
         return Slices(**shares)
 
@@ -299,7 +299,7 @@ class MemoryNeeds:
         return replace(self, costs=replace(self.costs, slices=costs.slices))
 
     def with_last(self, num_bytes: int) -> MemoryNeeds:
-        """Return the needs with bytes that the last stage's rank takes besides, for metrics."""
+        """Return the needs with bytes that the last stage's rank takes in addition, for metrics."""
         *others, last = self.workspace
         return replace(self, workspace=[*others, last + num_bytes])
 
@@ -336,8 +336,8 @@ class MemoryNeeds:
         needs_of_ranks = []
         for rank, (peak, sent, offloaded) in enumerate(peaks):
             stages = plan.stages_of(rank)
-            beside = int(self._workspace_of(stages)), int(sent), int(offloaded)
-            needs = *self._kept_by(stages), int(peak), *beside, self._on_host(stages)
+            others = int(self._workspace_of(stages)), int(sent), int(offloaded)
+            needs = *self._kept_by(stages), int(peak), *others, self._on_host(stages)
             needs_of_ranks.append(RankNeeds(*needs))
         return needs_of_ranks
 
@@ -358,11 +358,11 @@ class MemoryNeeds:
         return [*map(max, *pairs)]
 
     def taken_by(self, stages: Sequence[int]) -> float:
-        """Return the bytes of some stages besides activations and messages."""
+        """Return the bytes of some stages without activations and messages."""
         return sum(self._kept_by(stages)) + self._workspace_of(stages)
 
     def least_of_any(self, num_ranks: int) -> float:
-        """Return the bytes besides activations that one of ``num_ranks`` ranks has at least."""
+        """Return the bytes without activations that one of ``num_ranks`` ranks has at least."""
         owned = self._tensors_of(range(len(self.owned))).values()
         parameters, gradients, states = (sum(s) for s in zip((0, 0, 0), *owned, strict=True))
         on_device = 0.0 if self.is_on_host else states / self.num_sharing
@@ -493,7 +493,7 @@ def _owned(pipeline: Pipeline, states: Mapping[int, int]) -> list[dict[int, tupl
 
 
 def _sent(pipeline: Pipeline, record: StepRecord) -> dict[Kind, list[int]]:
-    """Return the bytes that cross the cut behind each stage, and those back over that before it."""
+    """Return the bytes that cross the cut after each stage, and those back over that before it."""
     blocks = [stage.blocks for stage in pipeline.cut.stages]
     specs: list[list[TensorSpec]] = [[], *(record.payload_over(b.start) for b in blocks[1:]), []]
     forward = [sum(spec.num_bytes for spec in cut) for cut in specs]

@@ -285,7 +285,7 @@ def _prediction(report: dict[str, Any], is_measured: bool) -> str:
 def span_of(names: Sequence[str]) -> str:
     """Name a stage's first and last block, and their container once if it is the same."""
     if not names:
-        return "behind the blocks"
+        return "after the blocks"
     first, last = names[0], names[-1]
     container, _, index = last.rpartition(".")
     if first == last:

@@ -28,8 +28,7 @@ class Work:
     Attributes:
         num_ranks: Ranks of the pipeline.
         costs_of: Returns the costs of an option's stages; it may raise ScheduleError.
-        memory_beside: Returns the memory of the fullest rank besides activations, in an option; or
-            of each rank.
+        memory_without_activations: Returns that of the fullest rank, in an option; or of each rank.
         has_barrier: Returns whether all ranks must end a step of an option before any rank begins
             the next one.
         steps_early: Whether an optimizer on the host steps as gradients become final.
@@ -37,7 +36,7 @@ class Work:
 
     num_ranks: int
     costs_of: Callable[[Option], Costs]
-    memory_beside: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
+    memory_without_activations: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
     has_barrier: Callable[[Option], bool] = lambda option: False
     steps_early: bool = False
 
@@ -110,11 +109,11 @@ def fill_request(work: Work, machines: Machines, fixed: Fixed, **how: Any) -> Pl
             fixed.recipes[option.schedule].placement(work.num_ranks, option.num_chunks)
         )
 
-    def memory_beside(option: Option) -> float | Sequence[float]:
-        beside, missing = work.memory_beside(option), machines.missing(places(option))
-        if isinstance(beside, Sequence):
-            return [*map(add, beside, missing or [0.0] * len(beside))]
-        return [beside + less for less in missing] or beside
+    def memory_without_activations(option: Option) -> float | Sequence[float]:
+        memory, missing = work.memory_without_activations(option), machines.missing(places(option))
+        if isinstance(memory, Sequence):
+            return [*map(add, memory, missing or [0.0] * len(memory))]
+        return [memory + less for less in missing] or memory
 
     return PlanRequest(
         work.num_ranks,
@@ -122,7 +121,7 @@ def fill_request(work: Work, machines: Machines, fixed: Fixed, **how: Any) -> Pl
         work.costs_of,
         machines.largest,
         fixed.offload,
-        memory_beside=memory_beside,
+        memory_without_activations=memory_without_activations,
         name_rank=lambda option, rank: f"rank {rank}, on {machines.name_of(places(option)[rank])},",
         has_barrier=work.has_barrier,
         steps_early=lambda option: work.steps_early,

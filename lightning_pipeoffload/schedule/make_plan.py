@@ -84,8 +84,8 @@ class PlanRequest:
         memory_limit: The most memory of a rank, in the unit of the costs; None: any.
         offload: "auto": as little as the memory limit requires; "none"; or a share of the
             activations, as in :func:`offload_activations`.
-        memory_beside: Returns the memory of an option's weights, which is subtracted from the
-            limit; or a sequence with what is subtracted on each rank, where ranks differ.
+        memory_without_activations: Returns the memory of an option's weights, which is subtracted
+            from the limit; or a sequence with what is subtracted on each rank, where ranks differ.
         name_rank: Names a rank of an option, for refusals, where ranks differ.
         has_barrier: Returns whether all ranks must end a step of an option before any rank begins
             the next one.
@@ -110,7 +110,7 @@ class PlanRequest:
     costs_of: Callable[[Option], Costs]
     memory_limit: float | None = None
     offload: str | float = "auto"
-    memory_beside: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
+    memory_without_activations: Callable[[Option], float | Sequence[float]] = lambda option: 0.0
     name_rank: Callable[[Option, int], str] = lambda option, rank: f"rank {rank}"
     has_barrier: Callable[[Option], bool] = lambda option: False
     steps_early: Callable[[Option], bool] = lambda option: False
@@ -132,8 +132,8 @@ class PlanRequest:
         """Return the most memory for an option's activations on each rank; None: any."""
         if self.memory_limit is None:
             return None
-        beside = self.memory_beside(option)
-        of_ranks = beside if isinstance(beside, Sequence) else [beside] * self.num_ranks
+        memory = self.memory_without_activations(option)
+        of_ranks = memory if isinstance(memory, Sequence) else [memory] * self.num_ranks
         limits = (*(max(0.0, self.memory_limit - taken) for taken in of_ranks),)
         return RankLimits(limits, self.placement_of(option))
 
@@ -519,9 +519,9 @@ class _Trials:
         request, limits = self._request, self._rank_limits(option)
         assert request.memory_limit is not None
         assert limits is not None
-        beside = request.memory_beside(option)
-        if not isinstance(beside, Sequence):
-            return needed + beside, request.memory_limit, ""
+        memory = request.memory_without_activations(option)
+        if not isinstance(memory, Sequence):
+            return needed + memory, request.memory_limit, ""
         rank = limits.tightest(self.true_costs(option))
         return needed, limits.limits[rank], request.name_rank(option, rank)
 

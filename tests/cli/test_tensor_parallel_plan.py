@@ -18,7 +18,7 @@ from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving, find_classes
 from lightning_pipeoffload.runtime.measure import shape_memory
-from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import beside_absent_ranks
+from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import absent_tensor_ranks
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import sent_bytes
 from lightning_pipeoffload.schedule import Kind, ScheduleError, build, lower
 from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
@@ -75,7 +75,7 @@ def test_blocks_with_alike_shared_layers_are_of_one_class(monkeypatch):
 
     monkeypatch.setattr(shape_memory, "find_alike_saving", find)
     config = composed("plan", *words("Net"))
-    with beside_absent_ranks(2):
+    with absent_tensor_ranks(2):
         planner = ModelPlanner(config)
         planner.needs_of(Option("zb_h1", 1, 4), 2)
     assert seen
@@ -142,7 +142,7 @@ def test_a_few_of_alike_blocks_are_traced_for_more_tensor_ranks(more, num_traced
             yield [[round(found.flops_of_one * work) for work in column] for column in columns]
         yield planner.probe.batch_flops
 
-    with beside_absent_ranks(2):
+    with absent_tensor_ranks(2):
         one, alone = planner_of(1), planner_of(2)
         few = planner_of(2, one)
         assert seen == [num_traced]
@@ -171,7 +171,7 @@ def test_the_devices_of_a_plan_are_counted_over_machines(capsys):
 def test_collectives_in_f_and_b_take_the_time_of_their_bytes():
     """Per block one all-reduce in F, and two in B, for the inputs of up and gate."""
     words_of_device = words("Net", "device=h100", "link=1GB", "efficiency=1")
-    with beside_absent_ranks(2):
+    with absent_tensor_ranks(2):
         planner, option = ModelPlanner(composed("plan", *words_of_device)), Option("zb_h1", 1, 4)
         needs = planner.needs_of(option, 2)
         costs = planner.costs_of(option, 2).compute(2)
@@ -218,7 +218,7 @@ def test_bytes_around_a_ring_are_those_of_each_collective():
         (ops.all_gather_into_tensor.default, (whole, 4), 3 * 32),
         (ops.reduce_scatter_tensor.default, (whole, "sum", 4), 3 / 4 * 32),
     ]
-    with beside_absent_ranks(4):
+    with absent_tensor_ranks(4):
         name = dist.group.WORLD.group_name
         for func, arguments, expected in calls:
             assert sent_bytes(func, (*arguments, name)) == expected

@@ -41,7 +41,7 @@ LINES = [
     (
         lambda: with_a_head(4, 400),
         {},
-        "Rank 1 has 1.9 times the mean: the code behind the blocks has 95.2 % of the work; "
+        "Rank 1 has 1.9 times the mean: the code after the blocks has 95.2 % of the work; "
         'name these too: blocks=["blocks.*", "head"].',
     ),
     (

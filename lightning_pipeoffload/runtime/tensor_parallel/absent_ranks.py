@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 
 @contextmanager
-def beside_absent_ranks(num_tensor_ranks: int) -> Iterator[None]:
+def absent_tensor_ranks(num_tensor_ranks: int) -> Iterator[None]:
     """Within the context, have a default process group of ``num_tensor_ranks``, this one rank 0.
 
     No other process exists, and nothing is sent. No group is made for one tensor rank.

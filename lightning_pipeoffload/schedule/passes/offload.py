@@ -378,17 +378,17 @@ class _Paging:
 
     def _make_room(self, index: int, action: Action) -> None:
         """Make room for an action and its inputs."""
-        place, row, beside = action[1:], KINDS[action.kind], self._sizes.beside(action)
+        place, row, change = action[1:], KINDS[action.kind], self._sizes.key_value_change(action)
         size = self._sizes.at(*place)
         # B keeps what W alone needs on the device.
         before = ACTIVATION if action.kind is Kind.B else row.needs
         after = (before & ~row.drops) | row.puts
         self._device[place] = int(before)
-        most = max(size[before], size[after]) + self._resident + max(0.0, beside)
+        most = max(size[before], size[after]) + self._resident + max(0.0, change)
         while most + self._in_use(place) > self._limit and self._evict(place, index):
             pass
         self._device[place] = int(after)
-        self._resident += beside
+        self._resident += change
 
     def _in_use(self, but: _Place) -> float:
         return sum(self._sizes.at(*p)[parts] for p, parts in self._device.items() if p != but)

@@ -58,7 +58,7 @@ class UnitSizes(NamedTuple):
     Attributes:
         of: The parts of each unit; slice k of stage s is at ``s * num_slices + k``.
         num_slices: Slices of each microbatch.
-        key_values: What F and B of each unit add beside the parts, by their kinds: keys and values
+        key_values: What F and B of each unit add to the parts, by their kinds: keys and values
             stay on the device, and from a microbatch's first B on their gradients are there too.
             Empty: nothing.
     """
@@ -71,8 +71,8 @@ class UnitSizes(NamedTuple):
         """Return the memory of the parts of a stage and microbatch, or of a unit of it."""
         return self.of[stage * self.num_slices + microbatch % self.num_slices]
 
-    def beside(self, action: Action) -> float:
-        """Return what an action adds beside the parts."""
+    def key_value_change(self, action: Action) -> float:
+        """Return the change of keys and values by an action."""
         changes = self.key_values.get(action.kind)
         unit = action.stage * self.num_slices + action.microbatch % self.num_slices
         return changes[unit] if changes else 0.0
@@ -113,8 +113,8 @@ def part_sizes(costs: Costs, num_stages: int, num_slices: int = 1) -> UnitSizes:
     activation, *others = (costs.per_unit(name, num_stages, num_slices) for name in names)
     movable = [max(0.0, a - of_unit) for a, of_unit in zip(activation, held, strict=True)]
     units = zip(movable, *others, strict=True)
-    beside = key_value_changes(held, gradients, num_slices) if any(held) else {}
-    return UnitSizes([_sizes_of_unit(*unit) for unit in units], num_slices, beside)
+    key_values = key_value_changes(held, gradients, num_slices) if any(held) else {}
+    return UnitSizes([_sizes_of_unit(*unit) for unit in units], num_slices, key_values)
 
 
 def key_value_changes(
@@ -164,7 +164,7 @@ def memory_changes(
     masks = {kind: (int(puts), ~int(drops)) for kind, (puts, drops) in effects.items()}
     there: dict[tuple[int, int], int] = {}
     of, count = sizes.of, sizes.num_slices
-    beside = sizes.key_values if effects is MEMORY_EFFECTS else {}
+    key_values = sizes.key_values if effects is MEMORY_EFFECTS else {}
     for kind, stage, microbatch in actions:
         effect = masks.get(kind)
         if effect is None:
@@ -175,7 +175,7 @@ def memory_changes(
         after = there[stage, microbatch] = (before & keeps) | puts
         unit = stage * count + microbatch % count
         change = of[unit][after] - of[unit][before]
-        yield change + beside[kind][unit] if kind in beside else change
+        yield change + key_values[kind][unit] if kind in key_values else change
 
 
 def _peak(changes: Iterator[float]) -> float:

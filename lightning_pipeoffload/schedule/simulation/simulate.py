@@ -1,7 +1,7 @@
 """When every action of a schedule runs, and how long it takes from one step to the next.
 
-Copies and reductions run on lanes beside compute. What B needs is copied back first, and B waits
-for no more::
+Copies and reductions run on lanes of their own. What B needs is copied back first, and B waits for
+no more::
 
     h2d      RELOAD  [ for B | for W ]
     compute                  [== B ==][== W ==]
@@ -61,8 +61,8 @@ def _timeline(events: Iterable[Event], schedule: Schedule, costs: Costs) -> Time
     return Timeline(tuple(events), *peaks, schedule.num_sequence_slices)
 
 
-class _Beside(NamedTuple):
-    """The waits and the lane of an action that involves lanes beside compute.
+class _LaneUse(NamedTuple):
+    """The waits and the lane of an action that involves other lanes than compute.
 
     Attributes:
         waits: The places in the replay of the copies that it waits for, and the seconds at the end
@@ -117,21 +117,21 @@ class Simulation:
         self._delays = [waits[n] for n in order.operations]
         of_rank = [iter(rank) for rank in schedule]
         self.actions = [next(of_rank[rank]) for rank in order.ranks]
-        self._beside: list[_Beside | None] | None = None
+        self._lane_uses: list[_LaneUse | None] | None = None
         if schedule.kinds & set(_BACKGROUND):
             whole = seconds_of_kind if count == 1 else _seconds_of(costs, schedule.num_stages)
-            self._beside = self._lanes(whole, copies or copy_seconds(schedule, costs))
+            self._lane_uses = self._lanes(whole, copies or copy_seconds(schedule, costs))
 
     def _lanes(
         self,
         seconds_of_kind: Mapping[Kind, Sequence[float]],
         copies: tuple[Mapping[Action, float], Mapping[Action, float]],
-    ) -> list[_Beside | None]:
+    ) -> list[_LaneUse | None]:
         """Return the waits and lanes of the actions of the replay; None for those without."""
         copy_seconds, for_w = copies
         place = {action: n for n, action in enumerate(self.actions)}
         weights = {tail.final: tail.weights for rank in self._schedule for tail in tails(rank)}
-        beside: list[_Beside | None] = []
+        uses: list[_LaneUse | None] = []
         kinds = self._schedule.kinds
         waits_for = {kind: [k for k in others if k in kinds] for kind, others in _WAITS_FOR.items()}
         for n, (rank, action) in enumerate(zip(self._replay.ranks, self.actions, strict=True)):
@@ -148,10 +148,10 @@ class Simulation:
                 seconds = copy_seconds.get(action, seconds_of_kind[kind][stage])
                 of_tail = weights.get(action)
                 tail = (place[of_tail[0]], place[of_tail[-1]]) if of_tail else None
-                beside.append(_Beside(waits, lane, seconds, tail))
+                uses.append(_LaneUse(waits, lane, seconds, tail))
             else:
-                beside.append(_Beside(waits) if waits else None)
-        return beside
+                uses.append(_LaneUse(waits) if waits else None)
+        return uses
 
     def _lane_of(self, rank: int, lane: str) -> Hashable:
         # A device with one lane copies both ways on it, in turns.
@@ -167,23 +167,23 @@ class Simulation:
         spans: dict[int, Interval] = {}
         free: defaultdict[Hashable, float] = defaultdict(float)
 
-        def reach(beside: _Beside, place: int, start: float, ends: list[float]) -> float:
-            for copy, not_awaited in beside.waits:
+        def reach(use: _LaneUse, place: int, start: float, ends: list[float]) -> float:
+            for copy, not_awaited in use.waits:
                 start = max(start, spans[copy][1] - not_awaited)
-            if beside.lane is None:
+            if use.lane is None:
                 return start
-            if beside.tail is not None:
-                first, last = beside.tail
+            if use.tail is not None:
+                first, last = use.tail
                 begins = ends[first] - self._seconds[first]
-                spans[place] = _in_shares(begins, ends[last], beside.seconds, free[beside.lane])
+                spans[place] = _in_shares(begins, ends[last], use.seconds, free[use.lane])
             else:
-                begin = max(start, free[beside.lane])
-                spans[place] = begin, begin + beside.seconds
-            free[beside.lane] = spans[place][1]
+                begin = max(start, free[use.lane])
+                spans[place] = begin, begin + use.seconds
+            free[use.lane] = spans[place][1]
             return start
 
         order = self._replay
-        begins, ends, last = order.time(self._seconds, self._delays, starts, self._beside, reach)
+        begins, ends, last = order.time(self._seconds, self._delays, starts, self._lane_uses, reach)
         if self._final is not None:
             lane = KINDS[self._final].lane
             last = [max(end, free.get((rank, lane), end)) for rank, end in enumerate(last)]
@@ -268,12 +268,12 @@ def copy_seconds(
 # Buckets of a stage's parameters: a stage of a large model has more, one of a small model fewer.
 _NUM_SHARES = 8
 
-# Ranks have settled after about as many steps as it takes the last to be held up by the first.
+# The period is steady after about as many steps as it takes the last to be held up by the first.
 _MOST_STEPS = 16
 
 
 def steady_period(schedule: Schedule, costs: Costs, has_barrier: bool) -> float:
-    """Return the seconds from one step to the next, once the ranks have settled.
+    """Return the seconds from one step to the next, in the steady state.
 
     Args:
         schedule: The schedule, lowered or not.

@@ -10,7 +10,7 @@ from lightning_pipeoffload.runtime.making.construction import constructing, make
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import (
-    beside_absent_ranks,
+    absent_tensor_ranks,
     mesh_of_absent_ranks,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
@@ -64,7 +64,7 @@ def test_a_rank_has_its_shards_of_what_one_device_draws(on_meta):
     plain.configure_model()
     after, whole = torch.get_rng_state(), dict(plain.named_parameters())
     found = set()
-    with beside_absent_ranks(2):
+    with absent_tensor_ranks(2):
         for stage in (0, 1):
             L.seed_everything(5, verbose=False)
             module = make_part(Late(on_meta, mesh_of_absent_ranks(2)["tensor_parallel"]), stage)

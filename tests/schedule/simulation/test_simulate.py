@@ -295,7 +295,7 @@ def test_a_rank_waits_for_its_own_reduction():
     assert steady_period(plan, costs, False) > steady_period(plan, UNIT, False)
 
 
-def test_ranks_that_settle_late_are_told_by_their_mean():
+def test_a_period_that_is_steady_late_is_a_mean():
     """The second rank is the slowest by a hair: the first runs ahead of it for many steps."""
     plan, costs = build("1f1b", 2, 4), Costs(*[[1.0, 1.001]] * 3)
     mean = over_many(plan, costs, False)
