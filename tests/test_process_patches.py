@@ -59,7 +59,7 @@ LISTED = {
     "processes/pipeline_processes.py": {
         "rank_zero_only.rank": "stays: Lightning's own strategies set it",
     },
-    "runtime/cut/trace.py": {
+    "runtime/cut/module_hooks.py": {
         "torchs.register_module_forward_pre_hook": "a trace: modules with backward hooks",
         "torchs.register_module_forward_hook": "as the former",
     },

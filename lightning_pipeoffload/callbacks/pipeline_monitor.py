@@ -214,8 +214,8 @@ class PipelineMonitor(Callback):
             self._step.plans.append(plan)
 
     def _count(self, strategy: PipeOffloadStrategy, module: LightningModule) -> None:
-        traced = (m.record for m in strategy.split.executor.microbatches if m.has_result)
-        flops = getattr(module, "flops_per_batch", None) or sum(r.training_flops for r in traced)
+        traced = (m.record.work for m in strategy.split.executor.microbatches if m.has_result)
+        flops = getattr(module, "flops_per_batch", None) or sum(w.training_flops for w in traced)
         counts = {"flops": flops} if flops else {}
         for name, number in (self._counts | counts).items():
             self._step.add(name, number)

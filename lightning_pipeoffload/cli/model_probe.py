@@ -370,7 +370,7 @@ class ModelProbe:
                 )
             first = self._first_slice(pipeline, size)
             self._num_parameters = pipeline.cut.num_parameters
-            self._flops_of_slice = first.record.training_flops, num_microbatches
+            self._flops_of_slice = first.record.work.training_flops, num_microbatches
             states = self.states(settings.master_weights)
             for recompute in recomputes:
                 if recompute == "full":

@@ -25,7 +25,7 @@ def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
         chain = pipeline.chain
         for stage in pipeline.tensors.local_stages:
             for index in pipeline.cut.stages[stage].blocks:
-                first = record.block_calls[record.calls.blocks.index(index)]
+                first = record.arguments.calls[record.calls.blocks.index(index)]
                 with first.with_zeros() as (args, kwargs):
                     call = partial(chain.plain_calls[index], *args, **kwargs)
                     pipeline.compiler.compile_ahead(chain.blocks[index], call)

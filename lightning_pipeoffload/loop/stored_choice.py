@@ -116,7 +116,7 @@ class ChoiceStore:
 
 def digest_work(blocks: str, record: StepRecord) -> str:
     """Return a digest of how blocks are made, and of a step's operations, shapes and numbers."""
-    return sha256(repr((blocks, record.work)).encode()).hexdigest()
+    return sha256(repr((blocks, record.work.digests)).encode()).hexdigest()
 
 
 def _describe_parameters(module: nn.Module) -> list[tuple[Any, ...]]:

@@ -371,7 +371,7 @@ def test_operations_of_packed_weights_are_counted():
     chain = find_chain(module)
     chain.intercept()
     trace = StepTrace(module, chain, torch.device("cpu"))
-    found = trace.trace(lambda: module.loss(torch.zeros(2, 12, dtype=torch.long)))
+    found = trace.trace(lambda: module.loss(torch.zeros(2, 12, dtype=torch.long))).work
     base, adapters = 2 * tokens * WIDTH * WIDTH, 2 * tokens * 2 * 4 * WIDTH
     assert found.forward_flops[1] == found.input_flops[1] == base + adapters
     assert found.weight_flops[1] == adapters

@@ -19,85 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.record import SegmentDigest, StepRecord
-from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.cut.record import StepRecord
+from lightning_pipeoffload.runtime.cut.segment_work import describe_kind
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit, options_of
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 aten = torch.ops.aten
 
-_PRIME, _FACTOR = (1 << 61) - 1, 1_000_000_007
 _DEPTH = 3  # of containers and objects in an attribute
 _PLAIN = (bool, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = {dict, OrderedDict, list, tuple, set}
 _SLOTS = ("_parameters", "_buffers", "_modules")
 
 
-class SegmentWork:
-    """Hashes the work of each segment of a step: its operations and their arguments."""
-
-    def __init__(self, num_segments: int) -> None:
-        self._forms = [sha256() for _ in range(num_segments)]
-        self._others = [sha256() for _ in range(num_segments)]
-        self._sizes = [0] * num_segments
-        self._factors = [1] * num_segments
-
-    @property
-    def digests(self) -> list[SegmentDigest]:
-        """A digest of each segment's work."""
-        columns = zip(self._forms, self._sizes, self._others, strict=True)
-        return [SegmentDigest(f.hexdigest(), sizes, o.hexdigest()) for f, sizes, o in columns]
-
-    def add(self, segment: int, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
-        """Add an operation with its arguments to the hashes of a segment."""
-        self.add_values(segment, str(func), (args, kwargs))
-
-    def add_values(self, segment: int, name: str, values: Any) -> None:
-        """Add the name of an operation or block, and its arguments, to the hashes of a segment."""
-        form: list[Any] = [name]
-        sizes: list[int] = []
-        others: list[Any] = []
-        with torch._C.DisableTorchFunction():  # private: this is no call of the step's
-            for leaf in leaves_of(values):
-                if isinstance(leaf, Tensor):
-                    sizes += leaf.shape
-                    form += leaf.dim(), *_describe_kind(leaf)
-                elif type(leaf) is int:
-                    sizes.append(leaf)
-                    form.append(int)
-                elif isinstance(leaf, torch.Size):
-                    sizes += leaf
-                    form.append(len(leaf))
-                elif isinstance(leaf, (float, complex)):
-                    others.append(leaf)
-                    form.append(float)
-                else:
-                    form.append(leaf if isinstance(leaf, (int, *_PLAIN)) else type(leaf).__name__)
-        self._forms[segment].update(repr(form).encode())
-        if others:
-            self._others[segment].update(repr(others).encode())
-        self._add_sizes(segment, sizes)
-
-    def _add_sizes(self, segment: int, sizes: list[int]) -> None:
-        """Add the numbers to a checksum, each times a pseudo-random factor.
-
-        It is a plain sum, so where each number is a polynomial of the lengths, so is the checksum,
-        and derived_records can compute it.
-        """
-        factor, total = self._factors[segment], self._sizes[segment]
-        for size in sizes:
-            factor = factor * _FACTOR % _PRIME
-            total += factor * size
-        self._factors[segment], self._sizes[segment] = factor, total
-
-
 def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    return *tensor.shape, *_describe_kind(tensor)
-
-
-def _describe_kind(tensor: Tensor) -> tuple[Any, ...]:
-    return str(tensor.dtype), tensor.device.type, tensor.requires_grad
+    return *tensor.shape, *describe_kind(tensor)
 
 
 def find_classes(chain: BlockChain, record: StepRecord) -> list[int]:
@@ -180,7 +117,7 @@ def _repeated(
 
 def outputs_that_suffice(record: StepRecord) -> dict[int, BlockOutput]:
     """Return, by index, the outputs of blocks without side effects, if only shapes are needed."""
-    if record.writes.arguments or record.starts_backward or not record.calls.is_once:
+    if record.writes.arguments or record.backwards.are_any or not record.calls.is_once:
         return {}
     alone = record.writes.writing_blocks | record.draws.segments
     return {
@@ -200,7 +137,7 @@ def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
     is_alone = bool(segments & (record.imagined.keys() | record.draws.by_chance))
     if is_alone or record.draws.beside_torch:
         return index
-    return *(record.work[segment] for segment in sorted(segments)), index in record.opened
+    return *(record.work.digests[segment] for segment in sorted(segments)), index in record.opened
 
 
 def _numbers_apart(

@@ -1,33 +1,25 @@
-"""Refuses steps that cannot be cut; the error has the reason, the line and a remedy."""
+"""Refuses steps that cannot be cut; the error has the reason, the line and a remedy.
+
+Calls of blocks are checked while the step is traced, see :mod:`.call_checks`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWrite
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight
-from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import code_of, subclasses_of
 from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
-from lightning_pipeoffload.runtime.users_code.users_lines import (
-    calling_line,
-    in_brackets,
-    running_frames,
-)
-from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
+from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
 
 SKIP_A_BATCH = (
@@ -52,136 +44,6 @@ def loss_in(result: Any) -> Tensor:
     return loss
 
 
-# While the step is traced
-
-
-def needs_all_blocks(chain: BlockChain) -> str:
-    """Return the condition that a step must satisfy, for errors."""
-    return f"a pipeline needs all entries of {chain.name} called, for the first time in their order"
-
-
-class CallsError(ValueError):
-    """The step does not call the blocks of the chain in an order in which it can be cut."""
-
-
-class OrderError(CallsError):
-    """The step calls another block than was expected."""
-
-
-class RepeatedCallError(OrderError):
-    """The step calls a block again where another block was expected."""
-
-
-class CallChecks:
-    """Refuses calls of blocks that a stage cannot make, or cannot recompute in B."""
-
-    def __init__(self, chain: BlockChain, calls: CallOrder) -> None:
-        self._chain, self._calls = chain, calls
-        self._training = torch.is_grad_enabled()
-        self._checkpoint: Any = None
-        self._last = 0
-        self._num_hooks: dict[int, int] = {}
-
-    def check(self, index: int, call: int) -> None:
-        """Raise ``ValueError`` if a stage could not make this call of block ``index``."""
-        self._check_order(index, call)
-        self._check_function(index)
-        self._check_checkpoint(index)
-        self._num_hooks[index] = _count_hooks(self._chain.blocks[index])
-
-    def _check_order(self, index: int, call: int) -> None:
-        expected = self._calls.blocks[call] if call < len(self._calls.blocks) else len(self._chain)
-        if index == expected:
-            return
-        is_before = index > expected
-        what = f"before {self._chain.block_name(expected)}" if is_before else "again"
-        raise (OrderError if is_before else RepeatedCallError)(
-            f"the step calls {self._chain.block_name(index)} {what}"
-            f"{in_brackets(calling_line())}; {needs_all_blocks(self._chain)}"
-        )
-
-    def _check_function(self, index: int) -> None:
-        if self._training and is_in_function():
-            raise CallsError(
-                f"the step calls {self._chain.block_name(index)} in an autograd function"
-                f"{in_brackets(calling_line())}, which makes its graph in the backward: write "
-                f"checkpoint(..., use_reentrant=False)"
-            )
-
-    def _check_checkpoint(self, index: int) -> None:
-        outer, self._checkpoint = self._checkpoint, checkpoint_around()
-        if outer is not None and outer is self._checkpoint:
-            raise ValueError(
-                f"the step checkpoints {self._chain.block_name(self._last)} and "
-                f"{self._chain.block_name(index)} together"
-                f"{in_brackets(calling_line())}; a stage can only compute its own blocks again, so "
-                f"checkpoint each by itself, or leave it to "
-                f'recompute="full"'
-            )
-        self._last = index
-
-    def check_complete(self, num_calls: int) -> None:
-        """Raise ``CallsError`` if the step has ended after too few calls: ``num_calls``."""
-        missing = self._calls.blocks[num_calls:]
-        if missing:
-            raise CallsError(
-                f"the step does not call {self._chain.block_name(missing[0])}; "
-                f"{needs_all_blocks(self._chain)}"
-            )
-
-    @property
-    def hooked(self) -> Iterator[int]:
-        """Yield the blocks that had hooks at their call."""
-        return (index for index, count in self._num_hooks.items() if count)
-
-    def find_briefly_hooked(self) -> Iterator[int]:
-        """Yield the blocks that have fewer hooks now than at their call."""
-        for index, before in self._num_hooks.items():
-            if _count_hooks(self._chain.blocks[index]) < before:
-                yield index
-
-
-def is_in_function() -> bool:
-    """Whether the forward of an autograd function is running, such as a reentrant checkpoint."""
-    if torch.is_grad_enabled():
-        return False
-    # With a setup_context it gets no ctx; what calls it has no frame from torch 2.14 on.
-    forwards = {id(code_of(function.forward)) for function in subclasses_of(Function)}
-    return any(id(frame.f_code) in forwards for frame in running_frames())
-
-
-def _count_hooks(block: nn.Module) -> int:
-    # Private: no public name lists the hooks of a module.
-    return len(block._forward_hooks) + len(block._forward_pre_hooks)
-
-
-def checkpoint_around() -> Any:
-    """Return an object that identifies the running checkpoint; None if none runs."""
-    # Private: no public API shows that a checkpoint runs, whose blocks are called again in B.
-    hooks = saving_hooks()
-    if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook."):
-        return None
-    return hooks[0]
-
-
-def refuse_packed(output: Any, name: str) -> None:
-    """Refuse a block's output with a ``PackedSequence``: its lengths would cross as a tensor.
-
-    Raises:
-        ValueError: There is one.
-    """
-    leaves = tree_leaves(output, is_leaf=lambda part: isinstance(part, PackedSequence))
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-        raise ValueError(
-            f"{name} returns a PackedSequence{in_brackets(calling_line())}, whose lengths later "
-            f"stages need on the CPU: let the block take padded sequences and the lengths, call "
-            f"pack_padded_sequence, and return what pad_packed_sequence gives"
-        )
-
-
-# When the step is cut
-
-
 def check_recompute_full(record: StepRecord, chain: BlockChain) -> None:
     """Refuse ``recompute="full"`` of blocks that cannot run again in a backward.
 
@@ -196,9 +58,14 @@ def check_recompute_full(record: StepRecord, chain: BlockChain) -> None:
 
 
 def _obstacles(record: StepRecord, chain: BlockChain) -> Iterator[tuple[str, str]]:
-    for block, obstacle in record.recompute_obstacles.items():
-        if block not in record.opened:  # which is not computed again
-            yield chain.block_name(block), obstacle
+    reasons = (
+        (record.backwards.in_blocks, "starts a backward of its own"),
+        (record.writes.inputs, "writes its input in place"),
+    )
+    for lines, obstacle in reasons:
+        for block, line in lines.items():
+            if block not in record.opened:  # which is not computed again
+                yield chain.block_name(block), f"{obstacle}{in_brackets(line)}"
 
 
 def recompute_risk(record: StepRecord, chain: BlockChain) -> str:
@@ -233,7 +100,7 @@ def check_slices(record: StepRecord, chain: BlockChain, module: nn.Module, compi
 def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -> Iterator[str]:
     if not record.calls.is_once:
         yield "the step calls blocks several times"
-    if record.starts_backward:
+    if record.backwards.are_any:
         yield "the step starts a backward of its own"
     for crossing in record.crossings:
         line = in_brackets(crossing.line)
@@ -353,7 +220,7 @@ class _StepChecks:
             )
 
     def _brief_hooks(self) -> Iterator[str]:
-        for block in sorted(self._record.opened & self._record.briefly_hooked):
+        for block in sorted(self._record.opened & self._record.hooks.brief):
             yield (
                 f"the step uses a value that a hook on {self._block(block)} has stored, and "
                 f"registers and removes that hook itself, but only the last stage reaches the code "
@@ -386,11 +253,11 @@ class _StepChecks:
         """
         crossed = any(
             self._stage_of[block] != self._stage_of[block + 1]
-            for block in self._record.reached_backward
+            for block in self._record.backwards.reached
         )
         lines = [
             started.line
-            for started in self._record.started
+            for started in self._record.backwards.between
             if crossed
             or any(
                 self._stage_of.get(goal) != self._stage_of[started.segment]
@@ -406,7 +273,7 @@ class _StepChecks:
             )
 
     def _hooked_spans(self) -> Iterator[str]:
-        for span in self._record.hooked_spans:
+        for span in self._record.hooks.spans:
             first, last = self._stage_of[span.first], self._stage_of[span.last]
             if first != last:
                 yield (

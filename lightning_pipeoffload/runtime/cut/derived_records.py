@@ -82,10 +82,10 @@ class RecordFamily:
         If it differs from the record interpolated from earlier ones, these are dropped: the step
         is no polynomial in its lengths.
         """
-        if lengths in self._lengths or record.sized_in is not None:
+        if lengths in self._lengths or record.sizes.until is not None:
             return
         numbers: list[int] = []
-        form = record.structure, _flatten(record.sized, numbers)
+        form = record.structure, _flatten(record.by_lengths, numbers)
         weights = self._span.weigh(_powers(lengths))
         if self._first is not None and not self._gives(form, numbers, weights):
             self._restart()
@@ -99,6 +99,11 @@ class RecordFamily:
         else:
             self._num_further += 1
             self._checked |= _used(weights)
+
+    def replace(self, record: StepRecord, complete: StepRecord) -> None:
+        """Derive further records from a more complete one, if they are derived from ``record``."""
+        if self._first is record:
+            self._first = complete
 
     def _gives(self, form: Any, numbers: list[int], weights: list[Fraction] | None) -> bool:
         return form == self._form and (weights is None or self._sum(weights) == numbers)
@@ -130,7 +135,7 @@ class RecordFamily:
         numbers, first = self._sum(weights), self._first
         if numbers is None or first is None:
             return None
-        return first.with_sized(_fill(first.sized, iter(numbers)), lengths)
+        return first.with_lengths(_fill(first.by_lengths, iter(numbers)), lengths=lengths)
 
     def _is_between(self, lengths: Lengths) -> bool:
         """Whether lengths lie within the traced range, in its steps.

@@ -8,7 +8,8 @@ has read is returned to the later ones, without a wait (:mod:`..step.answered_pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
+from lightning_pipeoffload.runtime.cut.record_part import RecordPart
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.step_rules import is_sized_by_values
@@ -28,7 +31,7 @@ _TORCHS = Path(torch.__file__).parent
 _OURS = Path(__file__).parents[2]
 _COPIES = {aten._to_copy, aten.copy_}
 _WITHOUT_VALUES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-READERS = {
+_READERS = {
     Tensor.tolist,
     Tensor.numpy,
     Tensor.__array__,
@@ -47,8 +50,9 @@ class ReadPlace(NamedTuple):
     line: int
 
 
-class DeviceReads:
-    """The device reads of one traced step.
+@dataclass
+class DeviceReads(RecordPart):
+    """A part of a step's record.
 
     Attributes:
         lines: The lines that read, each with a description of where in the step it did so first.
@@ -56,48 +60,75 @@ class DeviceReads:
             from constants, so that each stage of a rank reads the same values there.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self.lines: dict[str, str] = {}
-        self.common: frozenset[ReadPlace] = frozenset()
+    lines: dict[str, str] = field(default_factory=dict)
+    common: frozenset[ReadPlace] = frozenset()
+
+
+class ReadWatch(Observer):
+    """Finds them in a trace.
+
+    Args:
+        reads: The part of the trace's record.
+        trace: The running trace.
+        device_type: The type of the device that the step runs on.
+        imagined: The blocks in which a made-up value was read, by now.
+    """
+
+    def __init__(
+        self, reads: DeviceReads, trace: RunningTrace, device_type: str, imagined: Iterable[int]
+    ) -> None:
+        self._reads, self._trace = reads, trace
         self._device_type = device_type
+        self._imagined = imagined
         self._places: dict[ReadPlace, bool] = {}
         # By the id of the tensor, whether it is computed from the batch and constants alone.
         self._values: dict[int, tuple[bool, Tensor]] = {}
         self._numbers_are_common = True  # Python's, by now
 
-    def start(self, leaves: Iterable[Tensor]) -> None:
-        """Start recording; ``leaves`` are the tensors of the batch."""
-        self._values = {id(leaf): (True, leaf) for leaf in leaves}
+    def start(self, batch: Sequence[Tensor]) -> None:
+        self._values = {id(leaf): (True, leaf) for leaf in batch}
 
-    def finish(self, last_segment: int) -> None:
-        """Complete the record, and release the tensors.
-
-        Args:
-            last_segment: The first segment in which a block has read a made-up value. Reads after
-                it are not :attr:`common`, since they may depend on that value.
-        """
+    def finish(self) -> None:
+        # Reads after one of a made-up value in a block may depend on that value.
+        blocks = self._trace.calls.blocks
+        last_segment = min(map(blocks.index, self._imagined), default=len(blocks))
         places = (place for place, is_common in self._places.items() if is_common)
-        self.common = frozenset(place for place in places if place.segment <= last_segment)
+        self._reads.common = frozenset(each for each in places if each.segment <= last_segment)
         self._values = {}
 
-    def note(self, tensor: Any, part: str) -> None:
-        """Record the line that reads ``tensor`` if it is on the device; ``part`` says where."""
-        if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
-            frame = _reading_frame()
-            self.lines.setdefault(line_of(frame.f_code.co_filename, frame.f_lineno), part)
+    def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func in _READERS:
+            self._note(args[0])
+            if self._is_between:
+                self._numbers_are_common &= self._is_common(args[0])
 
-    def note_operation(self, func: Any, args: tuple[Any, ...], result: Any, part: str) -> None:
-        """Record the line of an operation that copies a value from the device to the host."""
+    def note_any(self, operation: Operation) -> None:
+        func, args, kwargs, result, _ = operation
         if not isinstance(func, torch._ops.OpOverload):
             return
         if func.overloadpacket in _COPIES:
             if result.device.type == "cpu" != self._device_type:
-                self.note(args[1] if func is aten.copy_.default else args[0], part)
+                self._note(args[1] if func is aten.copy_.default else args[0])
         elif _reads(func, args):
-            self.note(args[0], part)
+            self._note(args[0])
+        if self._is_between:
+            self._note_between(func, args, kwargs, result)
 
-    def note_between(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, segment: int
+    @property
+    def _is_between(self) -> bool:
+        """Whether code between the blocks runs."""
+        segment, is_in_block = self._trace.point
+        return not is_in_block and segment < len(self._trace.chain)
+
+    def _note(self, tensor: Any) -> None:
+        """Record the line that reads a tensor, if that is on the device."""
+        if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
+            frame = _reading_frame()
+            line = line_of(frame.f_code.co_filename, frame.f_lineno)
+            self._reads.lines.setdefault(line, self._trace.chain.part(*self._trace.point))
+
+    def _note_between(
+        self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
         """Record whether an operation between blocks depends only on the batch and constants."""
         is_common = self._makes_common(func, tensors_in((args, kwargs)))
@@ -105,7 +136,7 @@ class DeviceReads:
             self._numbers_are_common &= is_common
         if func is aten._local_scalar_dense.default:
             frame = _reading_frame()
-            place = ReadPlace(segment, frame.f_code, frame.f_lineno)
+            place = ReadPlace(self._trace.num_calls, frame.f_code, frame.f_lineno)
             self._places[place] = is_common and self._places.get(place, True)
             return
         for written in written_arguments(func, args, kwargs):
@@ -113,12 +144,8 @@ class DeviceReads:
                 self._numbers_are_common = False  # its memory may be that of others
         self._values.update((id(tensor), (is_common, tensor)) for tensor in tensors_in(result))
 
-    def note_reader(self, tensor: Any) -> None:
-        """Record that Python has read a tensor between the blocks, by ``tolist()`` or the like."""
-        self._numbers_are_common &= self._is_common(tensor)
-
-    def _makes_common(self, func: Any, inputs: list[Tensor]) -> bool:
-        if not isinstance(func, torch._ops.OpOverload) or not self._numbers_are_common:
+    def _makes_common(self, func: torch._ops.OpOverload, inputs: list[Tensor]) -> bool:
+        if not self._numbers_are_common:
             return False
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws or func.overloadpacket in _WITHOUT_VALUES:

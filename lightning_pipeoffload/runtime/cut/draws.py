@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation
+from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
+from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.shapes.drawing_modules import note_draw
 from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes
 
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Draws:
+class Draws(RecordPart):
     """A part of a step's record.
 
     Attributes:
@@ -29,39 +30,33 @@ class Draws:
 
     segments: set[int] = field(default_factory=set)
     by_chance: set[int] = field(default_factory=set)
-    modules: dict[nn.Module, bool] = field(default_factory=dict)
+    modules: dict[nn.Module, bool] = field(default_factory=dict, metadata=OF_TRACE)
     beside_torch: bool = False
 
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """All that does not depend on lengths; modules are of the blocks that run in a trace."""
-        return self.segments, self.by_chance, self.beside_torch
 
-
-class DrawWatch:
+class DrawWatch(Observer):
     """Finds them in a trace.
 
     Args:
         draws: The part of the trace's record.
         module: The user's module.
-        has_shards: Returns whether tensor ranks share its layers.
+        stripped: What stands for its tensors.
     """
 
-    def __init__(self, draws: Draws, module: nn.Module, has_shards: Callable[[], bool]) -> None:
-        self._draws, self._module, self._has_shards = draws, module, has_shards
+    def __init__(self, draws: Draws, module: nn.Module, stripped: StrippedModule) -> None:
+        self._draws, self._module, self._stripped = draws, module, stripped
         self._reading: set[int] = set()
 
-    def note(self, segment: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note an operation of a segment."""
+    def note_any(self, operation: Operation) -> None:
+        func, args, kwargs, _, segment = operation
         if func is aten._local_scalar_dense.default:
             self._reading.add(segment)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
         if kwargs.get("generator") is not None or not has_shapes(args):
             self._draws.segments.add(segment)
-        if self._has_shards():
+        if self._stripped.has_shards:
             note_draw(self._draws.modules, self._module, func, args, kwargs)
 
     def finish(self) -> None:
-        """Complete the record after the step."""
         self._draws.by_chance |= self._draws.segments & self._reading

@@ -1,37 +1,36 @@
 """What a trace tells its observers; each answers one question about the step, in a file of its own.
 
 An observer fills its part of the step's record. A new question is a file with a part and an
-observer, a field of :class:`.record.StepRecord`, and a line in ``_observers`` of :mod:`.trace`.
+observer, a field of :class:`.record.StepRecord`, and a line of the list in :mod:`.trace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
 
 
-class Running(Protocol):
-    """The running trace, for observers."""
+class RunningTrace(Protocol):
+    """The running trace.
 
-    @property
-    def module(self) -> nn.Module:
-        """The user's module."""
+    Attributes:
+        module: The user's module.
+        chain: Its blocks.
+        calls: The order of their calls.
+        is_in_call: Whether a block is called, and its arguments and output are handed over.
+    """
 
-    @property
-    def chain(self) -> BlockChain:
-        """Its blocks."""
-
-    @property
-    def calls(self) -> CallOrder:
-        """The order of their calls."""
+    module: nn.Module
+    chain: BlockChain
+    calls: CallOrder
+    is_in_call: bool
 
     @property
     def num_calls(self) -> int:
@@ -41,32 +40,59 @@ class Running(Protocol):
     def point(self) -> StepPoint:
         """The point of the step that is running."""
 
+    def segment_of(self, tensors: Iterable[Any]) -> int:
+        """Return the segment of an operation on tensors, at this point."""
+
 
 class Operation(NamedTuple):
-    """An operation on shape-only tensors."""
+    """An operation of the step, with the segment in which a stage runs it."""
 
-    func: torch._ops.OpOverload
+    func: Any
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     result: Any
     segment: int
-    operands: Sequence[Any]  # shape-only tensors among the arguments that the step has made
 
 
 class Observer:
-    """Notes events of a traced step; it overrides the events that its question needs."""
+    """Overrides the events that its question needs."""
+
+    def start(self, batch: Sequence[Tensor]) -> None:
+        """Note the tensors of the microbatch, which the step gets."""
 
     def watching(self) -> AbstractContextManager[Any]:
         """Return a context for the step."""
         return nullcontext()
 
-    def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_block(self, index: int, arguments: Any) -> None:
         """Note that a block is called."""
 
+    def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a block begins, with aliases of its arguments."""
+
     def leave_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that the block returns; the arguments are those of :meth:`enter_block`."""
+        """Note that it ends; the arguments are those with which it began."""
+
+    def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call of a function of torch."""
 
     def note(self, operation: Operation) -> None:
         """Note an operation on shape-only tensors."""
 
+    def note_any(self, operation: Operation) -> None:
+        """Note an operation below autograd, on tensors with values or without."""
+
+    def note_kernel(self, name: str, arguments: Any) -> None:
+        """Note a call of a kernel that takes addresses, which runs on zeros."""
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Note the loss of a training step."""
+
     def finish(self) -> None:
         """Complete the part of the record after the step, before the module is restored."""
+
+
+def methods_for(event: Callable[..., None], observers: Iterable[Observer]) -> list[Any]:
+    """Return the methods of those observers that override an event of :class:`Observer`."""
+    name = event.__name__
+    return [getattr(each, name) for each in observers if getattr(type(each), name) is not event]

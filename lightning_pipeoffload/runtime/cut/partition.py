@@ -146,13 +146,13 @@ def estimate_costs(
     W computes weight gradients of products; B all other gradients, and weight gradients in segments
     whose W is too short, and in the head for ``head_weight_grad="B"``. Frozen weights have none.
     """
-    unit = sum(record.forward_flops[: len(chain)]) / len(chain) or 1.0
-    weight = record.weight_flops
-    in_b = [w if record.has_short_weight(segment) else 0 for segment, w in enumerate(weight)]
+    unit = sum(record.work.forward_flops[: len(chain)]) / len(chain) or 1.0
+    weight = record.work.weight_flops
+    in_b = [w if record.work.has_short_weight(segment) else 0 for segment, w in enumerate(weight)]
     if head_weight_grad == "B":
         in_b[-1] = weight[-1]
-    forward = tuple(n / unit for n in record.forward_flops)
-    for_input = tuple((n + w) / unit for n, w in zip(record.input_flops, in_b, strict=True))
+    forward = tuple(n / unit for n in record.work.forward_flops)
+    for_input = tuple((n + w) / unit for n, w in zip(record.work.input_flops, in_b, strict=True))
     for_weight = tuple((n - w) / unit for n, w in zip(weight, in_b, strict=True))
     parameters = _sum_sizes(slots, find_segments(slots, chain, record), chain)
     sent = {

@@ -9,24 +9,26 @@ it. Only the bytes that autograd saves need another run, since they depend on th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from copy import copy
-from dataclasses import FrozenInstanceError, InitVar, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
+from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
+from lightning_pipeoffload.runtime.cut.block_arguments import BlockArguments
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.cut.draws import Draws
+from lightning_pipeoffload.runtime.cut.module_hooks import Hooks
+from lightning_pipeoffload.runtime.cut.own_backwards import OwnBackwards
+from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, OF_TRACE, RecordPart
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleUses
+from lightning_pipeoffload.runtime.cut.segment_work import Work
 from lightning_pipeoffload.runtime.cut.writes import Writes
 from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
 from lightning_pipeoffload.runtime.randomness import segment_seeder
@@ -34,33 +36,6 @@ from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
 from lightning_pipeoffload.runtime.sequence.slices import SequenceDims, SequenceSlice
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
-
-
-class StartedBackward(NamedTuple):
-    """A backward that the step starts itself, between its blocks."""
-
-    segment: int
-    goals: frozenset[int]  # segments that made its inputs; -1: a weight, the batch, or no inputs
-    line: str
-
-
-class HookedSpan(NamedTuple):
-    """A call of a module with backward hooks that begins and returns in different segments."""
-
-    name: str
-    first: int
-    last: int
-
-
-_SHORT = 0.1  # of F's operations
-
-
-class SegmentDigest(NamedTuple):
-    """A digest of a segment's operations that is equal in all processes."""
-
-    form: str  # a digest of all but numbers
-    sizes: int  # a weighted sum of the whole numbers
-    others: str  # a digest of the other numbers
 
 
 class LoggedValue(NamedTuple):
@@ -73,28 +48,23 @@ class LoggedValue(NamedTuple):
     line: str
 
 
-@dataclass(eq=False)  # a key by identity, of what a cut knows of it
-class StepRecord:
+@dataclass(frozen=True, eq=False)  # a key by identity, of what a cut knows of it
+class StepRecord(RecordPart):
     """What a trace without values finds out about a step, for one shape of a microbatch.
 
-    It is complete once :class:`.StepRecords` returns it; what a cut knows of it is kept there, in
-    the pipeline and in its stages. A segment is a block of the chain with the code that runs at its
-    position (:mod:`.call_order`); the last segment is the code after the last block.
-
-    Args:
-        num_segments: The number of blocks, and 1 more.
-        device_type: The type of the device that the step runs on.
+    The trace fills its parts; it is complete once :class:`.StepRecords` returns it, and what a cut
+    knows of it is kept there, in the pipeline and in its stages. A segment is a block of the chain
+    with the code that runs at its position (:mod:`.call_order`); the last segment is the code after
+    the last block.
     """
 
-    num_segments: InitVar[int]
-    device_type: InitVar[str] = "cpu"
-    calls: CallOrder = None  # type: ignore[assignment]  # None: each block is called once
+    calls: CallOrder
 
     # Values that cross from block to block.
-    argument_shapes: list[list[torch.Size | None]] = field(default_factory=list)
-    """For each call of a block, the shapes of its arguments' leaves; None for a non-tensor."""
-    outputs: list[BlockOutput] = field(default_factory=list)  # of each call of a block
-    crossings: list[Crossing] = field(default_factory=list)  # carried values
+    arguments: BlockArguments = field(default_factory=BlockArguments)
+    outputs: list[BlockOutput] = field(default_factory=list, metadata=BY_LENGTHS)
+    """The output of each call of a block."""
+    crossings: list[Crossing] = field(default_factory=list, metadata=BY_LENGTHS)  # carried values
     opened: set[int] = field(default_factory=set)
     """Blocks with a value that escapes by a hook, an attribute or a list and is used later.
 
@@ -102,8 +72,14 @@ class StepRecord:
     """
     kernels: set[StepPoint] = field(default_factory=set)
     """Where kernels that take addresses are called; on shape-only tensors they run on zeros."""
+    imagined: dict[int, str] = field(default_factory=dict)
+    """Blocks that read values, which the trace makes up, and the first line that does so."""
     is_certain: bool = True
     """Whether no value was made up after the last block; it could decide to call blocks again."""
+    result_counts: frozenset[int] | None = frozenset()
+    """Sample counts for which the result has one row per sample; None: the step returns None."""
+    unrepeatable: LoggedValue | None = None
+    """The first value that differed in a second run from the same state."""
 
     # Parameters and buffers, by name.
     segments: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -113,108 +89,35 @@ class StepRecord:
     weight_uses: dict[str, set[tuple[int, bool]]] = field(default_factory=dict)
     """By parameter, the segments that use it; True: its gradient there could be deferred to W."""
 
-    # Work: floating-point operations for one microbatch.
-    forward_flops: list[int] = field(init=False)  # of each segment
-    input_flops: list[int] = field(init=False)  # of each segment's B
-    weight_flops: list[int] = field(init=False)  # of each segment's weight gradients
-    training_flops: int = 0  # of the whole step, forward and backward
-    block_calls: list[BlockCall] = field(default_factory=list)  # each, if any block is compiled
-    work: list[SegmentDigest] = field(default_factory=list)
-    """For each segment, a digest of its operations and their arguments."""
-    between: SegmentDigest = SegmentDigest("", 0, "")
-    """A digest of the operations outside of the blocks."""
+    work: Work = field(default_factory=Work)
     draws: Draws = field(default_factory=Draws)  # random numbers
-
     writes: Writes = field(default_factory=Writes)
-
     samples: SampleUses = field(default_factory=SampleUses)
-    """What the step does with the number of samples."""
-
-    # Properties that make cuts impossible.
-    unrepeatable: LoggedValue | None = None
-    """The first value that differed in a second run from the same state."""
-    imagined: dict[int, str] = field(default_factory=dict)
-    """Blocks that read values, which the trace makes up, and the first line that does so."""
-    briefly_hooked: set[int] = field(default_factory=set)
-    """Blocks with a hook that the step itself registers and removes."""
-    starts_backward: bool = False
-    """Whether the step starts a backward itself; then no weight gradient is deferred to W."""
-    started: list[StartedBackward] = field(default_factory=list)  # those between the blocks
-    reached_backward: set[int] = field(default_factory=set)  # blocks that such a backward reaches
-    hooked_spans: list[HookedSpan] = field(default_factory=list)
-    hook_line: str = ""  # a line that registers a hook on a tensor
-    recompute_obstacles: dict[int, str] = field(default_factory=dict)
-    """By block, why it cannot be recomputed in the backward, as the end of an error message."""
-
-    # Values of the device that the host waits for.
-    reads: DeviceReads = field(init=False)
-
-    # What depends on the batch's values between the blocks: booleans, and sizes.
+    hooks: Hooks = field(default_factory=Hooks)
+    backwards: OwnBackwards = field(default_factory=OwnBackwards)
+    reads: DeviceReads = field(default_factory=DeviceReads)  # of values of the device
     flags: BatchFlags = field(default_factory=BatchFlags)
-    sized_in: int | None = None  # the first call after the last such size
-    sizes: tuple[Any, ...] = ()  # these sizes and the shapes of that call's arguments
-
-    result_counts: frozenset[int] | None = frozenset()
-    """Sample counts for which the result has one row per sample; None: the step returns None."""
+    sizes: BatchSizes = field(default_factory=BatchSizes)
 
     # Where blocks run on slices of the sequence.
-    sequence: SequenceDims | None = None
-    sequence_slice: SequenceSlice | None = None
+    sequence: SequenceDims | None = field(default=None, metadata=OF_TRACE)
+    sequence_slice: SequenceSlice | None = field(default=None, metadata=OF_TRACE)
     """The slice that this is the record of, see :meth:`in_slices`."""
-    sequence_slices: Sequence[SequenceSlice] = ()  # all of them
-    slice_checks: SliceChecks = field(default_factory=SliceChecks)
+    sequence_slices: Sequence[SequenceSlice] = field(default=(), metadata=OF_TRACE)  # all of them
+    slice_checks: SliceChecks = field(default_factory=SliceChecks, metadata=OF_TRACE)
 
-    lengths: tuple[int, ...] | None = None  # that it was derived for, see derived_records
-
-    def __post_init__(self, num_segments: int, device_type: str) -> None:
-        if self.calls is None:
-            self.calls = CallOrder.of_once(num_segments - 1)
-        self.reads = DeviceReads(device_type)
-        self.forward_flops, self.weight_flops = [0] * num_segments, [0] * num_segments
-        self.input_flops = [0] * num_segments
-
-    def freeze(self) -> None:
-        """Refuse to set attributes from now on."""
-        vars(self)["_is_frozen"] = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_frozen" in vars(self):
-            raise FrozenInstanceError(f"cannot set {name} of the record of a step, it is complete")
-        super().__setattr__(name, value)
+    lengths: tuple[int, ...] | None = field(default=None, metadata=OF_TRACE)
+    """The lengths that it was derived for, see :mod:`.derived_records`; None: it was traced."""
 
     @cached_property
     def holds_for_shapes(self) -> bool:
         """Whether the record holds for every microbatch of these shapes, whatever its values."""
-        return self.sized_in is None and not self.flags.answers
-
-    @property
-    def sized(self) -> tuple[Any, ...]:
-        """All fields that depend on the lengths of the microbatch."""
-        values = (getattr(self, name) for name in _SIZED)
-        return *values, self.flags.calls, self.flags.constants
+        return self.sizes.until is None and not self.flags.answers
 
     @property
     def is_derived(self) -> bool:
-        """Whether it was interpolated from the records of other lengths, see derived_records."""
+        """Whether it was interpolated from the records of other lengths."""
         return self.lengths is not None
-
-    def with_sized(
-        self, sized: tuple[Any, ...], lengths: tuple[int, ...] | None = None
-    ) -> StepRecord:
-        """Return the record for other lengths, given the values of :attr:`sized` for these.
-
-        Args:
-            sized: The values.
-            lengths: The lengths, if the values are interpolated; None: they are traced.
-        """
-        *values, calls, constants = sized
-        flags = self.flags.with_sized(calls, constants)
-        return self._with(lengths=lengths, flags=flags, **dict(zip(_SIZED, values, strict=True)))
-
-    def _with(self, **values: Any) -> StepRecord:
-        other = copy(self)
-        vars(other).update(values)
-        return other
 
     @property
     def most_slices(self) -> int:
@@ -226,7 +129,7 @@ class StepRecord:
         """Return a record for each slice of the sequence; only the sent tensors differ."""
         assert self.sequence is not None
         parts = self.sequence.slices(self.outputs[0].payload, num_slices)
-        return [self._with(sequence_slice=part, sequence_slices=parts) for part in parts]
+        return [replace(self, sequence_slice=part, sequence_slices=parts) for part in parts]
 
     @property
     def derivation(self) -> str:
@@ -234,20 +137,6 @@ class StepRecord:
         if self.lengths is None:
             return ""
         return _DERIVED.format([*self.lengths])
-
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """All fields that do not depend on the lengths of the microbatch, for comparison."""
-        values = [getattr(self, part.name) for part in fields(self) if part.name not in _APART]
-        segments = {name: frozenset(uses) for name, uses in self.segments.items() if uses}
-        return (
-            *(*values, segments, self.reads.lines, self.reads.common),
-            *(self.draws.structure, self.samples.structure, self.writes.structure),
-        )
-
-    def has_short_weight(self, segment: int) -> bool:
-        """Return whether W of a segment is too short to be worth the memory of deferring it."""
-        return 0 < self.weight_flops[segment] < _SHORT * self.forward_flops[segment]
 
     def shapes_suffice(self, block: int) -> bool:
         """Return whether later stages need only the shapes of a block's output."""
@@ -288,17 +177,6 @@ _DERIVED = (
     "; these shapes were derived from batches of other lengths: if a block treats lengths {} "
     "differently, set derive_lengths=False, which traces all of the step for each length"
 )
-_SIZED = (
-    *("outputs", "crossings", "work", "between"),
-    *("forward_flops", "input_flops", "weight_flops", "training_flops"),
-)
-_APART = {
-    *(*_SIZED, "segments", "reads", "flags", "sizes"),
-    *("lengths", "sequence", "sequence_slice", "sequence_slices", "slice_checks"),
-    *("draws", "samples", "writes"),  # which say it themselves
-    "argument_shapes",  # read where the step was traced
-    "block_calls",  # blocks are compiled ahead for a length that was traced
-}
 
 
 class StageRecord:
@@ -352,45 +230,3 @@ class StageRecord:
         self.seed_segment = segment_seeder(step.draws.beside_torch)
         self.meets_kernels = step.meets_kernels()
         self.shapes_suffice = [step.shapes_suffice(block) for block in self.calls]
-
-
-@dataclass(frozen=True)
-class BlockCall:
-    """One call of a block in training, without the values of its arguments."""
-
-    arguments: Any
-    autocast: torch.dtype | None  # None: autocast is off
-    device_type: str
-
-    @classmethod
-    def of(cls, arguments: Any, device_type: str) -> BlockCall:
-        """Record the current call with its modes, such as autocast."""
-        is_on = torch.is_autocast_enabled(device_type)
-        autocast = torch.get_autocast_dtype(device_type) if is_on else None
-        return cls(tree_map(_describe, arguments), autocast, device_type)
-
-    @contextmanager
-    def with_zeros(self) -> Iterator[Any]:
-        """Yield the arguments with zeros for values, under the autocast of the call."""
-        with torch.autocast(self.device_type, self.autocast, enabled=self.autocast is not None):
-            yield tree_map(_make_zeros, self.arguments)
-
-
-@dataclass(frozen=True)  # no tuple, which would be a pytree
-class _Argument:
-    meta: Tensor
-    device: torch.device
-    requires_grad: bool
-
-
-def _describe(leaf: Any) -> Any:
-    if not isinstance(leaf, ShapeOnly):
-        return leaf
-    return _Argument(leaf.meta.detach(), leaf.device, leaf.requires_grad)
-
-
-def _make_zeros(leaf: Any) -> Any:
-    if not isinstance(leaf, _Argument):
-        return leaf
-    zeros = torch.zeros_like(leaf.meta, device=leaf.device)
-    return zeros.requires_grad_(leaf.requires_grad)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.cut.loss_terms import Terms, note_terms, terms_of
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
+from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
+from lightning_pipeoffload.runtime.cut.writes import Writes
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import shape_only_leaves
-from lightning_pipeoffload.runtime.users_code.attributes import Write
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ _MEAN = 1  # of at::Reduction
 
 
 @dataclass
-class SampleUses:
+class SampleUses(RecordPart):
     """A part of a step's record; of all but ``class_weights`` the numbers follow the samples.
 
     Attributes:
@@ -35,14 +35,9 @@ class SampleUses:
     """
 
     class_weights: str = ""
-    pairs: set[tuple[int, str]] = field(default_factory=set)
-    rows_kept: set[tuple[int, str, str]] = field(default_factory=set)
-    loss_terms: Terms = field(default_factory=dict)
-
-    @property
-    def structure(self) -> tuple[Any, ...]:
-        """All that does not depend on lengths."""
-        return (self.class_weights,)
+    pairs: set[tuple[int, str]] = field(default_factory=set, metadata=OF_TRACE)
+    rows_kept: set[tuple[int, str, str]] = field(default_factory=set, metadata=OF_TRACE)
+    loss_terms: Terms = field(default_factory=dict, metadata=OF_TRACE)
 
     def lines_with_pairs(self, size: int) -> set[str]:
         """Return the lines behind the blocks that make a tensor of two dimensions of a size."""
@@ -53,22 +48,25 @@ class SampleUses:
         return {(label, line) for rows, label, line in self.rows_kept if rows == size}
 
 
-class SampleWatch:
+class SampleWatch(Observer):
     """Finds them in a trace.
 
     Args:
         uses: The part of the trace's record.
+        writes: What the step writes, complete when this observer finishes.
+        trace: The running trace.
     """
 
-    def __init__(self, uses: SampleUses) -> None:
-        self._uses = uses
+    def __init__(self, uses: SampleUses, writes: Writes, trace: RunningTrace) -> None:
+        self._uses, self._writes, self._trace = uses, writes, trace
         self._has_chunks = False
 
-    def note(self, func: Any, args: tuple[Any, ...], result: Any, is_behind: bool) -> None:
-        """Note an operation; ``is_behind``: behind the blocks."""
+    def note(self, operation: Operation) -> None:
+        func, args, _, result, segment = operation
         if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
             self._uses.class_weights = calling_line()
-        if not is_behind:
+        # A search for blocks has none.
+        if self._trace.point.is_in_block or not segment == len(self._trace.chain) > 0:
             return
         for shape in (leaf.shape for leaf in shape_only_leaves(result)):
             for size in {size for size in shape if shape.count(size) > 1}:
@@ -80,14 +78,13 @@ class SampleWatch:
         self._uses.class_weights = calling_line()
         self._has_chunks = True
 
-    def note_loss(self, loss: Tensor | None) -> None:
-        """Note the loss of the step; the divisor of one in chunks is noted already."""
+    def note_loss(self, loss: Tensor) -> None:
+        # The divisor of a loss in chunks is noted already.
         if not self._has_chunks:
             self._uses.loss_terms = terms_of(loss)
 
-    def note_writes(self, writes: Iterable[Write]) -> None:
-        """Note what attributes keep after the step."""
-        for write in writes:
+    def finish(self) -> None:
+        for write in self._writes.attributes:
             with_rows = [t for t in tensors_in(write.variable.value) if write.is_users and t.dim()]
             for tensor in with_rows:
                 self._uses.rows_kept.add((len(tensor), write.variable.label, write.line))

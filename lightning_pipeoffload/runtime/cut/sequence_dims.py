@@ -82,7 +82,8 @@ def _select(length: int, kept: list[int], is_everywhere: bool, leaf: Any) -> Any
 
 def _form(record: StepRecord) -> list[list[int | None]]:
     """Return the numbers of dimensions, which do not change with the length of the sequences."""
-    return [[shape if shape is None else len(shape) for shape in s] for s in record.argument_shapes]
+    calls = record.arguments.shapes
+    return [[shape if shape is None else len(shape) for shape in call] for call in calls]
 
 
 def _compare(chain: BlockChain, whole: StepRecord, other: StepRecord) -> SequenceDims:
@@ -90,14 +91,14 @@ def _compare(chain: BlockChain, whole: StepRecord, other: StepRecord) -> Sequenc
     outputs = [_dims_of(*shapes) for shapes in zip(of_whole, of_other, strict=True)]
     lengths = [_length_of(shapes, outputs) for shapes in (of_whole, of_other)]
     arguments = []
-    for call, shapes in enumerate(zip(whole.argument_shapes, other.argument_shapes, strict=True)):
+    for call, shapes in enumerate(zip(whole.arguments.shapes, other.arguments.shapes, strict=True)):
         arguments.append(_dims_of(*shapes))
         name = chain.block_name(call)
         _check(name, "gets", shapes[0], arguments[-1], lengths[0], range(3))
         _check(name, "returns", of_whole[call], outputs[call], lengths[0], (1,))
     # Of the blocks, and of the code between them.
     per_token = [
-        sum(record.forward_flops[:-1]) / length
+        sum(record.work.forward_flops[:-1]) / length
         for record, length in zip((whole, other), lengths, strict=True)
     ]
     quadratic = max((per_token[0] - per_token[1]) / (lengths[0] - lengths[1]), 0.0)

@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,8 +24,8 @@ from lightning_pipeoffload.runtime.batch.tree import batch_leaves
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated, outputs_that_suffice
+from lightning_pipeoffload.runtime.cut.call_checks import CallsError, OrderError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.checks import CallsError, OrderError, RepeatedCallError
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.sequence_dims import find_dims
@@ -144,9 +145,9 @@ class StepRecords:
         is_apart = shapes in self._apart
         record = self._trace(shapes[:2], trial)
         key = shapes, record.flags.answers
-        if self._num_stages > 1 and record.sized_in is not None and key not in self._sized_in:
-            self._sized_in[key] = record.sized_in, record.calls
-            sizes = record.sizes
+        if self._num_stages > 1 and record.sizes.until is not None and key not in self._sized_in:
+            self._sized_in[key] = record.sizes.until, record.calls
+            sizes = record.sizes.values
         record.writes.changes_batch = trial.changes_batch
         record.draws.beside_torch = trial.draws_beside_torch
         self._keep(key, sizes, record)
@@ -156,7 +157,6 @@ class StepRecords:
             families.setdefault(record.flags.answers, RecordFamily()).add(shapes[-1], record)
         if torch.is_grad_enabled():
             self._note_training(record)
-        record.freeze()
         return record
 
     def _find_known(self, key: Any, sizes: tuple[Any, ...]) -> StepRecord | None:
@@ -188,9 +188,10 @@ class StepRecords:
         # An error here occurs again in the whole trace, which explains it.
         with suppress(ValueNeededError, Exception), trace.running():
             self._trial(part, step, seed)()
-        return trace.between == record.between
+        return trace.record.work.between == record.work.between
 
     def _keep(self, key: Any, sizes: Any, record: StepRecord) -> None:
+        record.freeze()
         shapes, answers = key
         self._flags.setdefault(shapes, {})[answers] = record.flags
         if any(_is_within((key, sizes), other) for other in self._keys_that_ran()):
@@ -228,8 +229,10 @@ class StepRecords:
             of_slices = self._of_slices[record] = record.in_slices(num_slices)
         return of_slices
 
-    def find_sequence(self, record: StepRecord, part: Any, step: UsersStep, seed: int) -> None:
-        """Find the sequence dimensions of blocks' arguments and outputs, for the record.
+    def with_sequence(
+        self, record: StepRecord, part: Any, step: UsersStep, seed: int
+    ) -> StepRecord:
+        """Replace a record by one with the sequence dimensions of blocks' arguments and outputs.
 
         Raises:
             ValueError: There is none, or it is not found everywhere.
@@ -238,12 +241,19 @@ class StepRecords:
         def trace(some: Any) -> StepRecord:
             trial = self._trial(some, step, seed)
             trace = StepTrace(*self._traced, compared=self._written_long)
-            trial.record = trace.record
+            trial.trace = trace
             return trace.trace(trial)
 
         traced = trace(part) if record.is_derived else record
-        dims = find_dims(self._chain, traced, part, trace)
-        object.__setattr__(record, "sequence", dims)  # which slices need alone
+        complete = replace(record, sequence=find_dims(self._chain, traced, part, trace))
+        key = next(key for key, each in self.by_key.items() if each is record)
+        self.by_key[key] = complete
+        if self.has_run(record):
+            self.note_run(complete)
+        for families in self._families.values():
+            for family in families.values():
+                family.replace(record, complete)
+        return complete
 
     def propose(self, part: Any, step: UsersStep, seed: int) -> str:
         """Return the end of an error that names other blocks at which a step could be cut."""
@@ -344,9 +354,8 @@ class StepRecords:
                 continue
             if log is not None:
                 outputs = find_repeated(self._chain, record)
-                self._compare_runs(
-                    record, log, partial(self._repeat, call, imagined, calls, outputs)
-                )
+                repeat = partial(self._repeat, call, imagined, calls, outputs)
+                record = replace(record, unrepeatable=self._compare_runs(log, repeat))
             error = None  # its frames hold the batch, and this one it
             return record
         assert error is not None
@@ -357,7 +366,7 @@ class StepRecords:
     ) -> StepRecord:
         compared = self._written_long
         trace = StepTrace(*self._traced, log, imagined, compared=compared, calls=calls)
-        call.record = trace.record
+        call.trace = trace
         try:
             return trace.trace(call)
         except LongWriteError as error:
@@ -368,13 +377,13 @@ class StepRecords:
             log.clear()
         return self._record(call, log, imagined, calls)
 
-    def _compare_runs(self, record: StepRecord, log: _Log, repeat: Callable[[], _Log]) -> None:
+    def _compare_runs(self, log: _Log, repeat: Callable[[], _Log]) -> LoggedValue | None:
+        """Return the first value that differs in another run."""
         beside = record_globals(self._module)
         again = repeat()
         refuse_written_globals(beside, record_globals(self._module))
-        if _first_difference(log, again):
-            # A call that only the first run makes fills a cache.
-            record.unrepeatable = _first_difference(again, repeat())
+        # A call that only the first run makes fills a cache.
+        return _first_difference(again, repeat()) if _first_difference(log, again) else None
 
     def _repeat(
         self,
@@ -427,7 +436,7 @@ class StepRecords:
     def weight_flops(self, segments: Iterable[int]) -> int:
         """Return the floating-point operations of W in ``segments``, for the first microbatch."""
         first = self._first_of_training
-        return sum(first.weight_flops[segment] for segment in segments) if first is not None else 0
+        return 0 if first is None else sum(first.work.weight_flops[s] for s in segments)
 
 
 def _is_within(key: Any, other: Any) -> bool:
@@ -466,14 +475,13 @@ class _Trial:
         self._generators = generators
         self.draws_beside_torch = False
         self.changes_batch = False
-        self.record: StepRecord | None = None  # that follows the batch
+        self.trace: StepTrace | None = None  # that follows the batch
 
     def __call__(self) -> Any:
         copied = copy_batch(self._part)
-        if self.record is not None:
-            self.record.flags = BatchFlags(_tensors_of(copied))
-            self.record.reads.start(_tensors_of(copied))
-            self.record = None
+        if self.trace is not None:
+            self.trace.start(_tensors_of(copied))
+            self.trace = None
         before = fingerprint_batch(copied)
         seed_all(self._seed)
         self._generators.seed(self._seed)

@@ -1,6 +1,7 @@
 """The trace: one run of the user's step without values for each kind of step and shape.
 
-The trace allocates no memory and does no arithmetic. It fills a :class:`.record.StepRecord`.
+The trace allocates no memory and does no arithmetic. Its observers (:mod:`.observers`) fill the
+parts of a :class:`.record.StepRecord`.
 
 The step is divided at its blocks into **segments**: segment k is the code after block k-1 up to
 and including block k; the last segment is the code after the last block. So segment 0 includes the
@@ -15,64 +16,51 @@ segment is all code with one position, see :mod:`.call_order`. With three blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torchs
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
-from torch.utils.flop_counter import flop_registry
 
-from lightning_pipeoffload.runtime.batch.parts import sample_counts, shape_signature
-from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled, uncompiled
+from lightning_pipeoffload.runtime.batch.parts import sample_counts
+from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.contexts import without_collection
-from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running, StageExit
-from lightning_pipeoffload.runtime.cut.block_classes import SegmentWork
-from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
-from lightning_pipeoffload.runtime.cut.checks import (
+from lightning_pipeoffload.runtime.cut.batch_sizes import SizeWatch
+from lightning_pipeoffload.runtime.cut.block_arguments import BlockArgumentWatch
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running
+from lightning_pipeoffload.runtime.cut.call_checks import (
     CallChecks,
     CallsError,
     OrderError,
-    describe_argument_write,
-    is_in_function,
-    loss_in,
     refuse_packed,
 )
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
+from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
+from lightning_pipeoffload.runtime.cut.checks import describe_argument_write, loss_in
+from lightning_pipeoffload.runtime.cut.device_reads import ReadWatch
 from lightning_pipeoffload.runtime.cut.draws import DrawWatch
-from lightning_pipeoffload.runtime.cut.observers import Operation
-from lightning_pipeoffload.runtime.cut.record import (
-    BlockCall,
-    HookedSpan,
-    LoggedValue,
-    SegmentDigest,
-    StepRecord,
-)
+from lightning_pipeoffload.runtime.cut.module_hooks import HookWatch
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, methods_for
+from lightning_pipeoffload.runtime.cut.own_backwards import BackwardWatch
+from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleWatch
+from lightning_pipeoffload.runtime.cut.segment_work import Work, WorkBetween, WorkWatch
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.cut.writes import WriteWatch
 from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.leaves import leaves_of, tensors_in
+from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
     KernelsOnZeros,
 )
-from lightning_pipeoffload.runtime.shapes.operations import lengths_place, written_arguments
-from lightning_pipeoffload.runtime.shapes.shape_only import (
-    ShapeOnly,
-    memory_of,
-    shape_only_leaves,
-)
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.shard_origins import noting_shards
-from lightning_pipeoffload.runtime.shapes.sharding import (
-    refuse_loss_of_shard,
-    refuse_weight_on_shard,
-)
+from lightning_pipeoffload.runtime.shapes.sharding import refuse_loss_of_shard
 from lightning_pipeoffload.runtime.shapes.step_rules import (
     EVERYTHING,
     NO_ALARM,
@@ -80,7 +68,6 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     Imagined,
     StepRules,
     ValueNeededError,
-    is_sized_by_values,
 )
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
 from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
@@ -92,11 +79,6 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
     users_line,
 )
 from lightning_pipeoffload.runtime.weight_grad.chunked_loss import AroundChunks
-
-aten = torch.ops.aten
-_WHOLE = {aten.linear, aten.conv1d, aten.conv2d, aten.conv3d}
-# Which of these an operation such as reshape makes depends on strides.
-_BY_LAYOUT = {f"aten.{name}.default" for name in ("view", "_unsafe_view", "clone")}
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
 _MOST_IMAGINED_IN_NOTES = 8  # of an evaluation
@@ -136,33 +118,41 @@ class StepTrace:
         compared: Set[Attribute] = frozenset(),
         calls: CallOrder | None = None,
     ) -> None:
-        self.module = module
-        self.outputs: Mapping[int, BlockOutput] = {}
-        self.chain = chain
-        self._imagined, self._behind = imagined
-        self.observes = observes
-        self._until = until
+        self.module, self.chain = module, chain
         self.calls = calls or CallOrder.of_once(len(chain))
-        self.record = StepRecord(len(chain) + 1, device.type, self.calls)
-        self._values = ValueTrace(chain, self.record, log)
-        self.work = SegmentWork(len(chain) + 1)
-        self._between = SegmentWork(1)
-        self._stripped = StrippedModule(device)
-        uses = self.record.segments
-        self.writes = WriteWatch(self.record.writes, uses, self, self._stripped, compared)
-        self._samples = SampleWatch(self.record.samples)
-        self.draws = DrawWatch(self.record.draws, module, lambda: self._stripped.has_shards)
-        self._sizes = _SizesByValues(self)
-        self._checks = CallChecks(chain, self.calls)
+        self.outputs: Mapping[int, BlockOutput] = {}
+        self._device = device
         self._kernels = KernelsOnZeros() if kernels is None else kernels
-        self._device, self._device_type = device, device.type
-        self._is_compiled = any(is_compiled(block) for block in chain.blocks)
-        self._before_block: list[tuple[int, Any]] = []
+        self._imagined, self._behind = imagined
+        self._observes = observes
+        self.record = record = StepRecord(self.calls, work=Work.of(len(chain) + 1))
+        self._values = ValueTrace(chain, record, self._note_function, log)
+        self._stripped = stripped = StrippedModule(device)
+        self._checks = CallChecks(chain, self.calls)
+        self._sizes = SizeWatch(record.sizes, record.flags, self, until)
+        self._work = WorkWatch(record.work, self, stripped)
+        self._writes = WriteWatch(record.writes, record.segments, self, stripped, compared)
+        self._samples = SampleWatch(record.samples, record.writes, self)
+        self._hook_watch = HookWatch(record.hooks, self)
+        self._observers: list[Observer] = [self._sizes, WorkBetween(record.work, self)]
+        if observes:
+            self._observers += [
+                self._work,
+                self._writes,
+                self._samples,
+                self._hook_watch,
+                BlockArgumentWatch(record.arguments, chain, device.type),
+                DrawWatch(record.draws, module, stripped),
+                BackwardWatch(record.backwards, self),
+                ReadWatch(record.reads, self, device.type, record.imagined),
+            ]
+        self._on_function = methods_for(Observer.note_function, self._observers)
+        self._on_operation = methods_for(Observer.note, self._observers)
+        self._on_any_operation = methods_for(Observer.note_any, self._observers)
         self._training = torch.is_grad_enabled()
-        self._is_in_call = self._is_in_block = self._is_in_chunks = False
+        self.is_in_call = self._is_in_block = False
         self._num_in_block = 0
         self._dropped: list[str] = []  # buffers that the operation that runs writes
-        self._argument_memory: set[int] = set()  # addresses of the block's arguments
         self.num_imagined = 0  # values behind the blocks
 
     @property
@@ -186,11 +176,12 @@ class StepTrace:
 
     def sizes_before(self, call: int) -> tuple[Any, ...]:
         """Return the value-dependent sizes before a call and the shapes of its arguments."""
-        sizes = self._sizes.sizes
-        if call >= len(self._before_block):
-            return *sizes, None
-        count, arguments = self._before_block[call]
-        return *sizes[:count], arguments
+        return self._sizes.before(call)
+
+    def start(self, batch: Sequence[Tensor]) -> None:
+        """Note the tensors of the microbatch, which the step gets."""
+        for observer in self._observers:
+            observer.start(batch)
 
     def trace(self, run: Callable[[], Any]) -> StepRecord:
         """Record the step that ``run`` calls on one microbatch.
@@ -202,16 +193,18 @@ class StepTrace:
             LongWriteError: The step wrote long containers in place; it has to be traced again, with
                 these attributes in ``compared``.
         """
+        found: dict[str, Any] = {}
         try:
             with self.running():
                 try:
                     result = run()
-                    self.record.result_counts = sample_counts(result)
-                    self._reach_back(result)
+                    found["result_counts"] = sample_counts(result)
+                    found |= self._reach_back(result)
                 except (ValueNeededError, Exception) as error:
                     if self._kernels.add_from(error, self.chain.blocks):
                         raise KernelFoundError from error
                     self._end_early(self._kernels.explain(error))
+                    found["is_certain"] = False
                 self._finish()
             self._checks.check_complete(self.num_calls)
         except (KernelFoundError, OrderError):
@@ -223,9 +216,11 @@ class StepTrace:
             if isinstance(error, ImaginedError) or not self.record.imagined:
                 raise
             raise ImaginedError(error, self.record, self._is_in_block) from error
-        if self.writes.long_writes:
-            raise LongWriteError(self.writes.long_writes)
-        return self.record
+        if self._writes.long_writes:
+            raise LongWriteError(self._writes.long_writes)
+        if self.num_imagined:
+            found["is_certain"] = False
+        return replace(self.record, **found)
 
     def _end_early(self, error: BaseException) -> None:
         """Accept a step that has failed behind the blocks where it lacks values; else raise."""
@@ -243,7 +238,6 @@ class StepTrace:
             raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
         elif self.segment < len(self.chain):  # other blocks may enclose the line
             raise CallsError(_explain(error, self.chain, self.segment)) from None
-        self.record.is_certain = False
         unused = self._values.unused_blocks()
         if unused:
             block, (first, *_) = self.chain.block_name(min(unused)), (str(error) + "\n").split("\n")
@@ -272,19 +266,18 @@ class StepTrace:
             self._stripped.strip(slots)
             mark_slots(slots, self.chain)
             stack.enter_context(Running(self.chain, self))
-            stack.enter_context(self.writes.noting_saved())
-            if self.observes:
-                stack.enter_context(self.writes.watching())
-            stack.enter_context(self._finding_hooked_spans())
+            stack.enter_context(self._writes.noting_saved())
+            for observer in self._observers:
+                stack.enter_context(observer.watching())
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
             )
             chunks = AroundChunks(self.around_chunks, self._samples.note_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
-            stack.enter_context(self._sizes)
+            stack.enter_context(_Operations(self._run_operation))
             yield
-        self.writes.note_restored(changed)
+        self._writes.note_restored(changed)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on shape-only arguments, and return its shape-only output.
@@ -296,32 +289,22 @@ class StepTrace:
             # Text is generated until a value says stop: the step runs whole, however it goes on.
             raise RuntimeError("a value behind the blocks decides whether they are called again")
         arguments: Any = args, kwargs
-        call = self.num_calls
-        may_be_last = call in (self._until, self._sizes.last, self._sizes.last_flag)
-        shapes = shape_signature(arguments) if may_be_last else None
-        self._before_block.append((len(self._sizes.sizes), shapes))
-        if call == self._until:
-            raise StageExit([])
-        self._checks.check(index, call)
-        self._is_in_call = True
-        if self.observes:
-            self.work.add_values(index, "a block", arguments)
-            with self._values.paused():
-                self.record.argument_shapes.append([*map(_shape_of, leaves_of(arguments))])
-        if self._is_compiled:
-            self.record.block_calls.append(BlockCall.of(arguments, self._device_type))
+        self._checks.check(index, self.num_calls)
+        self.is_in_call = True
+        with self._values.paused():
+            for observer in self._observers:
+                observer.before_block(index, arguments)
         args, kwargs = self._values.enter_block(index, arguments)
-        if self.observes:
-            self.writes.enter_block(index, args, kwargs)
+        for observer in self._observers:
+            observer.enter_block(index, args, kwargs)
         self._is_in_block, self._num_in_block = True, 0
-        self._argument_memory = {memory_of(leaf) for leaf in shape_only_leaves(arguments)}
         output = self._run_block(index, args, kwargs)
         refuse_packed(output, self.chain.block_name(index))
         self._is_in_block = False
-        if self.observes:
-            self.writes.leave_block(index, args, kwargs)
+        for observer in self._observers:
+            observer.leave_block(index, args, kwargs)
         output = self._values.leave_block(index, arguments, output)
-        self._is_in_call = False
+        self.is_in_call = False
         return output
 
     def _run_block(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -335,40 +318,34 @@ class StepTrace:
 
     def _note_kernel(self, name: str, arguments: Any) -> None:
         self.record.kernels.add(self.point)
-        self.work.add_values(self.segment, name, arguments)
+        for observer in self._observers:
+            observer.note_kernel(name, arguments)
+
+    def _note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for note in self._on_function:
+            note(func, args, kwargs)
+
+    def _run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation below autograd, on tensors with values or without."""
+        segment = self.segment_of(args)
+        if self._is_in_block or self.segment == len(self.chain):
+            result = func(*args, **kwargs)
+        else:
+            result = self._sizes.call(func, args, kwargs)
+        operation = Operation(func, args, kwargs, result, segment)
+        for note in self._on_any_operation:
+            note(operation)
+        return result
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if not self.observes:
+        if not self._observes:
             return
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
         segment = self.segment_of(tensors)
-        weights_alone = self._note_uses(tensors, segment)
-        operands = self._values.observe(func, args, result, segment, weights_alone)
-        self.writes.note(Operation(func, args, result, segment, operands))
-        # A search for blocks has none.
-        is_behind = not self._is_in_block and segment == len(self.chain) > 0
-        self._samples.note(func, args, result, is_behind)
-        if self._is_in_block:
-            self._note_input_writes(func, args)
-        weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
-        if self._stripped.has_shards and any(weights):
-            refuse_weight_on_shard(tensors, weights)
-        for leaf in leaves_of(result):
-            if isinstance(leaf, ShapeOnly):
-                leaf.is_weight = all(weights)  # type: ignore[attr-defined]
-        flops = count_flops(func, args, result)
-        trains = any(tensor.requires_grad for tensor, w in zip(tensors, weights, strict=True) if w)
-        self._count(segment, flops, trains, weights, not (flops and self._is_frozen(tensors)))
-
-    def note_between(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Add an operation outside of the blocks to the digest of these."""
-        if not self._is_in_call and str(func) not in _BY_LAYOUT:
-            self._between.add(0, func, args, kwargs or {})
-
-    @property
-    def between(self) -> SegmentDigest:
-        """A digest of the operations outside of the blocks so far."""
-        return self._between.digests[0]
+        operation = Operation(func, args, {}, result, segment)
+        for note in self._on_operation:
+            note(operation)
+        self._values.observe(func, args, result, segment, self._note_uses(tensors, segment))
 
     def _note_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
         """Record the segment that uses weights, and writes of buffers.
@@ -392,47 +369,9 @@ class StepTrace:
             self.record.segments[name].add(segment)
         return frozenset()
 
-    def _is_frozen(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a product of training has no gradient."""
-        if not self._training:
-            return False
-        if not any(tensor.requires_grad for tensor in tensors):
-            return True
-        # The forward of an autograd function runs without gradients, and has a backward.
-        return not (torch.is_grad_enabled() or is_in_function())
-
-    def _note_input_writes(self, func: Any, args: tuple[Any, ...]) -> None:
-        for written in shape_only_leaves(list(written_arguments(func, args))):
-            if memory_of(written) in self._argument_memory:
-                obstacle = f"writes its input in place{in_brackets(calling_line())}"
-                self.record.recompute_obstacles.setdefault(self.segment, obstacle)
-
-    def _count(
-        self, segment: int, flops: int, trains: bool, weights: list[bool], has_backward: bool
-    ) -> None:
-        """Add the work of a product and of its gradients: one per operand that trains."""
-        record = self.record
-        record.forward_flops[segment] += flops
-        if not has_backward:
-            record.training_flops += flops
-            return
-        for_weight = flops if trains and not all(weights) else 0
-        num_gradients = 2 if trains or not any(weights) else 1
-        for_input = flops * num_gradients - for_weight
-        record.training_flops += flops + self._training * (for_input + for_weight)
-        if self._is_in_chunks:  # B runs them again, and does the work of W
-            for_input, for_weight = flops + for_input + for_weight, 0
-        record.input_flops[segment] += for_input
-        record.weight_flops[segment] += for_weight
-
-    @contextmanager
-    def around_chunks(self) -> Iterator[None]:
-        """Count the operations within the context as those of a loss's chunks."""
-        self._is_in_chunks = True
-        try:
-            yield
-        finally:
-            self._is_in_chunks = False
+    def around_chunks(self) -> AbstractContextManager[Any]:
+        """Return a context for the chunks of a loss."""
+        return self._work.around_chunks()
 
     def _imagine(self) -> Imagined | None:
         """Make up values inside a block or behind the blocks, where stages have real values."""
@@ -445,91 +384,43 @@ class StepTrace:
             most = _MOST_IMAGINED_IN_TRAINING_NOTES if self._training else _MOST_IMAGINED_IN_NOTES
         if self.segment < len(self.chain) or self.num_imagined >= most:
             return None
-        self._imagine_behind()
-        return self._behind
-
-    def _imagine_behind(self) -> None:
         self.num_imagined += 1
-        self.record.is_certain = False
+        return self._behind
 
     def _drop(self, written: Tensor) -> bool:
         name = self._stripped.buffer_name(written)
         if name is not None:
             self._dropped.append(name)
         elif not self._is_in_block and self.segment == len(self.chain):
-            self._imagine_behind()  # the tensor's value is wrong from now on
+            self.num_imagined += 1  # the tensor's value is wrong from now on
             return True
         return name is not None or self._is_in_block
 
-    def _reach_back(self, result: Any) -> None:
-        """Record the weights and values that get a gradient from the step's loss."""
+    def _reach_back(self, result: Any) -> dict[str, Any]:
+        """Return, for the record, the weights that get a gradient from the step's loss."""
         if not self._training:
-            return
+            return {}
         loss = loss_in(result)
         refuse_loss_of_shard(loss)
-        self._samples.note_loss(loss)
-        if self.segment == len(self.chain):
-            reach = self._values.reach_back(loss)
-            named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
-            self.record.weight_uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
-            # An expert without rows gets no gradient.
-            self.record.trained = {
-                name
-                for name in self.record.weight_uses
-                if self.chain.index_of(name) not in self.record.imagined
-            }
+        for observer in self._observers:
+            observer.note_loss(loss)
+        if self.segment != len(self.chain):
+            return {}
+        reach = self._values.reach_back(loss)
+        named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
+        uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
+        # An expert without rows gets no gradient.
+        trained = {n for n in uses if self.chain.index_of(n) not in self.record.imagined}
+        return {"weight_uses": uses, "trained": trained}
 
     def _finish(self) -> None:
         """Complete the record after the step, before the module is restored."""
-        record, last = self.record, self._sizes.last
-        record.opened |= self.writes.filling
-        hooked = set(self._checks.hooked)
-        if record.opened & hooked:  # a list that hooks fill has an entry of each of their blocks
-            record.opened |= hooked
-        record.work, record.between = self.work.digests, self.between
-        self.draws.finish()
-        record.flags.finish()
-        made_up = [record.calls.blocks.index(block) for block in record.imagined]
-        record.reads.finish(min(made_up, default=len(record.calls.blocks)))
-        if not record.flags.is_repeatable:
-            last = max(call for call in (last, self._sizes.last_flag) if call is not None)
-            record.flags = BatchFlags()
-        record.briefly_hooked.update(self._checks.find_briefly_hooked())
-        self.writes.finish()
-        self._samples.note_writes(record.writes.attributes)
-        if last is not None:
-            record.sized_in, record.sizes = last, self.sizes_before(last)
-
-    @contextmanager
-    def _finding_hooked_spans(self) -> Iterator[None]:
-        """Record calls, over several segments, of modules with full backward hooks.
-
-        Such a hook gets the gradients of the module's inputs and outputs in one call. Where a cut
-        goes through the module no stage has both, and torch would not call the hook.
-        """
-        is_any = bool(torchs._global_backward_hooks)  # private, as is _backward_hooks
-        parts = self.module.named_modules()
-        names = {part: name for name, part in parts if is_any or part._backward_hooks}
-        begun: list[tuple[nn.Module, int]] = []
-
-        def enter(part: nn.Module, args: tuple[Any, ...]) -> None:
-            trains = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-            if part in names and trains:
-                begun.append((part, self.num_calls))
-
-        def leave(part: nn.Module, args: Any, output: Any) -> None:
-            if begun and begun[-1][0] is part:
-                called = self.record.calls.blocks[begun.pop()[1] : self.num_calls]
-                if called:
-                    name = names[part] or "the module"
-                    self.record.hooked_spans.append(HookedSpan(name, min(called), max(called) + 1))
-
-        if not names:
-            yield
-            return
-        before = torchs.register_module_forward_pre_hook(enter)
-        with before, torchs.register_module_forward_hook(leave):
-            yield
+        opened, hooked = self.record.opened, self._hook_watch.hooked
+        opened.update(self._writes.filling)
+        if opened & hooked:  # a list that hooks fill has an entry of each of their blocks
+            opened.update(hooked)
+        for observer in self._observers:
+            observer.finish()
 
 
 class LongWriteError(Exception):
@@ -575,50 +466,12 @@ def _without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _shape_of(leaf: Any) -> torch.Size | None:
-    return leaf.shape if isinstance(leaf, Tensor) else None
+class _Operations(TorchDispatchMode):
+    """Has each operation run by a function."""
 
-
-def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
-    """Return the floating-point operations of a product, convolution or attention; else 0."""
-    packet = func.overloadpacket
-    # Torch has no formula for all of these.
-    if packet.__name__.lstrip("_").startswith("scaled_dot_product"):
-        query, key, value = args[:3]
-        num_queries, num_keys = query.shape[-2], key.shape[-2]
-        pairs = num_queries * num_keys
-        names = [argument.name for argument in func._schema.arguments]
-        if dict(zip(names, args, strict=False)).get("is_causal"):
-            seen = min(num_queries, num_keys)  # kernels skip what no query sees
-            pairs = seen * (seen + 1) // 2 + (num_queries - seen) * num_keys
-        return int(2 * query.shape[:-2].numel() * pairs * (query.shape[-1] + value.shape[-1]))
-    if packet in _WHOLE:  # as they arrive in inference mode, where torch takes none of them apart
-        return int(2 * result.numel() * args[1].shape[1:].numel())
-    if packet is aten.matmul:
-        return int(2 * result.numel() * args[0].shape[-1])
-    if packet is torch.ops.aten._grouped_mm:  # each row of the left with its group's matrix
-        return int(2 * args[0].numel() * args[1].shape[-1])
-    if packet.__name__ == "gemm_4bit":  # of bitsandbytes, whose weight is packed
-        return int(2 * result.numel() * args[0].shape[-1])
-    formula = flop_registry.get(packet)
-    return int(formula(*args, out_val=result)) if formula else 0
-
-
-class _SizesByValues(TorchDispatchMode):
-    """Records sizes that depend on values.
-
-    Attributes:
-        sizes: Value-dependent shapes and booleans between the blocks.
-        last: The number of calls before the last such size; None if there is none.
-        last_flag: The number of calls before the last such boolean.
-    """
-
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._trace = trace
-        self.sizes: list[Any] = []
-        self.last: int | None = None
-        self.last_flag: int | None = None
+        self._run = run
 
     def __torch_dispatch__(
         self,
@@ -627,34 +480,4 @@ class _SizesByValues(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        trace, point = self._trace, self._trace.point
-        trace.note_between(func, args, kwargs)
-        if trace.observes:
-            trace.writes.note_use(args)
-            segment = trace.segment_of(args)
-            trace.work.add(segment, func, args, kwargs)
-            trace.draws.note(segment, func, args, kwargs or {})
-        reads = trace.record.reads
-        if point.is_in_block or point.segment == len(trace.chain):
-            result = func(*args, **(kwargs or {}))
-            reads.note_operation(func, args, result, trace.chain.part(*point))
-            return result
-        result = trace.record.flags.call(func, args, kwargs or {})
-        reads.note_operation(func, args, result, trace.chain.part(*point))
-        reads.note_between(func, args, kwargs or {}, result, trace.num_calls)
-        self._note_sizes(func, args, result, trace.num_calls)
-        return result
-
-    def _note_sizes(self, func: Any, args: tuple[Any, ...], result: Any, num_calls: int) -> None:
-        if is_sized_by_values(func, args) or lengths_place(func) is not None:
-            self.sizes.append(tuple(tensor.shape for tensor in tensors_in(result)))
-            self.last = num_calls
-        elif func is aten._local_scalar_dense.default and not (
-            args[0].is_floating_point() or args[0].is_complex()
-        ):
-            # A number may be a length, which the shapes show.
-            self.sizes.append(result if isinstance(result, bool) else None)
-            if isinstance(result, bool):
-                self.last_flag = num_calls
-            else:
-                self.last = num_calls
+        return self._run(func, args, kwargs or {})

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules import module as torchs
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, chain_of_calls
+from lightning_pipeoffload.runtime.cut.call_checks import is_in_function
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.called_blocks import Call, CalledChains, as_argument
-from lightning_pipeoffload.runtime.cut.checks import is_in_function
 from lightning_pipeoffload.runtime.cut.trace import LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
     KernelFoundError,
@@ -138,7 +138,7 @@ class _CallNotes:
     @property
     def work(self) -> int:
         """All operations of the trace."""
-        return self._trace.record.forward_flops[0]
+        return self._trace.record.work.forward_flops[0]
 
     def of(self, part: nn.Module) -> list[Call]:
         """Return the calls of a module, which may have several names."""

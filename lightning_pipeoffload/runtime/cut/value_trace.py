@@ -21,20 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.call_checks import CallsError
 from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, Crossing, Port
-from lightning_pipeoffload.runtime.cut.checks import CallsError
-from lightning_pipeoffload.runtime.cut.device_reads import READERS
-from lightning_pipeoffload.runtime.cut.record import (
-    LoggedValue,
-    StartedBackward,
-    StepRecord,
-)
+from lightning_pipeoffload.runtime.cut.own_backwards import OwnBackwards
+from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.leaves import (
     leaves_of,
     map_in_place,
     map_output,
     output_tensors,
-    tensors_in,
 )
 from lightning_pipeoffload.runtime.payload import BlockOutput, dense_stride
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
@@ -47,9 +42,6 @@ from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, i
 from lightning_pipeoffload.runtime.weight_grad.kernels import uses_in
 
 _Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its outputs
-# torch 2.13 lets modes see the second one; by others a trace sees what it leads back to.
-_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_ELSEWHERE = -1  # the goal of a backward that leads to weights or the batch
 
 
 @dataclass(eq=False)
@@ -79,14 +71,20 @@ class ValueTrace(CallCounter):
     Args:
         chain: The blocks.
         record: The record to fill.
+        before_function: Called with each function of torch before it runs, and its arguments.
         log: A list for the calls between the blocks and numbers of their results; None: no log.
     """
 
     def __init__(
-        self, chain: BlockChain, record: StepRecord, log: list[LoggedValue] | None = None
+        self,
+        chain: BlockChain,
+        record: StepRecord,
+        before_function: Callable[[Any, tuple[Any, ...], dict[str, Any]], None],
+        log: list[LoggedValue] | None = None,
     ) -> None:
         super().__init__()
         self._record = record
+        self._before_function = before_function
         self._log = log
         self._chain, self._calls = chain, record.calls
         self._running: int | None = None  # the call of the block that runs
@@ -128,40 +126,11 @@ class ValueTrace(CallCounter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _BACKWARDS:
-            self._note_backward(func, args, kwargs or {})
-        elif func is Tensor.register_hook:
-            self._record.hook_line = calling_line()
-        elif func in READERS:
-            self._note_read(*args)
+        self._before_function(func, args, kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs)
         if self._log is not None and self._running is None:
             self._log_call(func, (args, kwargs), result)
         return result
-
-    def _note_backward(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Record a backward through the model that the step itself starts."""
-        outputs, *rest = args or (kwargs["outputs"],)
-        if not any(isinstance(leaf, ShapeOnly) for leaf in tensors_in(outputs)):
-            return
-        self._record.starts_backward = True
-        if self._running is not None:
-            obstacle = f"starts a backward of its own{in_brackets(calling_line())}"
-            self._record.recompute_obstacles.setdefault(self._block, obstacle)
-        else:
-            is_given = bool(rest) and func is torch.autograd.grad
-            inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
-            sources = [getattr(leaf, "source", None) for leaf in inputs]
-            goals = {_ELSEWHERE if source is None else source.position for source in sources}
-            position = self.position_of(tensors_in(outputs))
-            started = StartedBackward(position, frozenset(goals or {_ELSEWHERE}), calling_line())
-            self._record.started.append(started)
-
-    def _note_read(self, tensor: Any, *_: Any) -> None:
-        reads, chain = self._record.reads, self._chain
-        reads.note(tensor, chain.part(self.place, self._running is not None))
-        if self._running is None and self.place < len(chain):
-            reads.note_reader(tensor)
 
     def _log_call(self, func: Callable[..., Any], arguments: Any, result: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -200,8 +169,8 @@ class ValueTrace(CallCounter):
         result: Any,
         position: int,
         weights: frozenset[str] = frozenset(),
-    ) -> list[Any]:
-        """Record the tensors that an operation uses and makes; return those that it uses.
+    ) -> None:
+        """Record the tensors that an operation uses and makes.
 
         ``weights`` is not empty if all operands are weights, or were computed only from weights;
         then the operation has the position of the code that uses its result.
@@ -225,7 +194,6 @@ class ValueTrace(CallCounter):
                     self._inside.append(ref(leaf))
         if self.is_between_repeated:
             self._refuse_earlier(written_arguments(func, args), position)
-        return tensors
 
     def _refuse_earlier(self, written: Iterable[Any], position: int) -> None:
         """Refuse a write that the stage of the written value cannot make."""
@@ -269,7 +237,7 @@ class ValueTrace(CallCounter):
         """Return aliases of a block's output, for the step, and start the next segment."""
         name = self._chain.block_name(index)
         origin = f"the output of {name}"
-        record, following = ref(self._record), self.segment + 1
+        backwards, following = ref(self._record.backwards), self.segment + 1
         position = self._calls.position_behind(self.segment)
         place = -1
 
@@ -284,7 +252,9 @@ class ValueTrace(CallCounter):
             # A tensor with a value is in the graph if shapes were written into it.
             has_no_graph = not isinstance(leaf, ShapeOnly) and leaf.grad_fn is None
             outer: Any = (
-                ShapeOnly.like(leaf, origin) if has_no_graph else _Alias.apply(leaf, record, index)
+                ShapeOnly.like(leaf, origin)
+                if has_no_graph
+                else _Alias.apply(leaf, backwards, index)
             )
             outer.origins = frozenset((origin,)) | (outer.origins & OF_SHARD)
             port = Port(following, 0, place)
@@ -388,18 +358,19 @@ class _Alias(torch.autograd.Function):
     """An alias of a value; a view would make uses of it count as uses of its base."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, record: Any, block: int | None) -> ShapeOnly:
-        ctx.record, ctx.block = record, block
+    def forward(
+        ctx: Any, tensor: Tensor, backwards: ref[OwnBackwards] | None, block: int | None
+    ) -> ShapeOnly:
+        ctx.backwards, ctx.block = backwards, block
         if not isinstance(tensor, ShapeOnly):
             return ShapeOnly.like(tensor, "")
         return ShapeOnly(tensor.meta, tensor.device, tensor.origins)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        record = ctx.record() if ctx.record is not None else None
-        if record is not None:  # the trace starts no backward: it is the step's own
-            record.starts_backward = True
-            record.reached_backward.add(ctx.block)
+        backwards = ctx.backwards() if ctx.backwards is not None else None
+        if backwards is not None:
+            backwards.note_reached(ctx.block)
         return *gradients, None, None
 
 

@@ -12,11 +12,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch, ArgumentWrite
-from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, Running
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
+from lightning_pipeoffload.runtime.cut.record_part import RecordPart
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.shapes.shape_only import (
+    ShapeOnly,
+    memory_of,
+    shape_only_leaves,
+)
 from lightning_pipeoffload.runtime.users_code.attributes import (
     REGISTRIES,
     AttributeWatch,
@@ -46,7 +51,7 @@ class Alias(NamedTuple):
 
 
 @dataclass
-class Writes:
+class Writes(RecordPart):
     """A part of a step's record.
 
     Attributes:
@@ -57,6 +62,7 @@ class Writes:
         weights: Writes into parameters.
         aliases: Tensors that are read after they were written under another name.
         arguments: Writes of blocks into tensor arguments that are read after the call.
+        inputs: By block, the first line that writes into one of its arguments, a shape.
         changes_batch: Whether the step writes into its batch.
     """
 
@@ -67,6 +73,7 @@ class Writes:
     weights: list[WeightWrite] = field(default_factory=list)
     aliases: list[Alias] = field(default_factory=list)
     arguments: list[ArgumentWrite] = field(default_factory=list)
+    inputs: dict[int, str] = field(default_factory=dict)
     changes_batch: bool = False
 
     @property
@@ -81,10 +88,8 @@ class Writes:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """All that does not depend on lengths."""
-        attributes = [(write.variable.key, *write[1:]) for write in self.attributes]
-        others = self.weights, self.aliases, self.arguments, self.changes_batch
-        return attributes, self.common_buffers, self.in_place, self.in_place_and_saved, others
+        _, *others = super().structure  # variables are compared by identity
+        return *others, *((write.variable.key, *write[1:]) for write in self.attributes)
 
 
 class WriteWatch(Observer):
@@ -102,7 +107,7 @@ class WriteWatch(Observer):
         self,
         writes: Writes,
         segments: defaultdict[str, set[int]],
-        trace: Running,
+        trace: RunningTrace,
         stripped: StrippedModule,
         compared: Set[Attribute],
     ) -> None:
@@ -115,6 +120,7 @@ class WriteWatch(Observer):
         self._written: defaultdict[int, list[tuple[Any, int]]] = defaultdict(list)
         self._saved: set[int] = set()  # addresses of what autograd has saved
         self._saved_attributes: set[Attribute] = set()
+        self._argument_memory: set[int] = set()  # addresses of the block's arguments
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -161,29 +167,31 @@ class WriteWatch(Observer):
     def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._attributes.compare(StepPoint(index, is_in_block=True))
         self._arguments.before(args, kwargs)
+        self._argument_memory = {memory_of(leaf) for leaf in shape_only_leaves((args, kwargs))}
 
     def leave_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments.after(index, self._trace.num_calls, args, kwargs)
         behind = self._trace.calls.least[self._trace.num_calls + 1]
         self._attributes.compare(StepPoint(behind, is_in_block=False))
 
-    def note_use(self, args: tuple[Any, ...]) -> None:
-        """Note what an operation reads, with a value or without."""
-        self._arguments.note_use(args, self._trace.num_calls)
+    def note_any(self, operation: Operation) -> None:
+        self._arguments.note_use(operation.args, self._trace.num_calls)
 
     def note(self, operation: Operation) -> None:
-        func, args, _, segment, operands = operation
+        func, args, _, _, segment = operation
         if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
-            for tensor in operands:
-                self._check_memory(tensor)
-        for value in written_arguments(func, args):
-            if not isinstance(value, ShapeOnly):
-                continue
-            weight = self._stripped.weight_in(memory_of(value))
+            for leaf in shape_only_leaves(args):
+                if hasattr(leaf, "source"):
+                    self._check_memory(leaf)
+        for value in shape_only_leaves([*written_arguments(func, args)]):
+            memory, (place, is_in_block) = memory_of(value), self._trace.point
+            weight = self._stripped.weight_in(memory)
             if weight is not None:
                 self._note_weight(weight)
             if hasattr(value, "source"):
-                self._written[memory_of(value)].append((value, segment))
+                self._written[memory].append((value, segment))
+            if is_in_block and memory in self._argument_memory:
+                self._writes.inputs.setdefault(place, calling_line())
 
     def _note_weight(self, name: str, is_new: bool = False) -> None:
         write = WeightWrite(name, self._trace.point.segment, calling_line(), is_new)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
+from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.partition import (
     Room,
     SegmentCosts,
@@ -256,7 +257,7 @@ def costs_of_sizes(
         The blocks, the segments that need each parameter and buffer, by name, and their costs.
     """
     chain, slots = find_chain(module, blocks), find_slots(module)
-    segments = find_segments(slots, chain, StepRecord(len(chain) + 1))
+    segments = find_segments(slots, chain, StepRecord(CallOrder.of_once(len(chain))))
     return chain, segments, costs_by_size(slots, chain, segments)
 
 

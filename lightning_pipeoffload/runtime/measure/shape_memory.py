@@ -209,7 +209,7 @@ class _MeasuringPass(StepTrace):
         stores = [[make(f"stage {n}") for _ in of] for n, of in enumerate(self._of_stages)]
         self._stores = StageStores(stores, make("before the blocks") if self._slices else None)
         self._queue = WeightGradQueue(keeper=self._stores, has_at_once=bool(self._at_once))
-        defers = not self._part.record.starts_backward
+        defers = not self._part.record.backwards.are_any
         with (
             self._queue if defers else nullcontext(),
             saved_tensors_hooks(self._stores.pack, self._stores.unpack),

@@ -28,9 +28,9 @@ from lightning_pipeoffload.runtime.cut.block_chain import (
     find_chain,
     first_chain,
 )
+from lightning_pipeoffload.runtime.cut.call_checks import CallsError
 from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
 from lightning_pipeoffload.runtime.cut.checks import (
-    CallsError,
     check_recompute_full,
     check_slices,
     check_step,
@@ -293,7 +293,8 @@ class Pipeline:
             self._assigned.add(record)
         if self._num_slices > 1 and record.sequence is None:
             check_slices(record, self.chain, self.module, bool(self.settings.compile))
-            self.records.find_sequence(record, part, step, seed)
+            record = self.records.with_sequence(record, part, step, seed)
+            self._assigned.add(record)
         return record
 
     @property
@@ -390,8 +391,8 @@ class Pipeline:
             self._leave_head_to_b(record)
         if record.reads.common and len(self.tensors.local_stages) > 1:
             install_answers()
-        if record.hook_line and self._writes.is_by_users and not self.rank:
-            warn_once(_HOOKS.format(record.hook_line))
+        if record.hooks.line and self._writes.is_by_users and not self.rank:
+            warn_once(_HOOKS.format(record.hooks.line))
         if self.settings.recompute == "full" and torch.is_grad_enabled():
             check_recompute_full(record, self.chain)
         if len(self.cut.stages) > 1:
@@ -404,7 +405,7 @@ class Pipeline:
         frozen base. Mixed uses would change the order of the sum.
         """
         for name, segments in record.segments.items():
-            if all(map(record.has_short_weight, segments)):
+            if all(map(record.work.has_short_weight, segments)):
                 self.left_to_b.update(self.tensors.aliases(name))
         for stage in (self.cut.stages[index] for index in self.tensors.local_stages):
             for name, uses in record.weight_uses.items():

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.cut.block_chain import StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_classes
-from lightning_pipeoffload.runtime.cut.checks import checkpoint_around
+from lightning_pipeoffload.runtime.cut.call_checks import checkpoint_around
 from lightning_pipeoffload.runtime.leaves import output_tensors
 from lightning_pipeoffload.runtime.payload import BlockOutput
 from lightning_pipeoffload.runtime.randomness import mix_seed

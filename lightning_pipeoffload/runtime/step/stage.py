@@ -318,7 +318,7 @@ class StageRunner:
         self._compared.add(microbatch.index)
         compares = is_first and is_repeatable(microbatch.device)
         return together(
-            NOTHING if microbatch.record.starts_backward else flight.queue,
+            NOTHING if microbatch.record.backwards.are_any else flight.queue,
             flight.store.recording() if flight.store else NOTHING,
             _saving_cheaply() if self._context.recompute == "cheap" else NOTHING,
             CheckpointWatch(step, writes, compares, is_first).watching()

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
 from lightning_pipeoffload.runtime.contexts import NOTHING, together
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running, StageExit
+from lightning_pipeoffload.runtime.cut.call_checks import needs_all_blocks
 from lightning_pipeoffload.runtime.cut.carried_values import CarriedValues
-from lightning_pipeoffload.runtime.cut.checks import loss_in, needs_all_blocks
+from lightning_pipeoffload.runtime.cut.checks import loss_in
 from lightning_pipeoffload.runtime.cut.partition import Stage
 from lightning_pipeoffload.runtime.cut.split_module import SplitModule
 from lightning_pipeoffload.runtime.in_force import IN_FORCE

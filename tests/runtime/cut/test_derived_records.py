@@ -96,8 +96,8 @@ def derived_in(pipeline):
 
 
 def sizes_of(record):
-    operations = [each.sizes for each in record.work]
-    return record.outputs, record.crossings, record.training_flops, operations
+    operations = [each.sizes for each in record.work.digests]
+    return record.outputs, record.crossings, record.work.training_flops, operations
 
 
 TRACED = (3, 9, 4, 6, 7)

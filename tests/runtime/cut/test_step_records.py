@@ -34,5 +34,7 @@ def test_a_record_that_is_in_use_cannot_be_changed():
     pipeline = InProcessPipeline(Regression(linear_blocks(2)), build("1f1b", 2, 2), call_step)
     pipeline.run(torch.randn(4, 3, 4), 2)
     record = pipeline.executors[0].microbatches[0].record
+    with pytest.raises(FrozenInstanceError, match="trained"):
+        record.trained = set()
     with pytest.raises(FrozenInstanceError, match="training_flops of the record"):
-        record.training_flops = 0
+        record.work.training_flops = 0

@@ -94,11 +94,11 @@ def traced(module, x):
 
 def test_operations_of_each_segment():
     module = Regression(linear_blocks(2))
-    found = traced(module, torch.ones(2, 4))
+    found = traced(module, torch.ones(2, 4)).work
     assert found.forward_flops == [2 * 2 * 4 * (4 + 4), 2 * 2 * 4 * 4, 2 * 2 * 4 * 1]
     assert found.weight_flops == found.input_flops == found.forward_flops
     module.blocks.requires_grad_(False)
-    frozen = traced(module, torch.ones(2, 4))
+    frozen = traced(module, torch.ones(2, 4)).work
     assert frozen.input_flops == found.forward_flops
     assert frozen.weight_flops == [2 * 2 * 4 * 4, 0, 2 * 2 * 4 * 1]  # of the embedding and the head
 
@@ -108,7 +108,7 @@ def test_products_of_activations_have_no_weight_gradient():
         x = through(m.blocks, x)
         return (x @ x.t()).sum()
 
-    found = traced(Step(attend), torch.ones(2, 4))
+    found = traced(Step(attend), torch.ones(2, 4)).work
     assert (found.forward_flops[4], found.input_flops[4]) == (2 * 2 * 4 * 2, 2 * 2 * 2 * 4 * 2)
     assert found.weight_flops[4] == 0
 
@@ -141,7 +141,7 @@ class ProductAndContext(torch.autograd.Function):
 def test_a_product_in_an_autograd_function_has_a_backward(product):
     def with_product(multiply):
         step = Step(lambda m, x: loss_of(m, multiply(through(m.blocks, x), m.embed.weight)))
-        return traced(step, torch.ones(2, 4))
+        return traced(step, torch.ones(2, 4)).work
 
     found, expected = with_product(product.apply), with_product(torch.matmul)
     assert found.weight_flops[4] == expected.weight_flops[4] == 2 * 2 * 4 * (4 + 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
+from lightning_pipeoffload.runtime.cut.device_reads import ReadWatch
 from lightning_pipeoffload.runtime.step.answered_pass import install_answers, remove_answers
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
@@ -46,15 +46,15 @@ def train(module, schedule, num_ranks, batch):
     return pipeline.named_gradients(), reads, pipeline
 
 
-def forget_common(reads, last_segment):
-    reads._values = {}
+def forget_common(watch):
+    watch._values = {}
 
 
 def compare(monkeypatch, make, schedule, num_ranks, batch):
     """Train with answers and without; return the reads of both, and the pipeline."""
     torch.manual_seed(0)
     found, reads, pipeline = train(make(), schedule, num_ranks, batch)
-    monkeypatch.setattr(DeviceReads, "finish", forget_common)
+    monkeypatch.setattr(ReadWatch, "finish", forget_common)
     torch.manual_seed(0)
     expected, plain, _ = train(make(), schedule, num_ranks, batch)
     for name, gradient in expected.items():

@@ -245,9 +245,9 @@ def test_nothing_of_it_waits_for_w_and_its_memory_falls_with_the_chunks():
         assert last.workspace_bytes == pytest.approx(3 * logits / num_chunks, rel=0.05)
         # B has the head's forward again, and what W would do.
         head_flops = 2 * 96 * 6 * 4096
-        assert chunked.weight_flops[-1] == 0
-        assert chunked.input_flops[-1] == record.input_flops[-1] + 2 * head_flops
-        assert chunked.training_flops == record.training_flops
+        assert chunked.work.weight_flops[-1] == 0
+        assert chunked.work.input_flops[-1] == record.work.input_flops[-1] + 2 * head_flops
+        assert chunked.work.training_flops == record.work.training_flops
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4, 16])

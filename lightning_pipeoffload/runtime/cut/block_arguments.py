@@ -1,0 +1,97 @@
+"""What blocks get in a step, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map  # private: see runtime/leaves
+
+from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.observers import Observer
+from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
+from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+
+
+@dataclass
+class BlockArguments(RecordPart):
+    """A part of a step's record.
+
+    Attributes:
+        shapes: For each call, the shapes of the arguments' leaves; None for a non-tensor.
+        calls: Each call, if any block is compiled, which is done ahead.
+    """
+
+    shapes: list[list[torch.Size | None]] = field(default_factory=list, metadata=OF_TRACE)
+    calls: list[BlockCall] = field(default_factory=list, metadata=OF_TRACE)
+
+
+class BlockArgumentWatch(Observer):
+    """Finds them in a trace.
+
+    Args:
+        arguments: The part of the trace's record.
+        chain: The blocks.
+        device_type: The type of the device that the step runs on.
+    """
+
+    def __init__(self, arguments: BlockArguments, chain: BlockChain, device_type: str) -> None:
+        self._arguments, self._device_type = arguments, device_type
+        self._is_compiled = any(is_compiled(block) for block in chain.blocks)
+
+    def before_block(self, index: int, arguments: Any) -> None:
+        self._arguments.shapes.append([*map(_shape_of, leaves_of(arguments))])
+        if self._is_compiled:
+            self._arguments.calls.append(BlockCall.of(arguments, self._device_type))
+
+
+def _shape_of(leaf: Any) -> torch.Size | None:
+    return leaf.shape if isinstance(leaf, Tensor) else None
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block in training, without the values of its arguments."""
+
+    arguments: Any
+    autocast: torch.dtype | None  # None: autocast is off
+    device_type: str
+
+    @classmethod
+    def of(cls, arguments: Any, device_type: str) -> BlockCall:
+        """Record the current call with its modes, such as autocast."""
+        is_on = torch.is_autocast_enabled(device_type)
+        autocast = torch.get_autocast_dtype(device_type) if is_on else None
+        return cls(tree_map(_describe, arguments), autocast, device_type)
+
+    @contextmanager
+    def with_zeros(self) -> Iterator[Any]:
+        """Yield the arguments with zeros for values, under the autocast of the call."""
+        with torch.autocast(self.device_type, self.autocast, enabled=self.autocast is not None):
+            yield tree_map(_make_zeros, self.arguments)
+
+
+@dataclass(frozen=True)  # no tuple, which would be a pytree
+class _Argument:
+    meta: Tensor
+    device: torch.device
+    requires_grad: bool
+
+
+def _describe(leaf: Any) -> Any:
+    if not isinstance(leaf, ShapeOnly):
+        return leaf
+    return _Argument(leaf.meta.detach(), leaf.device, leaf.requires_grad)
+
+
+def _make_zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, _Argument):
+        return leaf
+    zeros = torch.zeros_like(leaf.meta, device=leaf.device)
+    return zeros.requires_grad_(leaf.requires_grad)
