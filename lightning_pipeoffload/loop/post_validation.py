@@ -126,7 +126,7 @@ class PostValidation:
         """Whether the current step runs as if no clipping were needed."""
         # Private: no public name tells the hook that runs. Others may clip before this one.
         is_last = self._trainer.lightning_module._current_fx_name == "configure_gradient_clipping"
-        return is_last and self.assumes()
+        return self.is_on and is_last and self.assumes()
 
     def assumes(self) -> bool:
         """Whether the step at hand is taken before it is validated; alike on all ranks."""

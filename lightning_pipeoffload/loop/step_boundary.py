@@ -144,9 +144,11 @@ class StepBoundary:
         """The optimizer steps in here, with final weights; the new ones become final later."""
         self.stop_watching()  # the optimizer's own hooks read weights
         yield
-        self.validation.end_step()
-        are_pending = self._of_replicas or self.validation.pending
-        if self._may_watch and are_pending and not self._is_watching:
+        if self.validation.is_on:
+            self.validation.end_step()
+        if not self._may_watch or self._is_watching:
+            return
+        if self._of_replicas or self.validation.pending:
             self._mode.start()
             self._is_watching = True
 

@@ -151,7 +151,7 @@ class Executor:
             The results of :meth:`run` that exist by then.
         """
         self.start(plan, microbatches, listener)
-        actions: Sequence[Action] = plan[self.rank]
+        actions = self._actions
         if wait_for_weights is not None:
             actions = self._run_ahead(wait_for_weights, actions)
         self.expect(actions)
@@ -184,13 +184,12 @@ class Executor:
         if is_other or is_profiled() is not self._is_marked:
             self._use(plan)
         self._listener = listener
-        self._keep = not plan.is_forward_only
         self._microbatches = {microbatch.index: microbatch for microbatch in microbatches}
         self._results.clear()
         self.mailbox.start_step()
         if self._keep:
             self.timer.start_step(plan.num_sequence_slices)
-            self.memory.start_step(plan[self.rank], self.stages, plan.num_sequence_slices)
+            self.memory.start_step(self._actions, self.stages, plan.num_sequence_slices)
 
     def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
         """Set the queue lengths of the edges, and when receives are posted, for later steps.
@@ -220,8 +219,10 @@ class Executor:
 
     def _use(self, plan: Schedule) -> None:
         self._plan, self._used_costs = plan, self._costs
+        self._actions: Sequence[Action] = plan[self.rank]
+        self._keep = not plan.is_forward_only
         self.mailbox.use(plan, self.rank, self._costs)
-        by_tail = (tail.weights for tail in tails(plan[self.rank]))
+        by_tail = (tail.weights for tail in tails(self._actions))
         self._tails = {weights[0]: weights for weights in by_tail if weights}
         self._ahead: list[Action] | None = None
         self._run, self._is_marked = self._handlers, is_profiled()

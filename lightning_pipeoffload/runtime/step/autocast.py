@@ -7,17 +7,22 @@ of keeping one each until their backward. Backwards run with autocast off, as on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import torch
 
 from lightning_pipeoffload.runtime.compiled.products import sharing_compiled_casts
+from lightning_pipeoffload.runtime.contexts import NOTHING
+
+
+def sharing_casts(device: torch.device) -> AbstractContextManager[None]:
+    """Under autocast, cast each weight once per step; Lightning's own contexts do at every use."""
+    return _sharing_casts(device) if torch.is_autocast_enabled(device.type) else NOTHING
 
 
 @contextmanager
-def sharing_casts(device: torch.device) -> Iterator[None]:
-    """Cast each weight once per step; Lightning's own contexts cast it at every use."""
+def _sharing_casts(device: torch.device) -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(before or _knows_gradients(device.type))
     try:
