@@ -408,7 +408,8 @@ class ModelProbe:
         key = placement, str(settings.blocks), str(settings.split)
         if key not in self._own_cuts:
             chain, costs = self._sizes_of_blocks(settings.blocks)
-            slowness, room = (), ANY_ROOM
+            slowness: Sequence[float] = ()
+            room = ANY_ROOM
             if isinstance(settings.split, str):  # counts that are given are of any devices
                 slowness = self._slowness(placement)
                 room = Room.of_parameters(costs.parameters, self._memory(placement))

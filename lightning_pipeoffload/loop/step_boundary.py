@@ -132,9 +132,8 @@ class StepBoundary:
             validation.wait_for_final()
         elif not has_forward_hooks(self._module):
             return muted, validation.wait_for_final
-        elif (
-            validation.wait_for_final()
-        ):  # other ranks may have no hooks, and send what they take back
+        elif validation.wait_for_final():
+            # Other ranks may have no hooks, and send what they take back.
             muted.enter_context(without_forward_hooks(self._module))
             return muted, partial(_begin_again, muted)
         return muted, None

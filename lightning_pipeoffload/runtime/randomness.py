@@ -47,9 +47,9 @@ def seed_torch(seed: int) -> None:
         accelerator.manual_seed(seed)
 
 
-def segment_seeder(beside_torch: bool) -> Callable[[int], Any]:
+def segment_seeder(outside_torch: bool) -> Callable[[int], Any]:
     """Return a function that seeds torch's generators, and numpy's and Python's on request."""
-    if beside_torch:
+    if outside_torch:
         return seed_all
     return seed_torch if accelerator_in_use() else torch.default_generator.manual_seed
 

@@ -88,7 +88,7 @@ class FlagWatch:
     def start(self, batch: Sequence[Tensor]) -> None:
         """Note the tensors of the microbatch."""
         for leaf in batch:
-            self._number(leaf)
+            self._id_of(leaf)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation, and record it if it depends on the batch."""
@@ -98,17 +98,17 @@ class FlagWatch:
         written = tensors_in([*written_arguments(func, args, kwargs)])
         for tensor in written:
             if id(tensor) not in self._numbers:
-                self._flags.constants[self._number(tensor)] = tensor.clone()
+                self._flags.constants[self._id_of(tensor)] = tensor.clone()
         operands = map_operands(self._describe, args), map_operands(self._describe, kwargs)
         result = func(*args, **kwargs)
         answer = result if isinstance(result, bool) else None
         if isinstance(result, bool) or (results := tensors_in(result)):
-            numbers = [] if isinstance(result, bool) else [*map(self._number, results)]
-            writes = [*map(self._number, written)]
+            numbers = [] if isinstance(result, bool) else [*map(self._id_of, results)]
+            writes = [*map(self._id_of, written)]
             self._flags.calls.append(_Call(func, *operands, numbers, writes, answer))
         return result
 
-    def _number(self, tensor: Tensor) -> int:
+    def _id_of(self, tensor: Tensor) -> int:
         if id(tensor) not in self._numbers:
             self._alive.append(tensor)  # or another one may get its id
             self._numbers[id(tensor)] = len(self._alive) - 1

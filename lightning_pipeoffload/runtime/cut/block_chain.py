@@ -83,7 +83,7 @@ class BlockChain:
     def part(self, segment: int, is_in_block: bool) -> str:
         """Describe a point of the step for error messages, such as "before layers.1"."""
         if segment == len(self):
-            return "behind the blocks"
+            return "after the blocks"
         return f"{'in' if is_in_block else 'before'} {self._names[segment]}"
 
     def output_origins(self, index: int) -> frozenset[str]:

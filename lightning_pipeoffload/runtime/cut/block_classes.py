@@ -135,7 +135,7 @@ def describe_blocks(chain: BlockChain) -> str:
 
 def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
     is_alone = bool(segments & (record.imagined.keys() | record.draws.by_chance))
-    if is_alone or record.draws.beside_torch:
+    if is_alone or record.draws.outside_torch:
         return index
     return *(record.work.digests[segment] for segment in sorted(segments)), index in record.opened
 

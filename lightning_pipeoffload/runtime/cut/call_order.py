@@ -83,7 +83,7 @@ class CallOrder:
         """Return whether a call's output goes to the next position: another block follows it."""
         return self.blocks[call : call + 1] != self.blocks[call + 1 : call + 2]
 
-    def position_behind(self, call: int) -> int:
+    def position_after(self, call: int) -> int:
         """Return the position of the code that receives a call's output.
 
         This is the next position, or that of the block itself if its next call follows.

@@ -1,10 +1,10 @@
 """Finds the blocks of a model: in its containers and, where these are several, in a step's calls.
 
-The container with the most parameters is cut. Others that the step calls before or behind it join,
+The container with the most parameters is cut. Others that the step calls before or after it join,
 such as ``layer1`` to ``layer4``, or an encoder's and a decoder's layers. A block that is a large
 share of the work is cut at its own containers of blocks. Shares are of the whole step, so that the
 chain does not depend on the number of stages. Each block of a frozen copy, such as a momentum
-encoder, is beside its original: a stage has both, so that a hook can write one from the other.
+encoder, is next to its original: a stage has both, so that a hook can write one from the other.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class CalledChains:
 
     def best_first(self) -> list[Names]:
         """Return the names of each chain's blocks, in the order of their calls."""
-        chains = (names for each in self._candidates() for names in self._with_copies_beside(each))
+        chains = (names for each in self._candidates() for names in self._with_copies(each))
         return [*map(list, dict.fromkeys(map(tuple, chains)))]
 
     def _candidates(self) -> Iterator[Names]:
@@ -133,7 +133,7 @@ class CalledChains:
             yield self._join(self._containers, order[:1], 0)
             yield from (self._containers[path] for path in order)
 
-    def _with_copies_beside(self, names: Names) -> Iterator[Names]:
+    def _with_copies(self, names: Names) -> Iterator[Names]:
         training = {name.rpartition(".")[0] for name in names if self._trains(name)}
         trained = [name for name in names if name.rpartition(".")[0] in training]
         frozen = [name for name in names if name not in trained]

@@ -1,7 +1,7 @@
 """Carried values: sent between stages in addition to the blocks' outputs.
 
 A residual around a block, the encoder's output in every block of a decoder, a skip of a U-Net, an
-auxiliary loss: the step makes such a value before a cut and uses it behind. The sender has it as a
+auxiliary loss: the step makes such a value before a cut and uses it after. The sender has it as a
 real tensor, the receiver as a shape-only one, in the same place of the same step. So a value is
 named by its **port**, the place where the step makes it: the segment (see :mod:`.trace`) and the
 number of the call of a torch function there. Both sides count those calls alike, for they run the
@@ -45,7 +45,7 @@ class Port(NamedTuple):
 
 @dataclass
 class Crossing:
-    """A value that later segments use, besides the output passed to the next block."""
+    """A value that later segments use, in addition to the output passed to the next block."""
 
     port: Port | None  # None: no call of a torch function has returned it
     made_in: int  # a segment of the record, as used_in
@@ -219,7 +219,7 @@ class CarriedValues(CallCounter):
         places = self._wanted.get((call + 1, 0))
         return self._note(0, places, output) if places else output
 
-    def deliver(self, tensors: Sequence[Tensor]) -> None:
+    def receive(self, tensors: Sequence[Tensor]) -> None:
         """Set the values of the stand-ins to the received tensors.
 
         Raises:
@@ -237,7 +237,7 @@ class CarriedValues(CallCounter):
                 stand_in.receive(tensor)
         self._awaited.clear()
 
-    def to_hand_on(self) -> list[Tensor]:
+    def to_send(self) -> list[Tensor]:
         """Return the carried values to send to the next stage, in the order of their ports.
 
         Raises:

@@ -104,7 +104,7 @@ def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -
         yield "the step starts a backward of its own"
     for crossing in record.crossings:
         line = in_brackets(crossing.line)
-        yield f"it uses what was computed from {_origins(crossing.origins)} behind blocks{line}"
+        yield f"it uses what was computed from {_origins(crossing.origins)} after blocks{line}"
     for write in record.writes.attributes:
         if write.is_users and write.point.is_in_block:
             name = chain.block_name(write.point.segment)
@@ -166,7 +166,7 @@ def impossible_cuts(
         checks = _StepChecks(record, chain, stages)
         return any(checks.refusals(lambda name: stages_with(stages, segments_of(name))))
 
-    blocks = range(1, len(chain) + 1)  # the last: before the code behind all of them
+    blocks = range(1, len(chain) + 1)  # the last: before the code after all of them
     if not is_refused(*blocks):
         return frozenset()
     return frozenset(block for block in blocks if is_refused(block))
@@ -194,8 +194,8 @@ class _StepChecks:
         for name, segment, line, is_new in self._record.writes.weights:
             others = owners_of(name) - {self._stage_of[segment]}
             if others:
-                is_behind = segment == len(self._chain)
-                place = "behind the blocks" if is_behind else f"before {self._block(segment)}"
+                is_after = segment == len(self._chain)
+                place = "after the blocks" if is_after else f"before {self._block(segment)}"
                 yield (
                     f"the step writes {name} {place}{in_brackets(line)}, on stage "
                     f"{self._stage_of[segment]}, but stage {min(others)} has this weight too and "
@@ -232,14 +232,14 @@ class _StepChecks:
             if block >= self._last_start or self._record.shapes_suffice(block):
                 continue
             what = (
-                "puts into an attribute, an argument or a hook what is used behind it"
+                "puts into an attribute, an argument or a hook what is used after it"
                 if self._record.is_template(block)
-                else "returns numbers or objects beside its tensors"
+                else "returns numbers or objects with its tensors"
             )
             yield (
                 f"{self._block(block)} reads values that only its own stage has"
                 f"{in_brackets(line)}, and {what}, which other stages would have to make up; let "
-                f"it return only tensors, including all values that are used behind it"
+                f"it return only tensors, including all values that are used after it"
             )
 
     def _own_backwards(self) -> Iterator[str]:
@@ -300,12 +300,12 @@ class _StepChecks:
         if any(block is not None and block > crossing.made_in for block in blocks):
             return (
                 "but that stage does not have all of these weights; compute a penalty on weights "
-                "behind the blocks, or use the optimizer's weight_decay"
+                "after the blocks, or use the optimizer's weight_decay"
             )
         if crossing.port is None:
             return (
                 "but no torch function returned it, so it cannot be traced; let the block return "
-                "it besides its output, or compute it with torch's functions"
+                "it with its output, or compute it with torch's functions"
             )
         return ""
 
@@ -332,7 +332,7 @@ class _StepChecks:
     def _span(self, stage: int) -> str:
         blocks = self._stages[stage].blocks
         if not blocks:
-            return "the code behind the blocks"
+            return "the code after the blocks"
         first, last = self._block(blocks[0]), self._block(blocks[-1])
         return first if first == last else f"{first} to {last}"
 
@@ -342,7 +342,7 @@ def describe_argument_write(write: ArgumentWrite, chain: BlockChain) -> str:
     return (
         f"{chain.block_name(write.block)} writes into the tensor that is its argument "
         f"{write.argument}{in_brackets(write.line)}, which only the block's own stage would see: "
-        f"let the block return such values beside its output"
+        f"let the block return such values with its output"
     )
 
 

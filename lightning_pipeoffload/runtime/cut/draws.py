@@ -25,13 +25,13 @@ class Draws(RecordPart):
         by_chance: Those of them that read values, which may decide what code runs.
         modules: With tensor parallelism: for each module that draws random numbers, whether for a
             shard.
-        beside_torch: Whether the step draws from numpy's or Python's global generator.
+        outside_torch: Whether the step draws from numpy's or Python's global generator.
     """
 
     segments: set[int] = field(default_factory=set)
     by_chance: set[int] = field(default_factory=set)
     modules: dict[nn.Module, bool] = field(default_factory=dict, metadata=OF_TRACE)
-    beside_torch: bool = False
+    outside_torch: bool = False
 
 
 class DrawWatch(Observer):

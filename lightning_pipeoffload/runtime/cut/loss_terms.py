@@ -48,7 +48,7 @@ _SAME = {
 
 
 def note_terms(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-    """Note the terms of an operation's result behind the blocks."""
+    """Note the terms of an operation's result after the blocks."""
     terms = _terms_of_result(func, args, result)
     for leaf in shape_only_leaves(result):
         leaf.terms = terms  # type: ignore[attr-defined]

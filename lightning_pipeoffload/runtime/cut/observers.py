@@ -24,7 +24,7 @@ class RunningTrace(Protocol):
         module: The user's module.
         chain: Its blocks.
         calls: The order of their calls.
-        is_in_call: Whether a block is called, and its arguments and output are handed over.
+        is_in_call: Whether a block is called, and its arguments and output are passed.
     """
 
     module: nn.Module

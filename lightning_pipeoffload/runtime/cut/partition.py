@@ -36,7 +36,7 @@ class CutSettings:
     compile: bool | Mapping[str, Any] = False  # see block_compiler.BlockCompiler
     gradient_accumulation_fusion: bool = False  # see weight_grad.queue.add_product_in_float32
     derive_lengths: bool = True  # see derived_records
-    head_weight_grad: str = "W"  # or "B": what computes weight gradients behind the blocks
+    head_weight_grad: str = "W"  # or "B": what computes weight gradients after the blocks
     num_sequence_slices: int = 1  # of a microbatch in training
     slowness: tuple[float, ...] = ()  # of each stage's rank, see cut
     memory: tuple[float, ...] = ()  # of each stage's device in bytes; (): all have as much
@@ -59,7 +59,7 @@ class Room:
         sizes: What each segment takes, as often as its stage keeps it.
         limits: The most of each stage.
         kept: How often each stage keeps that; (): once.
-        once: What each segment takes besides, once; (): nothing.
+        once: What each segment takes in addition, once; (): nothing.
     """
 
     sizes: Sequence[float]
@@ -82,7 +82,7 @@ class Room:
     def fits(self, stage: int, start: int, end: int) -> bool:
         """Return whether the segments from ``start`` to ``end`` fit a stage.
 
-        The last stage has those behind the last block too.
+        The last stage has those after the last block too.
         """
         end = len(self.sizes) if stage == len(self.limits) - 1 else end
         sizes, once = (total[end] - total[start] for total in self._totals)
@@ -348,7 +348,7 @@ def _count_blocks(
     if len(counts) != num_stages or sum(counts) != num_blocks or is_short:
         raise ValueError(
             f"split={counts} must have {num_stages} entries of at least 1 (one for each stage; 0 "
-            f"for a last one that has the code behind the blocks alone) that add up to "
+            f"for a last one that has the code after the blocks alone) that add up to "
             f"{num_blocks} blocks; its {len(counts)} entries add up to {sum(counts)}"
         )
     return counts

@@ -156,16 +156,17 @@ class StepRecord(RecordPart):
         crossing = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
         return [each for _, each in sorted(crossing, key=itemgetter(0))]
 
-    def handed_over(self, block: int) -> list[int]:
+    def calls_sent_over(self, block: int) -> list[int]:
         """List the calls whose outputs are sent over the cut before ``block``."""
         return [call for call in self.calls.calls_of(block - 1) if self.calls.leaves_position(call)]
 
     def payload_over(self, block: int) -> list[TensorSpec]:
         """Return the specs of all tensors that cross the cut before ``block``."""
-        outputs = [spec for call in self.handed_over(block) for spec in self._payload_of(call)]
+        calls = self.calls_sent_over(block)
+        outputs = [spec for call in calls for spec in self._output_specs(call)]
         return [*outputs, *(crossing.spec_before(block) for crossing in self.carried_over(block))]
 
-    def _payload_of(self, call: int) -> list[TensorSpec]:
+    def _output_specs(self, call: int) -> list[TensorSpec]:
         whole, part = self.outputs[call].payload, self.sequence_slice
         if part is None or self.sequence is None:
             return whole
@@ -197,8 +198,9 @@ class StageRecord:
         going: The carried values that are sent.
         calls: The block of each call.
         entry: The call at which the stage receives; -1: the first stage does not.
-        handed_on: For each call whose output the previous stage sends, the indices of its tensors.
-        num_handed_on: The number of these tensors; carried values follow.
+        received_outputs: For each call whose output the previous stage sends, the indices of its
+            tensors.
+        num_output_tensors: The number of these tensors; carried values follow.
         sent: The calls whose outputs go to the next stage.
         exit: The call after which the stage leaves the step; -1: it runs to the end.
         shape_outputs: For each call of an earlier stage's block, the shape-only tensor that it
@@ -218,15 +220,15 @@ class StageRecord:
         self.going = [] if is_last else step.carried_over(stop)
         self.calls = step.calls.blocks
         self.entry = step.calls.entry(start) if start else -1
-        self.handed_on: dict[int, slice] = {}
-        self.num_handed_on = 0
-        for call in step.handed_over(start) if start else ():
-            end = self.num_handed_on + len(step.outputs[call].payload)
-            self.handed_on[call] = slice(self.num_handed_on, end)
-            self.num_handed_on = end
-        self.sent = frozenset(() if is_last else step.handed_over(stop))
+        self.received_outputs: dict[int, slice] = {}
+        self.num_output_tensors = 0
+        for call in step.calls_sent_over(start) if start else ():
+            end = self.num_output_tensors + len(step.outputs[call].payload)
+            self.received_outputs[call] = slice(self.num_output_tensors, end)
+            self.num_output_tensors = end
+        self.sent = frozenset(() if is_last else step.calls_sent_over(stop))
         self.exit = -1 if is_last else step.calls.last_before(stop)
         self.shape_outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
-        self.seed_segment = segment_seeder(step.draws.beside_torch)
+        self.seed_segment = segment_seeder(step.draws.outside_torch)
         self.meets_kernels = step.meets_kernels()
         self.shapes_suffice = [step.shapes_suffice(block) for block in self.calls]

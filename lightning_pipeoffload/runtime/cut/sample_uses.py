@@ -40,7 +40,7 @@ class SampleUses(RecordPart):
     loss_terms: Terms = field(default_factory=dict, metadata=OF_TRACE)
 
     def lines_with_pairs(self, size: int) -> set[str]:
-        """Return the lines behind the blocks that make a tensor of two dimensions of a size."""
+        """Return the lines after the blocks that make a tensor of two dimensions of a size."""
         return {line for count, line in self.pairs if count == size}
 
     def kept_rows(self, size: int) -> set[tuple[str, str]]:

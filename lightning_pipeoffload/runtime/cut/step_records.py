@@ -58,7 +58,7 @@ from lightning_pipeoffload.runtime.users_code.step_call import (
 from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _MOST_RECORDS = 64
-# Of values that are read in blocks and behind them, where most ask whether something is wrong.
+# Of values that are read in blocks and after them, where most ask whether something is wrong.
 _FLAGS = (EVERYTHING, NO_ALARM), (NO_ALARM, NO_ALARM), (EVERYTHING, EVERYTHING)
 _CLOSE = 1e-4  # sums on an accelerator may differ by their order
 
@@ -149,7 +149,7 @@ class StepRecords:
             self._sized_in[key] = record.sizes.until, record.calls
             sizes = record.sizes.values
         record.writes.changes_batch = trial.changes_batch
-        record.draws.beside_torch = trial.draws_beside_torch
+        record.draws.outside_torch = trial.draws_outside_torch
         self._keep(key, sizes, record)
         self._compared.add(shapes[:2])
         if self._derives and not is_apart:
@@ -340,7 +340,7 @@ class StepRecords:
         return record
 
     def _trace_in_order(self, call: _Trial, is_first: bool, calls: CallOrder) -> StepRecord:
-        """Trace with made-up flags True in blocks and False behind them.
+        """Trace with made-up flags True in blocks and False after them.
 
         If that fails, as an alarm would, trace with the flags of blocks False, then with all True.
         """
@@ -379,9 +379,9 @@ class StepRecords:
 
     def _compare_runs(self, log: _Log, repeat: Callable[[], _Log]) -> LoggedValue | None:
         """Return the first value that differs in another run."""
-        beside = record_globals(self._module)
+        before = record_globals(self._module)
         again = repeat()
-        refuse_written_globals(beside, record_globals(self._module))
+        refuse_written_globals(before, record_globals(self._module))
         # A call that only the first run makes fills a cache.
         return _first_difference(again, repeat()) if _first_difference(log, again) else None
 
@@ -473,7 +473,7 @@ class _Trial:
         self._step, self._part = step, part
         self._seed = seed
         self._generators = generators
-        self.draws_beside_torch = False
+        self.draws_outside_torch = False
         self.changes_batch = False
         self.trace: StepTrace | None = None  # that follows the batch
 
@@ -489,7 +489,7 @@ class _Trial:
             return self._step(copied, TRACE)
         finally:
             self._generators.find()  # the step may have made one
-            self.draws_beside_torch |= has_drawn_since(self._seed)
+            self.draws_outside_torch |= has_drawn_since(self._seed)
             self.changes_batch |= not is_unchanged(before, fingerprint_batch(copied))
 
 

@@ -83,7 +83,7 @@ from lightning_pipeoffload.runtime.weight_grad.chunked_loss import AroundChunks
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
 _MOST_IMAGINED_IN_NOTES = 8  # of an evaluation
 _MOST_IMAGINED_IN_TRAINING_NOTES = 16
-_MOST_IMAGINED = 1000  # values in a block, and behind the blocks: a loop may never end
+_MOST_IMAGINED = 1000  # values in a block, and after the blocks: a loop may never end
 
 
 class StepTrace:
@@ -123,7 +123,7 @@ class StepTrace:
         self.outputs: Mapping[int, BlockOutput] = {}
         self._device = device
         self._kernels = KernelsOnZeros() if kernels is None else kernels
-        self._imagined, self._behind = imagined
+        self._imagined, self._imagined_after = imagined
         self._observes = observes
         self.record = record = StepRecord(self.calls, work=Work.of(len(chain) + 1))
         self._values = ValueTrace(chain, record, self._note_function, log)
@@ -153,7 +153,7 @@ class StepTrace:
         self.is_in_call = self._is_in_block = False
         self._num_in_block = 0
         self._dropped: list[str] = []  # buffers that the operation that runs writes
-        self.num_imagined = 0  # values behind the blocks
+        self.num_imagined = 0  # values after the blocks
 
     @property
     def segment(self) -> int:
@@ -223,7 +223,7 @@ class StepTrace:
         return replace(self.record, **found)
 
     def _end_early(self, error: BaseException) -> None:
-        """Accept a step that has failed behind the blocks where it lacks values; else raise."""
+        """Accept a step that has failed after the blocks where it lacks values; else raise."""
         if not isinstance(error, ValueNeededError):
             if _FUNCTIONAL in str(error):
                 raise ValueError(
@@ -242,9 +242,9 @@ class StepTrace:
         if unused:
             block, (first, *_) = self.chain.block_name(min(unused)), (str(error) + "\n").split("\n")
             refusal = ValueError(
-                f"the step fails behind the blocks when it runs without values "
+                f"the step fails after the blocks when it runs without values "
                 f"({type(error).__name__}: {first}){in_brackets(users_line(error))}, and an "
-                f"attribute or a hook holds what {block} has computed: whether it is used behind "
+                f"attribute or a hook holds what {block} has computed: whether it is used after "
                 f"that line cannot be found out; use it before that line"
             )
             raise ImaginedError(refusal, self.record, is_in_block=False)
@@ -287,7 +287,7 @@ class StepTrace:
         """
         if self.num_imagined and not self._training:
             # Text is generated until a value says stop: the step runs whole, however it goes on.
-            raise RuntimeError("a value behind the blocks decides whether they are called again")
+            raise RuntimeError("a value after the blocks decides whether they are called again")
         arguments: Any = args, kwargs
         self._checks.check(index, self.num_calls)
         self.is_in_call = True
@@ -374,7 +374,7 @@ class StepTrace:
         return self._work.around_chunks()
 
     def _imagine(self) -> Imagined | None:
-        """Make up values inside a block or behind the blocks, where stages have real values."""
+        """Make up values inside a block or after the blocks, where stages have real values."""
         if self._is_in_block and self._num_in_block < _MOST_IMAGINED:
             self._num_in_block += 1
             self.record.imagined.setdefault(self.segment, calling_line())
@@ -385,7 +385,7 @@ class StepTrace:
         if self.segment < len(self.chain) or self.num_imagined >= most:
             return None
         self.num_imagined += 1
-        return self._behind
+        return self._imagined_after
 
     def _drop(self, written: Tensor) -> bool:
         name = self._stripped.buffer_name(written)
@@ -442,7 +442,7 @@ class ImaginedError(Exception):
 def _explain(error: ValueNeededError, chain: BlockChain, segment: int) -> str:
     return (
         f"the step cannot be cut into stages, for only one of them has what it needs before "
-        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it behind "
+        f"{chain.block_name(segment)}: {error}{in_brackets(users_line(error))}; move it after "
         f"{chain.block_name(len(chain) - 1)}, where the last stage has all values, or compute it "
         f"from the batch"
     )

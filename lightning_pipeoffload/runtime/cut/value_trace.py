@@ -1,6 +1,6 @@
 """Follows the values of a traced step: where each is made and used, and whether it trains.
 
-``requires_grad`` is not enough: a value that is used only behind a ``detach()`` never gets a
+``requires_grad`` is not enough: a value that is used only after a ``detach()`` never gets a
 gradient, and the ``grad`` of its weights stays None, so that an optimizer skips them. So the trace
 walks the graph of the loss to find which values that cross a cut get a gradient back.
 """
@@ -53,7 +53,7 @@ class _Source:
     port: Port | None = None
     digest: int = 0
     trains_from: int | None = None
-    is_output: bool = False  # handed on to the next position
+    is_output: bool = False  # passed to the next position
 
     @property
     def last_position_before(self) -> int:
@@ -96,7 +96,7 @@ class ValueTrace(CallCounter):
         self._reach = BackwardReach()
         self._reach.begin(0)
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
-        self._handed_on: list[list[_Edge | None]] = []
+        self._output_edges: list[list[_Edge | None]] = []
 
     @property
     def place(self) -> int:
@@ -238,7 +238,7 @@ class ValueTrace(CallCounter):
         name = self._chain.block_name(index)
         origin = f"the output of {name}"
         backwards, following = ref(self._record.backwards), self.segment + 1
-        position = self._calls.position_behind(self.segment)
+        position = self._calls.position_after(self.segment)
         place = -1
 
         def alias(leaf: Any) -> Any:
@@ -272,11 +272,11 @@ class ValueTrace(CallCounter):
             self.start(following)
             self._reach.begin(self.place)
             tensors = output_tensors(output)
-            if not self._calls.is_once:  # the block itself hands on what may be in a list too
+            if not self._calls.is_once:  # the block itself passes what may be in a list too
                 self._reach.assign(tensors, index)
             self._note_training(tensors)
             self._record.outputs.append(BlockOutput.of(output))
-            self._handed_on.append([_edge_of(leaf) for leaf in tensors])
+            self._output_edges.append([_edge_of(leaf) for leaf in tensors])
         return output
 
     def reach_back(self, loss: Tensor) -> BackwardReach:
@@ -288,7 +288,7 @@ class ValueTrace(CallCounter):
         for key, crossing in self._crossings.items():
             crossing.set_gradient_spans(self._reach.spans(self._edges[key]))
         outputs = self._record.outputs
-        for index, edges in enumerate(self._handed_on):
+        for index, edges in enumerate(self._output_edges):
             arrives = [edge is not None and bool(self._reach.spans([edge])) for edge in edges]
             outputs[index] = outputs[index].with_gradients(arrives)
         return self._reach
@@ -328,8 +328,8 @@ class ValueTrace(CallCounter):
 
     def _refuse_later(self, tensor: Any) -> NoReturn:
         called = [block for block in self._lines if block <= tensor.source.position]
-        behind = [b for b in called if self._chain.output_origins(b) <= tensor.origins]
-        later = max(behind or called)
+        ends = [b for b in called if self._chain.output_origins(b) <= tensor.origins]
+        later = max(ends or called)
         raise CallsError(
             f"the step calls {self._chain.block_name(self._block)} again"
             f"{in_brackets(calling_line())} with what {self._chain.block_name(later)} has computed"
@@ -446,7 +446,7 @@ class BackwardReach:
     def walk(self, loss: Tensor) -> None:
         """Follow the graph from the loss through all positions."""
         self._last_use[loss.grad_fn, loss.output_nr] = self._positions[-1]
-        for node in _nodes_behind(loss.grad_fn):
+        for node in _nodes_of_graph(loss.grad_fn):
             if hasattr(node, "variable"):
                 self.leaves.append(node.variable)
             position = self._position_of(node)
@@ -472,7 +472,7 @@ def _edge_of(tensor: Tensor) -> _Edge | None:
     return (tensor.grad_fn, tensor.output_nr) if tensor.grad_fn is not None else None
 
 
-def _nodes_behind(root: Any) -> Iterator[Any]:
+def _nodes_of_graph(root: Any) -> Iterator[Any]:
     seen = {root}
     waiting = [root]
     while waiting:

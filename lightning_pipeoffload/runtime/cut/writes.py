@@ -171,8 +171,8 @@ class WriteWatch(Observer):
 
     def leave_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments.after(index, self._trace.num_calls, args, kwargs)
-        behind = self._trace.calls.least[self._trace.num_calls + 1]
-        self._attributes.compare(StepPoint(behind, is_in_block=False))
+        after = self._trace.calls.least[self._trace.num_calls + 1]
+        self._attributes.compare(StepPoint(after, is_in_block=False))
 
     def note_any(self, operation: Operation) -> None:
         self._arguments.note_use(operation.args, self._trace.num_calls)
@@ -255,9 +255,9 @@ class WriteWatch(Observer):
 
 
 def _apart_from(left: Any, right: Any) -> int | None:
-    """Return the first position behind which a cut separates two tensors that share memory.
+    """Return the first position after which a cut separates two tensors that share memory.
 
-    Behind it a stage gets at least one of them as a message, a copy in other memory, so a write to
+    After it a stage gets at least one of them as a message, a copy in other memory, so a write to
     one does not reach the other. None: they share memory wherever the chain is cut.
     """
     common = next((source for source in left.lineage if source in right.lineage), None)

@@ -248,7 +248,7 @@ class _MeasuringPass(StepTrace):
         call = self.num_calls
         output = super().call_block(index, args, kwargs)
         self._stores.count_for(1)
-        self._begin_stage(self._stage_of[self.record.calls.position_behind(call)])
+        self._begin_stage(self._stage_of[self.record.calls.position_after(call)])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
                 come_back = partial(self._come_back_to, self._stage_of[index], index)

@@ -113,7 +113,7 @@ class StageContext:
     def __post_init__(self) -> None:
         self.is_first = self.stage.index == 0
         self.is_last = self.stage.index == self.num_stages - 1
-        self.draws_beside_torch = False
+        self.draws_outside_torch = False
 
     @cached_property
     def call(self) -> StepCall:
@@ -130,7 +130,7 @@ class StageContext:
         Args:
             seed: The seed at the start of the step.
         """
-        self.draws_beside_torch = has_drawn_since(seed)
+        self.draws_outside_torch = has_drawn_since(seed)
 
     def shapes_of(self, index: int, output: BlockOutput, device: torch.device) -> Any:
         """Return the output of block ``index`` with shape-only tensors."""
@@ -177,7 +177,7 @@ class StagePass:
         # Of the code before the first block, and of that after each call of a block.
         self._seeds = mix_seeds((flight.microbatch.seed,), range(len(record.calls) + 1))
         self._generators = context.generators
-        self._seed_segment = seed_all if context.draws_beside_torch else record.seed_segment
+        self._seed_segment = seed_all if context.draws_outside_torch else record.seed_segment
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
         self._recomputes = context.recompute == "full" and flight.received is not None
         self._carried = self._counter = None
@@ -256,7 +256,7 @@ class StagePass:
         if call == record.exit:
             self._has_exited = True
             sent, self._sent = self._sent, []
-            carried = self._carried.to_hand_on() if self._carried else ()
+            carried = self._carried.to_send() if self._carried else ()
             raise StageExit([*sent, *carried], output)
         # Not before the block: a checkpoint around its call has saved the generator by then. Also
         # after a remote block: several stages may use what the step draws between the blocks.
@@ -359,9 +359,9 @@ class StagePass:
             with torch.inference_mode(False), torch.enable_grad():
                 entered = enter(tensors, self._received)
         if self._carried:
-            self._carried.deliver(entered[self._record.num_handed_on :])
+            self._carried.receive(entered[self._record.num_output_tensors :])
         self._context.tensors.show(self._context.stage.index)
-        for call, places in self._record.handed_on.items():
+        for call, places in self._record.received_outputs.items():
             self._entered[call] = entered[places]
 
     def _check_result(self, result: Any) -> Any:

@@ -175,7 +175,7 @@ REFUSED = {
     ),
     "counting": (
         step_of(first_of_each, lambda: Counting(each_expert)),
-        "blocks.0 reads values .* and returns numbers or objects beside its tensors",
+        "blocks.0 reads values .* and returns numbers or objects with its tensors",
     ),
     "keeping": (
         step_of(with_losses, lambda: Keeping(each_expert)),

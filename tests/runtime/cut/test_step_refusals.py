@@ -163,7 +163,7 @@ def early(block, operation, origins):
     return (
         f"the step cannot be cut into stages, for only one of them has what it needs before "
         f"{block}: {operation} needs the value of something computed from {origins} {{line}}; move "
-        f"it behind blocks.3, where the last stage has all values, or compute it from the batch"
+        f"it after blocks.3, where the last stage has all values, or compute it from the batch"
     )
 
 
@@ -213,7 +213,7 @@ CARRIED = {
     penalty_before: (
         "stage 1 (blocks.2 to blocks.3) needs what stage 0 (blocks.0 to blocks.1) has computed "
         "from blocks.0.bias, blocks.0.weight, blocks.1.bias and 9 more {line}, but that stage does "
-        "not have all of these weights; compute a penalty on weights behind the blocks, or use the "
+        "not have all of these weights; compute a penalty on weights after the blocks, or use the "
         "optimizer's weight_decay"
     ),
     hooks_of_the_step: (
@@ -416,7 +416,7 @@ def test_a_tensor_argument_that_a_block_writes_is_refused(fill, make):
 
     assert refusal(Step(step, [Filling(fill) for _ in range(4)])) == (
         f"blocks.0 writes into the tensor that is its argument kept {line_of(step)}, which only "
-        f"the block's own stage would see: let the block return such values beside its output"
+        f"the block's own stage would see: let the block return such values with its output"
     )
 
 

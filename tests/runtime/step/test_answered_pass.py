@@ -270,7 +270,7 @@ def test_each_line_that_reads_is_recorded_once():
         ("before blocks.0", "return x.tolist(), x.numpy(), x.cpu()"),
         ("before blocks.0", "x = through(m.blocks, x[x[:, 0] < 9])"),
         ("in blocks.0", "return x if x.sum() > 0 else x[x.isnan()].sum() + x"),
-        ("behind the blocks", "return loss if loss > 0 else -loss"),
+        ("after the blocks", "return loss if loss > 0 else -loss"),
     ]
 
 
@@ -287,7 +287,7 @@ def test_a_fit_of_two_processes_with_reads_equals_one_device(ranks, schedule):
     for losses, reads in ranks(2).run(_fit, 2, schedule):
         assert losses == pytest.approx(expected, rel=1e-10, abs=1e-12)
         assert reads[0]["part"] == "before blocks.0"
-        assert {read["part"] for read in reads[1:]} == {"behind the blocks"}  # a metric's too
+        assert {read["part"] for read in reads[1:]} == {"after the blocks"}  # a metric's too
 
 
 def _fit(num_devices, schedule):
