@@ -29,8 +29,8 @@ __all__ = ["main", "plan"]
 
 _FORMATS = ("text", "json")
 _NUM_RANKS = 4  # of conf/plan.yaml
-# What counts beside a device, with the values of conf/plan.yaml.
-_BESIDE_A_DEVICE = {
+# What counts only with a device, with the values of conf/plan.yaml.
+_ONLY_WITH_A_DEVICE = {
     **{"host_bandwidth": None, "link": None, "network": None},
     **{"efficiency": 0.5, "devices_per_machine": 8, "float16_sums": False},
 }
@@ -51,11 +51,11 @@ def plan(config: DictConfig) -> None:
     """
     if config.format not in _FORMATS:
         raise ScheduleError(f"format ({config.format}) must be one of {', '.join(_FORMATS)}")
-    for name, unset in _BESIDE_A_DEVICE.items():
+    for name, unset in _ONLY_WITH_A_DEVICE.items():
         if config.device is None and config[name] != unset:
             raise ScheduleError(
-                f"{name} ({config[name]}) counts beside a device; add device=h100 and model=NAME, "
-                f"or leave it out"
+                f"{name} ({config[name]}) counts only with a device; add device=h100 and "
+                f"model=NAME, or leave it out"
             )
     _check_mixture(config)
     _check_devices(config)
@@ -116,7 +116,7 @@ def _check_devices(config: DictConfig) -> None:
             f"add model=NAME device=h100, or leave it out"
         )
     per_machine = config.devices_per_machine
-    if per_machine not in (_BESIDE_A_DEVICE["devices_per_machine"], config.devices):
+    if per_machine not in (_ONLY_WITH_A_DEVICE["devices_per_machine"], config.devices):
         raise ScheduleError(
             f"devices_per_machine ({per_machine}) is devices ({config.devices}) where layouts are "
             f"searched; leave it out"
@@ -124,7 +124,7 @@ def _check_devices(config: DictConfig) -> None:
 
 
 def _check_mixture(config: DictConfig) -> None:
-    """Check what stands beside a list of devices."""
+    """Check the arguments of a list of devices."""
     if config.device is None or isinstance(config.device, (str, int)):
         return
     count, listed = len(config.device), f"device ({','.join(map(str, config.device))})"

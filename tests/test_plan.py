@@ -198,9 +198,12 @@ def test_costs_may_be_given_for_every_stage(figures):
         ("+options.costs=3", r"options\.costs is an argument of its own; set costs"),
         ("+model.width=32", r"model \(\{'width': 32\}\) names no class; add model=gpt_tiny or"),
         ("memory_limit=nan", r"memory_limit \(nan\) must be a number"),
-        ("link=50GB", r"link \(50GB\) counts beside a device; add device=h100 and model=NAME, or"),
-        ("efficiency=0.4", r"efficiency \(0\.4\) counts beside a device; add device=h100"),
-        ("devices_per_machine=4", r"devices_per_machine \(4\) counts beside a device; add"),
+        (
+            "link=50GB",
+            r"link \(50GB\) counts only with a device; add device=h100 and model=NAME, or",
+        ),
+        ("efficiency=0.4", r"efficiency \(0\.4\) counts only with a device; add device=h100"),
+        ("devices_per_machine=4", r"devices_per_machine \(4\) counts only with a device; add"),
         (
             "strategy.memory_limit=4GiB",
             r"memory_limit \(4GiB\) is for runs; here set memory_limit, in",

@@ -251,11 +251,12 @@ class MemoryNeeds:
                     new -= 1
             owned.append(sizes)
 
-        def take(column: Sequence[Any]) -> list[Any]:
+        def at_places(column: Sequence[Any]) -> list[Any]:
             return [column[place] for place in places]
 
         costs: dict[str, Any] = {
-            name: take(self.costs.per_stage(name, num_stages)) for name in (*COMPUTE_TIMES, *_KEPT)
+            name: at_places(self.costs.per_stage(name, num_stages))
+            for name in (*COMPUTE_TIMES, *_KEPT)
         }
         unit = sum(costs["forward"][:-1]) / (len(places) - 1) or 1.0
         for name in COMPUTE_TIMES:
@@ -265,9 +266,9 @@ class MemoryNeeds:
             owned=owned,
             flops_of_one=self.flops_of_one * unit,
             costs=replace(self.costs, **costs),
-            sent={kind: take(sizes) for kind, sizes in self.sent.items()},
-            workspace=take(self.workspace),
-            collectives={kind: take(sizes) for kind, sizes in self.collectives.items()},
+            sent={kind: at_places(sizes) for kind, sizes in self.sent.items()},
+            workspace=at_places(self.workspace),
+            collectives={kind: at_places(sizes) for kind, sizes in self.collectives.items()},
         )
 
     def _slices_of(self, stages: Sequence[Stage], joined: Costs) -> Slices:

@@ -79,7 +79,7 @@ class _ShapeStore(ActivationStore):
 
 
 class StageStores(WeightInputKeeper):
-    """The stores of all stages; tensors go to that of ``turn``, the running stage.
+    """The stores of all stages; tensors go to that of ``stage``, the running one.
 
     Args:
         stores: A list for each stage: one store for each slice, or one where sequences are whole.
@@ -91,7 +91,7 @@ class StageStores(WeightInputKeeper):
         self, stores: Sequence[Sequence[_ShapeStore]], before: _ShapeStore | None = None
     ) -> None:
         self.stores, self.before = stores, before
-        self.turn = self.place = 0
+        self.stage = self.slice = 0
         self.is_before = before is not None
 
     @property
@@ -99,11 +99,11 @@ class StageStores(WeightInputKeeper):
         """The store of the running stage and slice."""
         if self.is_before and self.before is not None:
             return self.before
-        return self.stores[self.turn][self.place]
+        return self.stores[self.stage][self.slice]
 
     def count_for(self, num_blocks: int) -> None:
         """Count the tensors saved from now on for ``num_blocks`` blocks each."""
-        for store in self.stores[self.turn]:
+        for store in self.stores[self.stage]:
             store.num_alike = num_blocks
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -260,13 +260,13 @@ class _MeasuringPass(StepTrace):
     def around_chunks(self) -> Iterator[None]:
         with LiveBytes() as live:
             yield
-        self._of_stages[self._stores.turn][self._stores.place].add_workspace(live.peak)
+        self._of_stages[self._stores.stage][self._stores.slice].add_workspace(live.peak)
 
     @override
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         super()._observe(func, args, result)
         sent = sent_bytes(func, args) * self._stores.running.num_alike
-        memory = self._of_stages[self._stores.turn][self._stores.place]
+        memory = self._of_stages[self._stores.stage][self._stores.slice]
         memory.collective_bytes[Kind.B if self._is_backward else Kind.F] += sent
 
     @override
@@ -279,11 +279,11 @@ class _MeasuringPass(StepTrace):
             self._begin_stage(self._stage_of[self.segment_of(operands)])
 
     def _begin_stage(self, stage: int) -> None:
-        if self._cheap and stage != self._stores.turn:
-            self._cheap.change_stage(self._stores.turn, stage)
-        if stage != self._stores.turn:
+        if self._cheap and stage != self._stores.stage:
+            self._cheap.change_stage(self._stores.stage, stage)
+        if stage != self._stores.stage:
             self._cuts.clear()
-        self._stores.turn, self._stores.place = stage, max(0, len(self._slices) - 1)
+        self._stores.stage, self._stores.slice = stage, max(0, len(self._slices) - 1)
         self._stores.is_before = False
 
     @override
@@ -312,7 +312,7 @@ class _MeasuringPass(StepTrace):
         parts: list[list[Tensor]] = []
         assert dims is not None
         for part in self._slices:
-            self._stores.place = part.index
+            self._stores.slice = part.index
             on_slice = BlockOnSlice(self.chain.block_name(index), index, part, earlier)
             cut = self._cut(part, (args, kwargs), dims.arguments[call])
             output = self._run_whole(index, partial(on_slice.run, plain), *cut)
@@ -390,21 +390,23 @@ class _MeasuringPass(StepTrace):
         if not self._is_backward:  # a backward of the step's own
             return
         if not self.record.calls.is_once:
-            self._stores.turn = stage if stage >= 0 else len(self._stores.stores) - 1
+            self._stores.stage = stage if stage >= 0 else len(self._stores.stores) - 1
             if stage >= 0:  # the backward comes back to later stages
                 return
-        while self._stores.turn > stage:
-            turn = self._stores.turn
-            for memory, store in zip(self._of_stages[turn], self._stores.stores[turn], strict=True):
+        while self._stores.stage > stage:
+            running = self._stores.stage
+            for memory, store in zip(
+                self._of_stages[running], self._stores.stores[running], strict=True
+            ):
                 memory.measure_backward(self._queue, store)
-            if not turn:
+            if not running:
                 return
-            self._stores.turn -= 1
+            self._stores.stage -= 1
         self._stores.count_for(1 + self._num_alike[block])
 
     def _come_back_to_slice(self, stage: int, block: int, place: int, gradient: Tensor) -> None:
         self._come_back_to(stage, block)
-        self._stores.place = place
+        self._stores.slice = place
 
 
 class _Turns(TorchFunctionMode):

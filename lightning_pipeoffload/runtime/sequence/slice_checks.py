@@ -71,7 +71,7 @@ class SliceChecks:
         # What changes in each batch is checked as if nothing did.
         return _is_power_of_two(num_batches) or (has_changed and seen.is_quiet)
 
-    def is_in_turn(self, index: int, find_classes: Callable[[], Sequence[int]]) -> bool:
+    def is_selected(self, index: int, find_classes: Callable[[], Sequence[int]]) -> bool:
         """Return whether to check this block, not another one of its class, if a check is due.
 
         Args:
@@ -82,8 +82,8 @@ class SliceChecks:
         members, num_batches = self._members[self._classes[index]], self._seen[index].num_batches
         if index not in members:
             members.append(index)
-        turn = num_batches.bit_length() - 1
-        return not _is_power_of_two(num_batches) or members[turn % len(members)] == index
+        num_checks = num_batches.bit_length() - 1
+        return not _is_power_of_two(num_batches) or members[num_checks % len(members)] == index
 
     def since(self, index: int) -> str:
         """Return the end of a refusal: the batches since the block's last check; then note one."""

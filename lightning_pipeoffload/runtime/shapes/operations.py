@@ -120,12 +120,12 @@ def run_members(
         The results of the members in order; None if the operation returns nothing.
     """
     count = _num_members(args)
-    members = [_take((args, kwargs), [index]) for index in range(count)]
+    members = [_entries_at((args, kwargs), [index]) for index in range(count)]
     shapes = [index for index, member in enumerate(members) if is_shape(member)]
     real = [index for index in range(count) if index not in set(shapes)]
     results: dict[int, Any] = {}
     if real:
-        some_args, some_kwargs = _take((args, kwargs), real)
+        some_args, some_kwargs = _entries_at((args, kwargs), real)
         results.update(_listed(real, func(*some_args, **some_kwargs)))
     for index in shapes:
         results.update(_listed([index], _run_alone(func, *members[index])))
@@ -143,14 +143,14 @@ def _run_alone(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return func(*args, **kwargs)
 
 
-def _take(tree: Any, indices: list[int]) -> Any:
+def _entries_at(tree: Any, indices: list[int]) -> Any:
     """Select members of each list among the arguments."""
     args, kwargs = tree
 
-    def take(value: Any) -> Any:
+    def pick(value: Any) -> Any:
         return [value[index] for index in indices] if isinstance(value, (list, tuple)) else value
 
-    return tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()}
+    return tuple(map(pick, args)), {name: pick(value) for name, value in kwargs.items()}
 
 
 # The number of random numbers that they draw depends on the shape alone.

@@ -123,8 +123,8 @@ def _request(problem: PlanProblem, start: Schedule, seconds: float, folder: str 
     return json.dumps(asked)
 
 
-def _answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
-    """Search for plans; call ``tell`` with every plan that is better than all before."""
+def _answer(asked: Mapping[str, Any], send: Callable[[Schedule], None]) -> None:
+    """Search for plans; call ``send`` with every plan that is better than all before."""
     problem = PlanProblem(
         asked["num_microbatches"],
         tuple(asked["placement"]),
@@ -136,7 +136,7 @@ def _answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
     in_use, seconds = Schedule.parse(asked["start"], "optpipe"), asked["seconds"]
     start = solved_plans.start(in_use)
     if problem.seconds(start) < problem.seconds(in_use):
-        tell(start)
+        send(start)
     if solved_plans.suffices(seconds):
         return
     began = time.monotonic()
@@ -144,7 +144,7 @@ def _answer(asked: Mapping[str, Any], tell: Callable[[Schedule], None]) -> None:
     def keep(plan: Schedule) -> None:
         # The run may end before the solver.
         solved_plans.keep(improvement, time.monotonic() - began)
-        tell(plan)
+        send(plan)
 
     improvement = Improvement(problem, start, keep)
     if not improvement.is_final:
@@ -160,11 +160,11 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     threading.Thread(target=_end_with_input, daemon=True).start()
 
-    def tell(plan: Schedule) -> None:
+    def send(plan: Schedule) -> None:
         sys.stdout.write(json.dumps(str(plan)) + "\n")
         sys.stdout.flush()
 
-    _answer(asked, tell)
+    _answer(asked, send)
 
 
 def _end_with_input() -> None:

@@ -10,7 +10,7 @@ def checked_in(checks, blocks, classes):
     found = []
     for unit in (0, 4):
         for index, block in enumerate(blocks):
-            if checks.is_due(index, block, unit) and checks.is_in_turn(index, lambda: classes):
+            if checks.is_due(index, block, unit) and checks.is_selected(index, lambda: classes):
                 found.append(index)
     return found
 
