@@ -30,7 +30,7 @@ def exchange(way):
         batches = [{"x": torch.arange(size), "n": number} for number, size in enumerate(SIZES)]
         if channel.is_reader:
             for number, batch in enumerate(batches):
-                channel.send(number, [batch, "beside it"])
+                channel.send(number, [batch, "with it"])
             return None
         found, coming = [], []
         for number in range(len(SIZES) + 1):
@@ -54,5 +54,5 @@ def test_batches_come_in_order_by_shared_memory_and_by_messages(ranks, way):
     none, *found = ranks(3).run(exchange, way)
     assert none is None
     for rank, (batches, maps) in enumerate(found, 1):
-        assert batches == [(number, True, "beside it") for number in range(len(SIZES))]
+        assert batches == [(number, True, "with it") for number in range(len(SIZES))]
         assert maps is not (way == "another machine" and rank == 1)
