@@ -94,16 +94,12 @@ def _check_devices(config: DictConfig) -> None:
                     f"{name} (auto) is searched for a number of devices: add devices=8, or write a "
                     f"value"
                 )
-        if config.num_nodes != 1:
-            raise ScheduleError(
-                f"num_nodes ({config.num_nodes}) is for a search of layouts: add devices=8, the "
-                f"devices of each machine, or leave it out"
-            )
-        if config.seconds is not None:
-            raise ScheduleError(
-                f"seconds ({config.seconds}) is for a search of layouts: add devices=8, the "
-                f"devices of each machine, or leave it out"
-            )
+        for name, unset in {"num_nodes": 1, "seconds": None}.items():
+            if config[name] != unset:
+                raise ScheduleError(
+                    f"{name} ({config[name]}) is for a search of layouts: add devices=8, the "
+                    f"devices of each machine, or leave it out"
+                )
         return
     check_sizes(devices=config.devices, num_nodes=config.num_nodes)
     seconds = config.seconds
