@@ -133,7 +133,8 @@ def tensor_sizes(config: DictConfig) -> list[int]:
     """
     size, devices = config.tensor_parallel_size, config.devices
     if size == "auto":
-        return [n for n in _powers_of_two(devices) if devices % n == 0]
+        powers = (1 << n for n in range(devices.bit_length()))
+        return [power for power in powers if devices % power == 0]
     if devices % size:
         raise ScheduleError(
             f"tensor_parallel_size ({size}) must divide devices ({devices}), so that ranks which "
@@ -141,10 +142,6 @@ def tensor_sizes(config: DictConfig) -> list[int]:
             f"two that do are tried"
         )
     return [size]
-
-
-def _powers_of_two(limit: int) -> list[int]:
-    return [1 << n for n in range(limit.bit_length())]
 
 
 class LayoutSearch:
@@ -223,7 +220,7 @@ class LayoutSearch:
         if self._least is None:
             size, reason = next(iter(self._left_out.items()))
             return ScheduleError(f"no layout can be planned: {size}: {reason}")
-        planner = next(iter(self._traced.values()))
+        planner = self._any_planner
         write, (needed, layout) = bytes_writer(self._config.device_memory), self._least
         assert planner.memory is not None
         try:
@@ -371,7 +368,7 @@ class LayoutSearch:
         sizes = {"tensor_parallel_size": size, "strategy.data_parallel_size": 1}
         recompute = {"strategy.recompute": self._recomputes[0]}
         config = with_values(self._config, sizes | recompute)
-        planner = ModelPlanner(config, self._say, next(iter(self._traced.values()), None))
+        planner = ModelPlanner(config, self._say, self._any_planner if self._traced else None)
         self._trace(planner)
         return planner
 

@@ -103,11 +103,14 @@ class ModelProbe:
         self._mesh = mesh_of_absent_ranks(size) if size > 1 else None
         self._like = like
         self._flops_of_slice = 0, 0  # of the last trace: of a slice, and how many there are
-        self._make_module()
+        with self._making_shapes():
+            self._module: LightningModule = build(self._config, "model")
+        self._module.trainer = self._trainer
         # Not later: errors of the user's code are no reasons against one plan.
         self._is_in_parts: bool = like._is_in_parts if like else self._makes_parts()
         if self._mesh is not None or is_overridden("configure_model", self._module):
-            self._configure_model()
+            with self._making_shapes():
+                self._configure()
         self._data: LightningDataModule = build(config, "data")
         self._data.trainer = self._trainer
         self._needs: dict[Any, MemoryNeeds] = {}
@@ -116,15 +119,6 @@ class ModelProbe:
         self._own_cuts: dict[Any, tuple[Sequence[str], Sequence[int]]] = {}  # see _as_made
         self._sizes: dict[str, tuple[BlockChain, SegmentCosts]] = {}
         self.recomputes: Sequence[str] = ()
-
-    def _make_module(self) -> None:
-        with self._making_shapes():
-            self._module: LightningModule = build(self._config, "model")
-        self._module.trainer = self._trainer
-
-    def _configure_model(self) -> None:
-        with self._making_shapes():
-            self._configure()
 
     def _makes_parts(self) -> bool:
         """Return whether ranks of a run make their own parts, whose cut goes by sizes."""
