@@ -39,20 +39,21 @@ class BatchSizes(RecordPart):
     values: tuple[Any, ...] = ()
 
 
-class SizeWatch(Observer):
+class SizeWatch(Observer[BatchSizes]):
     """Finds them in a trace, and the booleans, which count as sizes where they are drawn.
 
     Args:
-        sizes: The part of the trace's record.
-        flags: The part with booleans.
         trace: The running trace.
+        sizes: The part of the record.
+        flags: The part with booleans.
         until: The call at which to leave the step, if the sizes before it are wanted; else None.
     """
 
     def __init__(
-        self, sizes: BatchSizes, flags: BatchFlags, trace: RunningTrace, until: int | None
+        self, trace: RunningTrace, sizes: BatchSizes, flags: BatchFlags, until: int | None
     ) -> None:
-        self._record, self._trace, self._until = sizes, trace, until
+        super().__init__(trace, sizes)
+        self._until = until
         self._flags = FlagWatch(flags)
         self._sizes: list[Any] = []  # shapes and booleans
         self._last_size: int | None = None  # the number of calls before it
@@ -96,6 +97,6 @@ class SizeWatch(Observer):
 
     def finish(self) -> None:
         last = [self._last_size] if self._flags.finish() else [self._last_size, self._last_flag]
-        self._record.until = max((call for call in last if call is not None), default=None)
-        if self._record.until is not None:
-            self._record.values = self.before(self._record.until)
+        until = max((call for call in last if call is not None), default=None)
+        if until is not None:
+            self._part.until, self._part.values = until, self.before(until)

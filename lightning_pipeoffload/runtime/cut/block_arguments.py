@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.observers import Observer
+from lightning_pipeoffload.runtime.cut.observers import Observer, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -32,23 +31,17 @@ class BlockArguments(RecordPart):
     calls: list[BlockCall] = field(default_factory=list, metadata=OF_TRACE)
 
 
-class BlockArgumentWatch(Observer):
-    """Finds them in a trace.
+class BlockArgumentWatch(Observer[BlockArguments]):
+    """Finds them in a trace."""
 
-    Args:
-        arguments: The part of the trace's record.
-        chain: The blocks.
-        device_type: The type of the device that the step runs on.
-    """
-
-    def __init__(self, arguments: BlockArguments, chain: BlockChain, device_type: str) -> None:
-        self._arguments, self._device_type = arguments, device_type
-        self._is_compiled = any(is_compiled(block) for block in chain.blocks)
+    def __init__(self, trace: RunningTrace, arguments: BlockArguments) -> None:
+        super().__init__(trace, arguments)
+        self._is_compiled = any(is_compiled(block) for block in trace.chain.blocks)
 
     def before_block(self, index: int, arguments: Any) -> None:
-        self._arguments.shapes.append([*map(_shape_of, leaves_of(arguments))])
+        self._part.shapes.append([*map(_shape_of, leaves_of(arguments))])
         if self._is_compiled:
-            self._arguments.calls.append(BlockCall.of(arguments, self._device_type))
+            self._part.calls.append(BlockCall.of(arguments, self._trace.device.type))
 
 
 def _shape_of(leaf: Any) -> torch.Size | None:

@@ -64,22 +64,12 @@ class DeviceReads(RecordPart):
     common: frozenset[ReadPlace] = frozenset()
 
 
-class ReadWatch(Observer):
-    """Finds them in a trace.
+class ReadWatch(Observer[DeviceReads]):
+    """Finds them in a trace; ``imagined`` are blocks in which a made-up value is read, by then."""
 
-    Args:
-        reads: The part of the trace's record.
-        trace: The running trace.
-        device_type: The type of the device that the step runs on.
-        imagined: The blocks in which a made-up value was read, by now.
-    """
-
-    def __init__(
-        self, reads: DeviceReads, trace: RunningTrace, device_type: str, imagined: Iterable[int]
-    ) -> None:
-        self._reads, self._trace = reads, trace
-        self._device_type = device_type
-        self._imagined = imagined
+    def __init__(self, trace: RunningTrace, reads: DeviceReads, imagined: Iterable[int]) -> None:
+        super().__init__(trace, reads)
+        self._device_type, self._imagined = trace.device.type, imagined
         self._places: dict[ReadPlace, bool] = {}
         # By the id of the tensor, whether it is computed from the batch and constants alone.
         self._values: dict[int, tuple[bool, Tensor]] = {}
@@ -93,7 +83,7 @@ class ReadWatch(Observer):
         blocks = self._trace.calls.blocks
         last_segment = min(map(blocks.index, self._imagined), default=len(blocks))
         places = (place for place, is_common in self._places.items() if is_common)
-        self._reads.common = frozenset(each for each in places if each.segment <= last_segment)
+        self._part.common = frozenset(each for each in places if each.segment <= last_segment)
         self._values = {}
 
     def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,7 +115,7 @@ class ReadWatch(Observer):
         if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
             frame = _reading_frame()
             line = line_of(frame.f_code.co_filename, frame.f_lineno)
-            self._reads.lines.setdefault(line, self._trace.chain.part(*self._trace.point))
+            self._part.lines.setdefault(line, self._trace.chain.part(*self._trace.point))
 
     def _note_between(
         self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], result: Any

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.cut.observers import Observer, Operation
+from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
-from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.shapes.drawing_modules import note_draw
 from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes
 
@@ -34,17 +33,11 @@ class Draws(RecordPart):
     outside_torch: bool = False
 
 
-class DrawWatch(Observer):
-    """Finds them in a trace.
+class DrawWatch(Observer[Draws]):
+    """Finds them in a trace."""
 
-    Args:
-        draws: The part of the trace's record.
-        module: The user's module.
-        stripped: What stands for its tensors.
-    """
-
-    def __init__(self, draws: Draws, module: nn.Module, stripped: StrippedModule) -> None:
-        self._draws, self._module, self._stripped = draws, module, stripped
+    def __init__(self, trace: RunningTrace, draws: Draws) -> None:
+        super().__init__(trace, draws)
         self._reading: set[int] = set()
 
     def note_any(self, operation: Operation) -> None:
@@ -54,9 +47,9 @@ class DrawWatch(Observer):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return
         if kwargs.get("generator") is not None or not has_shapes(args):
-            self._draws.segments.add(segment)
-        if self._stripped.has_shards:
-            note_draw(self._draws.modules, self._module, func, args, kwargs)
+            self._part.segments.add(segment)
+        if self._trace.stripped.has_shards:
+            note_draw(self._part.modules, self._trace.module, func, args, kwargs)
 
     def finish(self) -> None:
-        self._draws.by_chance |= self._draws.segments & self._reading
+        self._part.by_chance |= self._part.segments & self._reading

@@ -38,16 +38,11 @@ class Hooks(RecordPart):
     line: str = ""
 
 
-class HookWatch(Observer):
-    """Finds them in a trace.
+class HookWatch(Observer[Hooks]):
+    """Finds them in a trace."""
 
-    Args:
-        hooks: The part of the trace's record.
-        trace: The running trace.
-    """
-
-    def __init__(self, hooks: Hooks, trace: RunningTrace) -> None:
-        self._hooks, self._trace = hooks, trace
+    def __init__(self, trace: RunningTrace, hooks: Hooks) -> None:
+        super().__init__(trace, hooks)
         self._num_hooks: dict[int, int] = {}  # by block, at its call
 
     def before_block(self, index: int, arguments: Any) -> None:
@@ -65,7 +60,7 @@ class HookWatch(Observer):
 
     def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func is Tensor.register_hook:
-            self._hooks.line = calling_line()
+            self._part.line = calling_line()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -89,7 +84,7 @@ class HookWatch(Observer):
                 called = self._trace.calls.blocks[begun.pop()[1] : self._trace.num_calls]
                 if called:
                     name = names[part] or "the module"
-                    self._hooks.spans.append(HookedSpan(name, min(called), max(called) + 1))
+                    self._part.spans.append(HookedSpan(name, min(called), max(called) + 1))
 
         if not names:
             yield
@@ -100,4 +95,4 @@ class HookWatch(Observer):
 
     def finish(self) -> None:
         counts = self._num_hooks.items()
-        self._hooks.brief = {index for index, before in counts if self._count(index) < before}
+        self._part.brief = {index for index, before in counts if self._count(index) < before}

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
+from lightning_pipeoffload.runtime.cut.record_part import RecordPart
+from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
 
 
@@ -22,14 +25,18 @@ class RunningTrace(Protocol):
 
     Attributes:
         module: The user's module.
+        stripped: What stands for its tensors.
         chain: Its blocks.
         calls: The order of their calls.
+        device: The device that tensors report.
         is_in_call: Whether a block is called, and its arguments and output are passed.
     """
 
     module: nn.Module
+    stripped: StrippedModule
     chain: BlockChain
     calls: CallOrder
+    device: torch.device
     is_in_call: bool
 
     @property
@@ -54,8 +61,14 @@ class Operation(NamedTuple):
     segment: int
 
 
-class Observer:
-    """Overrides the events that its question needs."""
+_Part = TypeVar("_Part", bound=RecordPart)
+
+
+class Observer(Generic[_Part]):
+    """Overrides the events that its question needs, and fills its part of the trace's record."""
+
+    def __init__(self, trace: RunningTrace, part: _Part) -> None:
+        self._trace, self._part = trace, part
 
     def start(self, batch: Sequence[Tensor]) -> None:
         """Note the tensors of the microbatch, which the step gets."""
@@ -92,7 +105,7 @@ class Observer:
         """Complete the part of the record after the step, before the module is restored."""
 
 
-def methods_for(event: Callable[..., None], observers: Iterable[Observer]) -> list[Any]:
+def methods_for(event: Callable[..., None], observers: Iterable[Observer[Any]]) -> list[Any]:
     """Return the methods of those observers that override an event of :class:`Observer`."""
     name = event.__name__
     return [getattr(each, name) for each in observers if getattr(type(each), name) is not event]

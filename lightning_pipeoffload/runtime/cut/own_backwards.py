@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.cut.observers import Observer, RunningTrace
+from lightning_pipeoffload.runtime.cut.observers import Observer
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
@@ -49,16 +49,8 @@ class OwnBackwards(RecordPart):
         self.reached.add(block)
 
 
-class BackwardWatch(Observer):
-    """Finds them in a trace.
-
-    Args:
-        backwards: The part of the trace's record.
-        trace: The running trace.
-    """
-
-    def __init__(self, backwards: OwnBackwards, trace: RunningTrace) -> None:
-        self._backwards, self._trace = backwards, trace
+class BackwardWatch(Observer[OwnBackwards]):
+    """Finds them in a trace."""
 
     def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func not in _BACKWARDS:
@@ -66,10 +58,10 @@ class BackwardWatch(Observer):
         outputs, *rest = args or (kwargs["outputs"],)
         if not any(isinstance(leaf, ShapeOnly) for leaf in tensors_in(outputs)):
             return
-        self._backwards.are_any = True
+        self._part.are_any = True
         segment, is_in_block = self._trace.point
         if is_in_block:
-            self._backwards.in_blocks.setdefault(segment, calling_line())
+            self._part.in_blocks.setdefault(segment, calling_line())
             return
         is_given = bool(rest) and func is torch.autograd.grad
         inputs = tensors_in(rest[0] if is_given else kwargs.get("inputs"))
@@ -77,4 +69,4 @@ class BackwardWatch(Observer):
         goals = {_ELSEWHERE if source is None else source.position for source in sources}
         segment = self._trace.segment_of(tensors_in(outputs))
         started = StartedBackward(segment, frozenset(goals or {_ELSEWHERE}), calling_line())
-        self._backwards.between.append(started)
+        self._part.between.append(started)

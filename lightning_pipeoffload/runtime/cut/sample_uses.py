@@ -48,43 +48,38 @@ class SampleUses(RecordPart):
         return {(label, line) for rows, label, line in self.rows_kept if rows == size}
 
 
-class SampleWatch(Observer):
-    """Finds them in a trace.
+class SampleWatch(Observer[SampleUses]):
+    """Finds them in a trace; ``writes`` has to be complete when it finishes."""
 
-    Args:
-        uses: The part of the trace's record.
-        writes: What the step writes, complete when this observer finishes.
-        trace: The running trace.
-    """
-
-    def __init__(self, uses: SampleUses, writes: Writes, trace: RunningTrace) -> None:
-        self._uses, self._writes, self._trace = uses, writes, trace
+    def __init__(self, trace: RunningTrace, uses: SampleUses, writes: Writes) -> None:
+        super().__init__(trace, uses)
+        self._writes = writes
         self._has_chunks = False
 
     def note(self, operation: Operation) -> None:
         func, args, _, result, segment = operation
         if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
-            self._uses.class_weights = calling_line()
+            self._part.class_weights = calling_line()
         # A search for blocks has none.
         if self._trace.point.is_in_block or not segment == len(self._trace.chain) > 0:
             return
         for shape in (leaf.shape for leaf in shape_only_leaves(result)):
             for size in {size for size in shape if shape.count(size) > 1}:
-                self._uses.pairs.add((size, calling_line()))
+                self._part.pairs.add((size, calling_line()))
         note_terms(func, args, result)
 
     def note_weights_of_chunks(self) -> None:
         """Note that a loss in chunks is a mean with class weights."""
-        self._uses.class_weights = calling_line()
+        self._part.class_weights = calling_line()
         self._has_chunks = True
 
     def note_loss(self, loss: Tensor) -> None:
         # The divisor of a loss in chunks is noted already.
         if not self._has_chunks:
-            self._uses.loss_terms = terms_of(loss)
+            self._part.loss_terms = terms_of(loss)
 
     def finish(self) -> None:
         for write in self._writes.attributes:
             with_rows = [t for t in tensors_in(write.variable.value) if write.is_users and t.dim()]
             for tensor in with_rows:
-                self._uses.rows_kept.add((len(tensor), write.variable.label, write.line))
+                self._part.rows_kept.add((len(tensor), write.variable.label, write.line))

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pipeoffload.runtime.cut.call_checks import is_in_function
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, RecordPart
-from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.leaves import leaves_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import refuse_weight_on_shard
@@ -71,16 +70,11 @@ class Work(RecordPart):
         return 0 < self.weight_flops[segment] < _SHORT * self.forward_flops[segment]
 
 
-class WorkBetween(Observer):
-    """Finds the digest of the operations outside of the blocks.
+class WorkBetween(Observer[Work]):
+    """Finds the digest of the operations outside of the blocks."""
 
-    Args:
-        work: The part of the trace's record.
-        trace: The running trace.
-    """
-
-    def __init__(self, work: Work, trace: RunningTrace) -> None:
-        self._work, self._trace = work, trace
+    def __init__(self, trace: RunningTrace, work: Work) -> None:
+        super().__init__(trace, work)
         self._hash = _WorkHash(1)
 
     def note_any(self, operation: Operation) -> None:
@@ -92,20 +86,14 @@ class WorkBetween(Observer):
         try:
             yield
         finally:
-            (self._work.between,) = self._hash.digests
+            (self._part.between,) = self._hash.digests
 
 
-class WorkWatch(Observer):
-    """Finds all else of it, and which tensors are computed from weights alone.
+class WorkWatch(Observer[Work]):
+    """Finds all else of it, and which tensors are computed from weights alone."""
 
-    Args:
-        work: The part of the trace's record.
-        trace: The running trace.
-        stripped: What stands for the module's tensors.
-    """
-
-    def __init__(self, work: Work, trace: RunningTrace, stripped: StrippedModule) -> None:
-        self._work, self._trace, self._stripped = work, trace, stripped
+    def __init__(self, trace: RunningTrace, work: Work) -> None:
+        super().__init__(trace, work)
         self._hash = _WorkHash(len(work.forward_flops))
         self._training = torch.is_grad_enabled()
         self._is_in_chunks = False
@@ -123,7 +111,7 @@ class WorkWatch(Observer):
         func, args, _, result, segment = operation
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]
-        if self._stripped.has_shards and any(weights):
+        if self._trace.stripped.has_shards and any(weights):
             refuse_weight_on_shard(tensors, weights)
         for leaf in leaves_of(result):
             if isinstance(leaf, ShapeOnly):
@@ -146,7 +134,7 @@ class WorkWatch(Observer):
         self, segment: int, flops: int, trains: bool, weights: list[bool], has_backward: bool
     ) -> None:
         """Add the work of a product and of its gradients: one per operand that trains."""
-        work = self._work
+        work = self._part
         work.forward_flops[segment] += flops
         if not has_backward:
             work.training_flops += flops
@@ -170,7 +158,7 @@ class WorkWatch(Observer):
             self._is_in_chunks = False
 
     def finish(self) -> None:
-        self._work.digests = self._hash.digests
+        self._part.digests = self._hash.digests
 
 
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:

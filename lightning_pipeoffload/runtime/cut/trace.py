@@ -121,30 +121,30 @@ class StepTrace:
         self.module, self.chain = module, chain
         self.calls = calls or CallOrder.of_once(len(chain))
         self.outputs: Mapping[int, BlockOutput] = {}
-        self._device = device
+        self.device = device
         self._kernels = KernelsOnZeros() if kernels is None else kernels
         self._imagined, self._imagined_after = imagined
         self._observes = observes
         self.record = record = StepRecord(self.calls, work=Work.of(len(chain) + 1))
-        self._values = ValueTrace(chain, record, self._note_function, log)
-        self._stripped = stripped = StrippedModule(device)
+        self._values = ValueTrace(chain, self.record, self._note_function, log)
+        self.stripped = StrippedModule(device)
         self._checks = CallChecks(chain, self.calls)
-        self._sizes = SizeWatch(record.sizes, record.flags, self, until)
-        self._work = WorkWatch(record.work, self, stripped)
-        self._writes = WriteWatch(record.writes, record.segments, self, stripped, compared)
-        self._samples = SampleWatch(record.samples, record.writes, self)
-        self._hook_watch = HookWatch(record.hooks, self)
-        self._observers: list[Observer] = [self._sizes, WorkBetween(record.work, self)]
+        self._sizes = SizeWatch(self, record.sizes, record.flags, until)
+        self._work = WorkWatch(self, record.work)
+        self._writes = WriteWatch(self, record.writes, record.segments, compared)
+        self._samples = SampleWatch(self, record.samples, record.writes)
+        self._hook_watch = HookWatch(self, record.hooks)
+        self._observers: list[Observer[Any]] = [self._sizes, WorkBetween(self, record.work)]
         if observes:
             self._observers += [
                 self._work,
                 self._writes,
                 self._samples,
                 self._hook_watch,
-                BlockArgumentWatch(record.arguments, chain, device.type),
-                DrawWatch(record.draws, module, stripped),
-                BackwardWatch(record.backwards, self),
-                ReadWatch(record.reads, self, device.type, record.imagined),
+                BlockArgumentWatch(self, record.arguments),
+                DrawWatch(self, record.draws),
+                BackwardWatch(self, record.backwards),
+                ReadWatch(self, record.reads, record.imagined),
             ]
         self._on_function = methods_for(Observer.note_function, self._observers)
         self._on_operation = methods_for(Observer.note, self._observers)
@@ -263,7 +263,7 @@ class StepTrace:
             stack.enter_context(noting_shards())
             stack.enter_context(refusing_iterators(module))
             slots = find_slots(module)
-            self._stripped.strip(slots)
+            self.stripped.strip(slots)
             mark_slots(slots, self.chain)
             stack.enter_context(Running(self.chain, self))
             stack.enter_context(self._writes.noting_saved())
@@ -312,7 +312,7 @@ class StepTrace:
         output = self.outputs.get(index)
         if output is None:
             return run()
-        form = self._device, self.chain.output_origins(index)
+        form = self.device, self.chain.output_origins(index)
         metas = zip(output.metas, output.payload, strict=True)
         return output.fill([ShapeOnly(meta, *form, spec.requires_grad) for meta, spec in metas])
 
@@ -357,7 +357,7 @@ class StepTrace:
         for name in self._dropped:
             self.record.segments[name].add(segment)
         self._dropped.clear()
-        direct = [self._stripped.weight_name(tensor) for tensor in tensors]
+        direct = [self.stripped.weight_name(tensor) for tensor in tensors]
         if self._values.is_between_repeated and tensors:
             used = [
                 self._values.weights_of(tensor) if name is None else frozenset((name,))
@@ -388,7 +388,7 @@ class StepTrace:
         return self._imagined_after
 
     def _drop(self, written: Tensor) -> bool:
-        name = self._stripped.buffer_name(written)
+        name = self.stripped.buffer_name(written)
         if name is not None:
             self._dropped.append(name)
         elif not self._is_in_block and self.segment == len(self.chain):
@@ -407,7 +407,7 @@ class StepTrace:
         if self.segment != len(self.chain):
             return {}
         reach = self._values.reach_back(loss)
-        named = [(self._stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
+        named = [(self.stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
         uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
         # An expert without rows gets no gradient.
         trained = {n for n in uses if self.chain.index_of(n) not in self.record.imagined}

@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch, ArgumentWrite
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.leaves import tensors_in
 from lightning_pipeoffload.runtime.shapes.operations import written_arguments
 from lightning_pipeoffload.runtime.shapes.shape_only import (
@@ -92,27 +91,25 @@ class Writes(RecordPart):
         return *others, *((write.variable.key, *write[1:]) for write in self.attributes)
 
 
-class WriteWatch(Observer):
+class WriteWatch(Observer[Writes]):
     """Finds them in a trace.
 
     Args:
-        writes: The part of the trace's record.
-        segments: By buffer, the segments that write it; filled after the step.
         trace: The running trace.
-        stripped: What stands for the module's tensors.
+        writes: The part of the record.
+        segments: By buffer, the segments that write it; filled after the step.
         compared: Attributes that are compared at each block, though they are long.
     """
 
     def __init__(
         self,
+        trace: RunningTrace,
         writes: Writes,
         segments: defaultdict[str, set[int]],
-        trace: RunningTrace,
-        stripped: StrippedModule,
         compared: Set[Attribute],
     ) -> None:
-        self._writes, self._segments = writes, segments
-        self._trace, self._stripped = trace, stripped
+        super().__init__(trace, writes)
+        self._segments = segments
         self._attributes = AttributeWatch(trace.module, compared)
         writes.attributes = self._attributes.writes
         self._arguments = ArgumentWatch(trace.chain, writes.arguments)
@@ -136,7 +133,7 @@ class WriteWatch(Observer):
         plain = nn.Module.register_parameter
 
         def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            replaced = self._stripped.replace_weight(owner, name, parameter)
+            replaced = self._trace.stripped.replace_weight(owner, name, parameter)
             if replaced is not None:
                 self._note_weight(replaced, is_new=True)
             plain(owner, name, parameter)
@@ -185,24 +182,24 @@ class WriteWatch(Observer):
                     self._check_memory(leaf)
         for value in shape_only_leaves([*written_arguments(func, args)]):
             memory, (place, is_in_block) = memory_of(value), self._trace.point
-            weight = self._stripped.weight_in(memory)
+            weight = self._trace.stripped.weight_in(memory)
             if weight is not None:
                 self._note_weight(weight)
             if hasattr(value, "source"):
                 self._written[memory].append((value, segment))
             if is_in_block and memory in self._argument_memory:
-                self._writes.inputs.setdefault(place, calling_line())
+                self._part.inputs.setdefault(place, calling_line())
 
     def _note_weight(self, name: str, is_new: bool = False) -> None:
         write = WeightWrite(name, self._trace.point.segment, calling_line(), is_new)
-        self._writes.weights.append(write)
+        self._part.weights.append(write)
 
     def _check_memory(self, tensor: Any) -> None:
         for written, written_in in self._written.get(memory_of(tensor), ()):
             apart_from = _apart_from(tensor, written)
             if apart_from is not None and apart_from < written_in:
                 alias = Alias(apart_from, written_in, tensor.origins, calling_line())
-                self._writes.aliases.append(alias)
+                self._part.aliases.append(alias)
 
     @property
     def filling(self) -> set[int]:
@@ -222,7 +219,7 @@ class WriteWatch(Observer):
                     self._saved_attributes.add(Attribute(part, name))
 
     def _find_written_buffers(self) -> None:
-        writes, buffers = self._writes, self._stripped.buffers
+        writes, buffers, segments = self._part, self._trace.stripped.buffers, self._segments
         written = [
             slot
             for slot, tensor, value in buffers
@@ -230,28 +227,28 @@ class WriteWatch(Observer):
         ]
         for slot in written:
             if isinstance(slot.tensor, ShapeOnly) and hasattr(slot.tensor, "source"):
-                self._segments[slot.name].add(slot.tensor.source.position)
-        common = [slot for slot in written if not self._segments.get(slot.name)]
+                segments[slot.name].add(slot.tensor.source.position)
+        common = [slot for slot in written if not segments.get(slot.name)]
         writes.common_buffers = {slot.name for slot in common}
         writes.in_place = {Attribute(slot.module, slot.attribute) for slot in common}
         writes.in_place_and_saved = {
             Attribute(slot.module, slot.attribute)
             for slot, tensor, value in buffers
             if memory_of(tensor) in self._saved
-            and (self._segments.get(slot.name) or is_written(tensor, value))
+            and (segments.get(slot.name) or is_written(tensor, value))
         }
 
     def note_restored(self, changed: set[Attribute]) -> None:
         """Note the attributes that the step has changed in place, which are restored by now."""
         # Without the registries of modules, into which the trace itself put shapes.
         changed = {each for each in changed if each.name not in REGISTRIES}
-        self._writes.in_place |= changed
-        self._writes.in_place_and_saved |= changed & self._saved_attributes
+        self._part.in_place |= changed
+        self._part.in_place_and_saved |= changed & self._saved_attributes
 
     @property
     def long_writes(self) -> set[Attribute]:
         """Long containers that the step has changed in place, at a line that is not known."""
-        return self._writes.in_place & self._attributes.long
+        return self._part.in_place & self._attributes.long
 
 
 def _apart_from(left: Any, right: Any) -> int | None:
