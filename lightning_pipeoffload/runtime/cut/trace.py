@@ -134,7 +134,9 @@ class StepTrace:
         self._writes = WriteWatch(self, record.writes, record.segments, compared)
         self._samples = SampleWatch(self, record.samples, record.writes)
         self._hook_watch = HookWatch(self, record.hooks)
-        self._observers: list[Observer[Any]] = [self._sizes, WorkBetween(self, record.work)]
+        # In all traces, whose operations are compared: torch detaches a new tensor that is kept.
+        reads = ReadWatch(self, record.reads, record.imagined)
+        self._observers: list[Observer[Any]] = [self._sizes, reads, WorkBetween(self, record.work)]
         if observes:
             self._observers += [
                 self._work,
@@ -144,7 +146,6 @@ class StepTrace:
                 BlockArgumentWatch(self, record.arguments),
                 DrawWatch(self, record.draws),
                 BackwardWatch(self, record.backwards),
-                ReadWatch(self, record.reads, record.imagined),
             ]
         self._on_function = methods_for(Observer.note_function, self._observers)
         self._on_operation = methods_for(Observer.note, self._observers)

@@ -39,6 +39,14 @@ def plain(module, batch):
     return loss_of(module, x)
 
 
+def with_positions(module, batch):
+    positions = torch.arange(batch["x"].shape[1])
+    x = module.embed(batch["x"]) + positions[:, None] / 100
+    for block in module.blocks:
+        x = block(x)
+    return loss_of(module, x)
+
+
 def masked(module, batch):
     mask = None if batch["mask"].all() else batch["mask"]
     x = module.embed(batch["x"])
@@ -109,6 +117,7 @@ STEPS = {
     "window": (plain, lambda x: x[:, -6:], [(n,) for n in (*TRACED, 5, 8)], set()),
     "longer than the window": (plain, lambda x: x[:, -3:], [(n,) for n in (2, *TRACED, 5, 8)], {8}),
     "every other": (plain, lambda x: x[:, ::2], [(n,) for n in (4, 16, 6, 8, 10, 12, 7, 14)], {12}),
+    "positions": (with_positions, None, [(n,) for n in (*TRACED, 5, 8)], {5, 8}),
     "carried": (carried, None, [(n,) for n in (*TRACED, 5, 8)], {5, 8}),
     "masked": (
         masked,
