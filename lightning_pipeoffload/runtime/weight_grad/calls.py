@@ -106,8 +106,9 @@ class Linear(DeferredCall):
     ) -> None:
         rows = grad.reshape(-1, grad.shape[-1])
         add_product(self.weight, rows.t(), x.reshape(-1, x.shape[-1]).conj())
-        if self.trains_bias:
-            add_to_grad(self.bias, rows.sum(0))
+        if self.bias is not None and self.trains_bias:
+            # A bias of one number is broadcast.
+            add_to_grad(self.bias, rows.sum(0).sum_to_size(self.bias.shape))
 
 
 class MatrixProduct(DeferredCall):
@@ -132,8 +133,9 @@ class MatrixProduct(DeferredCall):
     ) -> None:
         rows = grad.reshape(-1, grad.shape[-1])
         add_product(self.weight, x.reshape(-1, x.shape[-1]).mH, rows)
-        if self.trains_bias:
-            add_to_grad(self.bias, rows.sum(0))
+        if self.bias is not None and self.trains_bias:
+            # A bias of one number is broadcast.
+            add_to_grad(self.bias, rows.sum(0).sum_to_size(self.bias.shape))
 
 
 class BatchedProduct(DeferredCall):
@@ -152,6 +154,31 @@ class BatchedProduct(DeferredCall):
         self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
     ) -> None:
         add_to_grad(self.weight, x.mH.bmm(grad))
+
+
+class LeftProduct(DeferredCall):
+    """``weight @ x`` with weight ``[out, in]``, x ``[in, columns]``, or batches of both."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mm(self.weight, x) if x.dim() == 2 else torch.bmm(self.weight, x)
+
+    @override
+    def input_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
+        return self.weight.mH.matmul(grad)
+
+    @override
+    def accumulate(
+        self, x: Tensor, grad: Tensor, add_product: AddProduct = add_product_to_grad
+    ) -> None:
+        if x.dim() == 2:
+            add_product(self.weight, grad, x.mH)
+        else:
+            add_to_grad(self.weight, grad.bmm(x.mH))
+
+    @override
+    def flops(self, x: Tensor, grad: Tensor) -> int:
+        return 2 * grad.numel() * x.shape[-2]
 
 
 class GroupedProduct(DeferredCall):

@@ -16,6 +16,7 @@ from lightning_pipeoffload.runtime.weight_grad.calls import (
     Convolution,
     DeferredCall,
     GroupedProduct,
+    LeftProduct,
     Linear,
     MatrixProduct,
 )
@@ -97,9 +98,12 @@ def _deferring(
 
     def kernel(keys: Any, *args: Any, **options: Any) -> Any:
         weight = args[at_weight]
-        if not (QUEUES and weight.requires_grad and torch.is_grad_enabled()) or options:
+        trains = QUEUES and weight.requires_grad and torch.is_grad_enabled()
+        if not trains or weight.dim() < 2 or options:
             return original(keys, *args, **options)
         bias = None if at_bias is None or len(args) <= at_bias else args[at_bias]
+        if bias is not None and bias.dim() > 1:
+            return original(keys, *args)
         for each in (weight,) if bias is None or not bias.requires_grad else (weight, bias):
             leaf = each if each.is_leaf else _viewed(each.grad_fn)
             # As may_wait() decides, without two more calls for each weight of each product. Hooks
@@ -108,6 +112,7 @@ def _deferring(
                 leaf is None
                 or not getattr(leaf, _MARK, False)
                 or leaf._backward_hooks
+                or each._backward_hooks
                 or getattr(leaf, "_post_accumulate_grad_hooks", None)
             ):
                 return original(keys, *args)
@@ -125,25 +130,14 @@ def _product(
     kind: type[MatrixProduct] | type[BatchedProduct], original: Original
 ) -> Callable[..., Any]:
     """Return the kernel of a product of two matrices, of which either may be the weight."""
-
-    def mirrored(keys: Any, right: Tensor, left: Tensor) -> Tensor:
-        return original(keys, left.mT, right.mT).mT
-
-    from_left = _deferring(kind, mirrored)
-
-    def from_either(keys: Any, left: Tensor, right: Tensor) -> Any:
-        if QUEUES and may_wait(left if left.is_leaf else _viewed(left.grad_fn)):
-            return from_left(keys, right.mT, left.mT).mT
-        return original(keys, left, right)
-
-    return _deferring(kind, from_either)
+    return _deferring(kind, _deferring(LeftProduct, original, at=(1, 0)))
 
 
 def _addmm(original: Original) -> Callable[..., Any]:
     plain = _deferring(MatrixProduct, original, at=(1, 2), at_bias=0)
 
     def kernel(keys: Any, bias: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Any:
-        if bias.dim() == 1 and all(scale == 1 for scale in scales.values()):
+        if all(scale == 1 for scale in scales.values()):
             return plain(keys, bias, left, right)
         return original(keys, bias, left, right, **scales)
 

@@ -87,6 +87,11 @@ PRODUCTS = {
     "x @ w": (1, lambda w, b, x: x @ w + b),
     "batched x @ w": (1, lambda w, b, x: x[None] @ w),
     "w @ x": (1, lambda w, b, x: w @ x.t()),
+    "w @ x, viewed": (1, lambda w, b, x: (w @ x.t()).view(-1)),
+    "a bias of one number": (2, lambda w, b, x: functional.linear(x @ w, w, b[:1])),
+    "addmm with a bias of one number": (1, lambda w, b, x: torch.addmm(b[:1], x, w)),
+    "addmm with a bias for each row": (0, lambda w, b, x: torch.addmm(b.expand(len(x), 4), x, w)),
+    "linear of one vector": (0, lambda w, b, x: functional.linear(x, w[0])),
     "x @ w.t()": (1, lambda w, b, x: x @ w.t()),
     "w.t() @ x": (1, lambda w, b, x: w.t() @ x.t()),
     "addmm": (1, lambda w, b, x: torch.addmm(b, x, w)),
@@ -109,6 +114,15 @@ PRODUCTS = {
     "bmm": (1, lambda w, b, x: x.view(2, -1, 2).bmm(w.view(2, 2, 4))),
     "bmm, weight first": (1, lambda w, b, x: w.view(2, 4, 2).bmm(x.view(2, 2, -1))),
 }
+
+
+def with_hook_on_view(w, b, x):
+    view = w.t()
+    view.register_hook(lambda gradient: gradient * gradient.abs())
+    return (x @ view).tanh() @ view
+
+
+PRODUCTS["view with a hook"] = (0, with_hook_on_view)
 MODULES = {
     "linear": (1, lambda: nn.Linear(4, 3)),
     "linear without bias": (1, lambda: nn.Linear(4, 3, bias=False)),
