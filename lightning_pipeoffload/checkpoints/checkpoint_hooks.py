@@ -132,7 +132,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
                 del plain[key]
             super().load_model_state_dict({**checkpoint, "state_dict": plain}, strict)
         if self._masters is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._masters.expect(parts_of(state, module))
+            self._masters.keep_loaded(parts_of(state, module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -264,12 +264,12 @@ def _tag(storage: Any) -> str | None:
     return "cpu" if "cpu" in vars(storage) else None
 
 
-def _restore(storage: Any, location: str) -> None:
+def _leave_to_torch(storage: Any, location: str) -> None:
     return None
 
 
 # Before torch's own, which treats a storage without memory as one of the meta device.
-torch.serialization.register_package(0, _tag, _restore)
+torch.serialization.register_package(0, _tag, _leave_to_torch)
 
 
 def _on_host(leaf: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class ModelPlanner:
         sizes = zip(self.mixture, self.memories, strict=True)
         known = [KnownDevice(device.name, "", "", int(size)) for device, size in sizes]
         rates = [device.flops[self.kind_of_product] for device in self.mixture]
-        return Devices.of(known).with_times([1 / rate for rate in rates])
+        return Devices.of(known).with_slowness_from([1 / rate for rate in rates])
 
     @property
     def memories(self) -> Sequence[float]:

@@ -266,11 +266,11 @@ class ModelProbe:
             each = replace(settings, head_weight_grad="W", **alone)
             wanted = dict.fromkeys((settings.recompute, *self.recomputes))
             self._blocks |= dict.fromkeys(map(key, wanted))
-            for recompute, traced in self._traces_of_blocks(chain, num_microbatches, each, wanted):
+            for recompute, traced in self._trace_blocks(chain, num_microbatches, each, wanted):
                 self._blocks[key(recompute)] = traced
         return self._blocks[key(settings.recompute)]
 
-    def _traces_of_blocks(
+    def _trace_blocks(
         self,
         chain: BlockChain,
         num_microbatches: int,

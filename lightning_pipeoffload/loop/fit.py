@@ -95,7 +95,7 @@ class Fit:
         making: Makes the module in parts.
         backward: Runs a batch's backwards.
         boundary: The weights between two steps.
-        end: What ranks exchange at a batch's end.
+        batch_end: What ranks exchange at a batch's end.
     """
 
     split: Split

@@ -321,7 +321,7 @@ def _requires_sampler(plain: Callable[[Any], bool], loader: Any) -> bool:
 
 
 def _note_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None) -> None:
-    """Request a stop after this batch; the exchange stops the other ranks too."""
+    """Request a stop of this rank after this batch; its failure then ends the other ranks."""
     trainer._signal_connector.received_sigterm = True
 
 

@@ -169,7 +169,7 @@ class Reading:
             if part is not None:  # or its loader has ended
                 self._checks.check(each, part, number, is_training)
 
-    def begin(self, loaders: list[Any]) -> _Resumed | None:
+    def resume(self, loaders: list[Any]) -> _Resumed | None:
         """Restore the generators before the first pass of a fit that resumes."""
         if not self._resumes or any(isinstance(loader, _Stateful) for loader in loaders):
             return None  # or Lightning restores what the loader has saved
@@ -273,7 +273,7 @@ class _ReadingFetcher(_DataFetcher):
         self._number, self._num_read, self._is_ahead = next(_numbers), 0, False
         places = _places_of(loaders)
         before = _states(places)
-        resumed = self._reading.begin(loaders) if self._is_training else None
+        resumed = self._reading.resume(loaders) if self._is_training else None
         self._start = _states(places)
         super().__iter__()
         self._places = _places_of(loaders)

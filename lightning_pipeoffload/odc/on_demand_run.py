@@ -122,7 +122,7 @@ class OnDemandRun:
         self._is_alone = self._groups[0].num_ranks == 1
         self._transport = self._make_transport(self._groups)
         self._hooks = OnDemandHooks(self._groups, self._transport)
-        self._hooks.watch()
+        self._hooks.record_gradients()
         self._buffers = StepBuffers(self._module, self._device)
 
     def _start_sums(self) -> None:

@@ -38,7 +38,7 @@ class MasterWeights:
         self._versions: dict[Tensor, int] = {}
         self._loaded: dict[str, Any] = {}
 
-    def expect(self, state: Mapping[str, Any]) -> None:
+    def keep_loaded(self, state: Mapping[str, Any]) -> None:
         """Record the values that a module is loaded from, which its parameters round."""
         self._loaded = {k: v for k, v in state.items() if isinstance(v, Tensor)}
 

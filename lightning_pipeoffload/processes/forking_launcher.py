@@ -238,10 +238,10 @@ class ForkingLauncher(JointLauncher):
         self._muted_hooks = [WrappedHook(each, "on_exception", _do_nothing) for each in owners]
 
     @override
-    def exit_after_interrupt(self) -> BaseException:
+    def exit_for_interrupt(self) -> BaseException:
         """Return the exception that ends the call of an interrupted trainer."""
         if self._is_rank:
-            return super().exit_after_interrupt()
+            return super().exit_for_interrupt()
         signal.signal(signal.SIGINT, self._plain_handler)  # Lightning has it ignored
         return KeyboardInterrupt()
 

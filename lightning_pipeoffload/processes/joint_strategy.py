@@ -206,7 +206,7 @@ class JointStrategy(ParallelStrategy):
         if isinstance(exception, KeyboardInterrupt):
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()  # which Lightning would call after this
-            raise launcher.exit_after_interrupt()
+            raise launcher.exit_for_interrupt()
 
     def _run_alone(self, plain: Callable[..., None], *args: Any) -> None:
         """Run a callback's ``on_exception`` until it calls an operation of all ranks."""

@@ -290,7 +290,7 @@ class JointLauncher(_SubprocessScriptLauncher):
     def end_exception(self) -> None:
         """Restore what stays replaced until an exception's hooks have run."""
 
-    def exit_after_interrupt(self) -> BaseException:
+    def exit_for_interrupt(self) -> BaseException:
         """Return the exception of a process whose trainer was interrupted: the shell's status."""
         return SystemExit(SIGINT_STATUS)
 

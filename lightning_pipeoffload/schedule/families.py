@@ -12,7 +12,7 @@ from typing import Any
 
 from .actions import MemoryLimitError, ScheduleError
 from .builders.classic import gpipe, interleaved_1f1b, late_weight_gradients, one_f_one_b
-from .builders.grouped import grouped, offloaded, repeated
+from .builders.grouped import equal_groups, grouped, offloaded
 from .builders.sliced import seq_1f1b, seq_v, seq_zb
 from .builders.v_shape import one_f_one_b_v, v, v_half, v_min
 from .builders.zb import zb, zb_in_activations
@@ -251,10 +251,10 @@ FAMILIES = {
     "v_min": Recipe(v_min, 2, 2, v_placement, takes_seconds=True),
     "v_half": Recipe(v_half, 2, 2, v_placement, takes_seconds=True),
     "v": Recipe(v, 2, 2, v_placement, takes_seconds=True),
-    "gis": Recipe(repeated, 2, None, fixed_options={"group": "all"}),
-    "gis_h": Recipe(repeated, 2, None, fixed_options={"group": "half"}),
+    "gis": Recipe(equal_groups, 2, None, fixed_options={"group": "all"}),
+    "gis_h": Recipe(equal_groups, 2, None, fixed_options={"group": "half"}),
     "grouped": Recipe(grouped, 2, None),
-    "uniform": Recipe(repeated, 2, None, fixed_options={"group": "one"}),
+    "uniform": Recipe(equal_groups, 2, None, fixed_options={"group": "one"}),
     "po_h": Recipe(offloaded, 2, None, fixed_options={"amount": "half"}, order="uniform"),
     "po_f": Recipe(offloaded, 2, None, fixed_options={"amount": "full"}, order="uniform"),
     "seq_1f1b": Recipe(seq_1f1b),

@@ -28,7 +28,7 @@ class CutCosts:
 
 def devices(*nodes, uuids=True):
     each = [Device(f"card {n}", f"u{n}" * uuids, node) for n, node in enumerate(nodes)]
-    return Devices.of(each).with_times([1.0 + n for n in range(len(each))])
+    return Devices.of(each).with_slowness_from([1.0 + n for n in range(len(each))])
 
 
 def better(monkeypatch, found, period, periods):

@@ -25,12 +25,12 @@ def devices(*names):
     ],
 )
 def test_small_ratios_between_devices_of_one_name_are_noise(names, times, slowness):
-    assert devices(*names).with_times(times).slowness == pytest.approx(slowness, rel=1e-3)
+    assert devices(*names).with_slowness_from(times).slowness == pytest.approx(slowness, rel=1e-3)
 
 
 def test_of_alike_devices_stages_have_no_factor():
-    assert devices("a", "a").with_times([1.0, 1.05]).slowness_of((0, 1)) == ()
-    unlike = devices("a", "a").with_times([1.0, 2.0])
+    assert devices("a", "a").with_slowness_from([1.0, 1.05]).slowness_of((0, 1)) == ()
+    unlike = devices("a", "a").with_slowness_from([1.0, 2.0])
     assert unlike.slowness_of((0, 1)) == (2.0, 1.0)  # the last stage is at place 0
     assert unlike.slowness_of((0, 1, 1, 0)) == (1.0, 2.0, 2.0, 1.0)
 
@@ -42,7 +42,7 @@ def test_memory_counts_where_devices_have_unlike_amounts():
     assert having(24, 12).memory_of((0, 1)) == (12, 24)
     assert having(24, 12).memory_of((0, 1, 1, 0)) == (12, 6, 6, 12)
     assert having(24, 23).memory_of((0, 1)) == ()
-    assert having(24, 24).with_times([1, 2]).memory_of((0, 1)) == (24, 24)
+    assert having(24, 24).with_slowness_from([1, 2]).memory_of((0, 1)) == (24, 24)
     assert having(0, 0).memory_of((0, 1)) == ()
 
 

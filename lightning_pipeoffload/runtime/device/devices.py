@@ -63,7 +63,7 @@ class Devices:
         """Return the devices before it is known how fast they are."""
         return cls((*devices,), (1.0,) * len(devices))
 
-    def with_times(self, seconds: Sequence[float]) -> Devices:
+    def with_slowness_from(self, seconds: Sequence[float]) -> Devices:
         """Return the devices with ratios of times; small ones between equal names are noise.
 
         Args:

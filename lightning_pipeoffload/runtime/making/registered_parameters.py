@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_other_q
 from lightning_pipeoffload.runtime.shapes.remote_tensor import (
     RemoteTensor,
     drawing_anywhere,
-    remote_kind,
+    remote_subclass_of,
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
@@ -210,7 +210,7 @@ def _making_subclass(plain: Callable[..., Any]) -> Any:
         if not isinstance(data, ShapeOnly):
             parameter: Tensor = plain(kind, data, requires_grad, *rest, **options)
             return parameter
-        shape = remote_kind(ParameterShape, kind)
+        shape = remote_subclass_of(ParameterShape, kind)
         stand_in: Tensor = shape(data.meta, data.device, data.origins, requires_grad)
         stand_in._is_param = True  # private: see RemoteTensor
         return stand_in

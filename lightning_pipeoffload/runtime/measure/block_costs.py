@@ -381,7 +381,7 @@ class BlockMeasurement:
         places = places_of(self._first_cut.stage_ranks)
         expected = [devices.slowness[place] for place in places]
         fitted = fit_slowness(dict(zip(keys, work, strict=True)), expected)
-        return devices.with_times([fitted[rank] for rank in places])
+        return devices.with_slowness_from([fitted[rank] for rank in places])
 
     @property
     def _compared(self) -> CutSettings:

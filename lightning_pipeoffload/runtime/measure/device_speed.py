@@ -52,7 +52,7 @@ def find_devices(group: PipelineGroup, cache: str | None = None) -> Devices:
         return devices
     seconds = _seconds_by_name(group, device.name, names, PlanCache(cache).folder / "speeds.json")
     slowest = [max(seconds[each.name] for each in of_rank) for of_rank in counterparts]
-    return group.world.broadcast(devices.with_times([slowest[rank] for rank in places]), 0)
+    return group.world.broadcast(devices.with_slowness_from([slowest[rank] for rank in places]), 0)
 
 
 def _refuse_unlike_shares(group: PipelineGroup, pipelines: Sequence[Sequence[Device]]) -> None:

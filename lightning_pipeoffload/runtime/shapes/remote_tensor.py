@@ -92,7 +92,7 @@ class RemoteTensor(ShapeOnly):
     @classmethod
     def like_weight(cls, tensor: Tensor, meta: Tensor, device: torch.device, origin: str) -> Self:
         """Make a shape like ``tensor``; it is a ``Params4bit`` too for a 4-bit weight."""
-        kind = remote_kind(cls, type(tensor)) if is_4bit(tensor) else cls
+        kind = remote_subclass_of(cls, type(tensor)) if is_4bit(tensor) else cls
         shape = kind(meta, device, frozenset((origin,)), tensor.requires_grad)
         if is_4bit(tensor):
             carry_options(shape, tensor)
@@ -149,7 +149,7 @@ class RemoteTensor(ShapeOnly):
 
 
 @cache
-def remote_kind(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
+def remote_subclass_of(kind: type[RemoteTensor], parameter: type[Tensor]) -> type[Any]:
     """Return a subclass of both ``kind`` and ``parameter``, a class such as ``Params4bit``.
 
     peft and transformers find ``Params4bit`` by class and by name.

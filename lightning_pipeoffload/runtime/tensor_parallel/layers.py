@@ -178,7 +178,7 @@ def _find_share(
     weight = shardings.get("weight")
     if weight is not None and weight.is_divided:
         if type(layer).forward is nn.Linear.forward:
-            return _share_linear
+            return _run_on_shards
         if type(layer).forward is nn.Embedding.forward:
             return _share_embedding
     return _share_other
@@ -187,7 +187,7 @@ def _find_share(
 # Linear layers
 
 
-def _share_linear(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
+def _run_on_shards(layer: nn.Module, module: nn.Module, shardings: Mapping[str, Sharding]) -> None:
     mesh, of_weight = shardings["weight"].mesh, shardings["weight"].placement
     by_rows = of_weight.is_shard(0)  # each rank has some of the outputs, else of the inputs
     is_first = mesh.get_local_rank() == 0

@@ -133,10 +133,10 @@ def refusing_iterators(module: nn.Module) -> Iterator[None]:
     ]
     errors: list[ValueError] = []
     for place in iterators:
-        place.holder[place.key] = _Refused(place, errors)
+        place.holder[place.key] = _RefusingIterator(place, errors)
     try:
         yield
-        _refuse_new(module, {id(place.value) for place in iterators})
+        _refuse_new_iterators(module, {id(place.value) for place in iterators})
     finally:
         for place in iterators:
             place.holder[place.key] = place.value
@@ -144,7 +144,7 @@ def refusing_iterators(module: nn.Module) -> Iterator[None]:
         raise errors[0]
 
 
-def _refuse_new(module: nn.Module, known_ids: set[int]) -> None:
+def _refuse_new_iterators(module: nn.Module, known_ids: set[int]) -> None:
     for place in _held(module):
         if is_iterator(place.value) and id(place.value) not in known_ids:
             raise _refusal(place)
@@ -154,10 +154,10 @@ def is_iterator(value: Any) -> bool:
     """Return whether a value is an iterator or an open file, which reading advances."""
     if isinstance(value, io.IOBase):
         return not value.closed
-    return hasattr(type(value), "__next__") and not isinstance(value, _Refused)
+    return hasattr(type(value), "__next__") and not isinstance(value, _RefusingIterator)
 
 
-class _Refused:
+class _RefusingIterator:
     def __init__(self, place: _Held, errors: list[ValueError]) -> None:
         self._place, self._errors = place, errors
 
@@ -167,7 +167,7 @@ class _Refused:
 
     __next__ = send = read = readline = readlines = write = writelines = seek = truncate = _refuse
 
-    def __iter__(self) -> _Refused:
+    def __iter__(self) -> _RefusingIterator:
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -57,7 +57,7 @@ def may_wait(parameter: Tensor | None) -> bool:
     return parameter is not None and getattr(parameter, _MARK, False) and not has_hooks(parameter)
 
 
-def _viewed(node: Any) -> Tensor | None:
+def _leaf_of_view(node: Any) -> Tensor | None:
     """Return the leaf that a node views or casts; None if it is another operation."""
     for _ in range(_LONGEST_VIEW):
         variable: Tensor | None = getattr(node, "variable", None)
@@ -72,7 +72,7 @@ def uses_in(node: Any) -> Iterator[tuple[Tensor, bool]]:
     if node.name() in _TRANSPARENT:
         return
     for following, _ in node.next_functions:
-        leaf = _viewed(following)
+        leaf = _leaf_of_view(following)
         if leaf is not None:
             yield leaf, node.name() in _PRODUCTS
 
@@ -105,7 +105,7 @@ def _deferring(
         if bias is not None and bias.dim() > 1:
             return original(keys, *args)
         for each in (weight,) if bias is None or not bias.requires_grad else (weight, bias):
-            leaf = each if each.is_leaf else _viewed(each.grad_fn)
+            leaf = each if each.is_leaf else _leaf_of_view(each.grad_fn)
             # As may_wait() decides, without two more calls for each weight of each product. Hooks
             # are read each time: a user may register one between any two batches.
             if (

@@ -28,10 +28,10 @@ from ..search.order_rules import FixedOrder
 from ..search.problem import Problem
 from ..simulation.memory import peak_memory
 
-__all__ = ["UNMEASURED", "grouped", "offloaded", "repeated"]
+__all__ = ["UNMEASURED", "equal_groups", "grouped", "offloaded"]
 
 
-def repeated(num_ranks: int, num_microbatches: int, num_chunks: int, *, group: str) -> Schedule:
+def equal_groups(num_ranks: int, num_microbatches: int, num_chunks: int, *, group: str) -> Schedule:
     """Groups of one size: GIS, GIS-H, and PipeOffload's uniform block.
 
     GIS has groups of all ranks' number: the bubble of ZB-H1, (p - 1)(F + B) seconds of a stage,
@@ -66,7 +66,7 @@ def repeated(num_ranks: int, num_microbatches: int, num_chunks: int, *, group: s
         group: "all", "half" or "one".
     """
     sizes = {"all": num_ranks, "half": _half(num_ranks), "one": 1}
-    return _repeated(num_ranks, num_microbatches, num_chunks, sizes[group])
+    return _groups_of(num_ranks, num_microbatches, num_chunks, sizes[group])
 
 
 def grouped(
@@ -97,10 +97,10 @@ def grouped(
     sizes = range(_half(num_ranks), num_ranks + 1)
     if group_size is not None:
         _check_group_size(group_size, sizes, num_ranks)
-        return _repeated(num_ranks, num_microbatches, num_chunks, group_size)
+        return _groups_of(num_ranks, num_microbatches, num_chunks, group_size)
     # The largest groups have the least bubble. Where not even the smallest fit, ``build`` says so.
     for size in reversed(sizes):
-        schedule = _repeated(num_ranks, num_microbatches, num_chunks, size)
+        schedule = _groups_of(num_ranks, num_microbatches, num_chunks, size)
         needed = max(peak_memory(schedule, costs or Costs.unit()))
         if memory_limit is None or needed <= memory_limit:
             break
@@ -134,7 +134,7 @@ class _Group(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # the search for a plan asks again for other costs
-def _repeated(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> Schedule:
+def _groups_of(num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> Schedule:
     """Repeat the building block for one group after the other, and drop the slots that stay empty.
 
     A slot of a rank has room for one F and for one B with its W. The gradient of the first
@@ -241,5 +241,5 @@ def offloaded(
         amount: "half", or "full": everything that comes back in time.
         costs: The costs of the stages, copies among them; None: k = 1.
     """
-    uniform = _repeated(num_ranks, num_microbatches, num_chunks, group_size=1)
+    uniform = _groups_of(num_ranks, num_microbatches, num_chunks, group_size=1)
     return offload_activations(uniform, costs or UNMEASURED, amount)[0]

@@ -227,7 +227,7 @@ class _Planner:
         Where not even waiting for copies keeps the limit, what needs least memory.
         """
         limit = memory_limit * (1 + ROUNDING)
-        planned = self._plan([rank.least(limit) for rank in self._ranks])
+        planned = self._joined([rank.least(limit) for rank in self._ranks])
         fits = _largest_peak(planned) <= limit
         if fits and self._is_free(planned):
             return planned
@@ -262,9 +262,9 @@ class _Planner:
 
     def _offload_share(self, share: float) -> Offloaded:
         counts = (ceil(share * rank.num_activations - _ROUNDING_ERROR) for rank in self._ranks)
-        return self._plan([r.most(n) for r, n in zip(self._ranks, counts, strict=True)])
+        return self._joined([r.most(n) for r, n in zip(self._ranks, counts, strict=True)])
 
-    def _plan(self, plans: list[RankPlan]) -> Offloaded:
+    def _joined(self, plans: list[RankPlan]) -> Offloaded:
         schedule = self._schedule.with_actions(plan.actions for plan in plans)
         report = OffloadReport(
             wanted=tuple(plan.wanted for plan in plans),
