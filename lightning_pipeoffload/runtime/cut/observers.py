@@ -1,7 +1,9 @@
 """What a trace tells its observers; each answers one question about the step, in a file of its own.
 
 An observer fills its part of the step's record. A new question is a file with a part and an
-observer, a field of :class:`.record.StepRecord`, and a line of the list in :mod:`.trace`.
+observer, a field of :class:`.record.StepRecord`, and a line of the list in :mod:`.trace`. An
+operation on shape-only tensors is told twice: by ``note`` where the step calls it, without keyword
+arguments, then by ``note_any`` below autograd.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class Observer(Generic[_Part]):
         """Note a call of a function of torch."""
 
     def note(self, operation: Operation) -> None:
-        """Note an operation on shape-only tensors."""
+        """Note an operation on shape-only tensors, above autograd; ``kwargs`` are empty."""
 
     def note_any(self, operation: Operation) -> None:
         """Note an operation below autograd, on tensors with values or without."""

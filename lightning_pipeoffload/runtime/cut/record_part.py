@@ -14,7 +14,7 @@ from typing_extensions import Self
 BY_LENGTHS = {"is_by_lengths": True}
 """Metadata of a field whose numbers depend on the lengths of the microbatch."""
 OF_TRACE = {"is_by_lengths": None}
-"""Metadata of a field that is read only of records that were traced, or that others complete."""
+"""Metadata of a field that a derived record lacks: others complete it, or read a traced one."""
 
 
 class RecordPart:
@@ -42,7 +42,7 @@ class RecordPart:
         return replace(self, **others)
 
     def freeze(self) -> None:
-        """Refuse to set fields from now on, also of the parts."""
+        """Refuse to set fields from now on, also of the parts; containers can still be changed."""
         for value in vars(self).values():
             if isinstance(value, RecordPart):
                 value.freeze()

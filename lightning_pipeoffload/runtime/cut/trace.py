@@ -94,15 +94,20 @@ class StepTrace:
         chain: Its blocks.
         device: The device that tensors report, wherever the module is.
         kernels: The Functions and modules that run on zeros; None: none so far.
-        log: A list to which calls with values between the blocks are appended; None: no log.
+        log: A list to which calls with values outside of the blocks are appended; None: no log.
         imagined: How to make up the values that blocks read, and those read after the blocks.
-        observes: Whether to record all of the step; else only its values and sizes.
+        observes: Whether all observers record; else those of sizes, reads and the work between
+            blocks only, in a trace that is compared with another one.
         until: The call at which to leave the step; None: run to the end.
         compared: Attributes that are compared at each block, though they are long.
         calls: The order of the calls of blocks; None: each is called once.
 
     Attributes:
         outputs: The outputs of blocks that are skipped, by index.
+        record: The record, complete once :meth:`trace` has returned it.
+        num_imagined: How many values that the step reads after the blocks were made up.
+
+    The others are what observers ask; see :class:`.observers.RunningTrace`.
     """
 
     def __init__(
@@ -163,7 +168,7 @@ class StepTrace:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls of blocks so far."""
+        """The number of calls of blocks that have returned."""
         return self._values.segment
 
     def segment_of(self, tensors: Iterable[Any]) -> int:
@@ -389,6 +394,7 @@ class StepTrace:
         return self._imagined_after
 
     def _drop(self, written: Tensor) -> bool:
+        """Return whether a write of a missing value into a real tensor is dropped, not refused."""
         name = self.stripped.buffer_name(written)
         if name is not None:
             self._dropped.append(name)
@@ -398,7 +404,11 @@ class StepTrace:
         return name is not None or self._is_in_block
 
     def _reach_back(self, result: Any) -> dict[str, Any]:
-        """Return, for the record, the weights that get a gradient from the step's loss."""
+        """Tell observers the loss; return, for the record, the weights that it gives a gradient.
+
+        Raises:
+            ValueError: There is no loss, or each tensor rank would compute another one.
+        """
         if not self._training:
             return {}
         loss = loss_in(result)

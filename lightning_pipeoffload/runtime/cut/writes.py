@@ -51,7 +51,7 @@ class Alias(NamedTuple):
 
 @dataclass
 class Writes(RecordPart):
-    """A part of a step's record.
+    """What a step writes, as a part of its record.
 
     Attributes:
         attributes: Writes to attributes of modules, in order.
@@ -61,7 +61,7 @@ class Writes(RecordPart):
         weights: Writes into parameters.
         aliases: Tensors that are read after they were written under another name.
         arguments: Writes of blocks into tensor arguments that are read after the call.
-        inputs: By block, the first line that writes into one of its arguments, a shape.
+        inputs: By block, the first line that writes into a shape-only tensor among its arguments.
         changes_batch: Whether the step writes into its batch.
     """
 
@@ -87,17 +87,19 @@ class Writes(RecordPart):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        _, *others = super().structure  # variables are compared by identity
+        # Without ``attributes``, the first field: variables are compared by identity.
+        _, *others = super().structure
         return *others, *((write.variable.key, *write[1:]) for write in self.attributes)
 
 
 class WriteWatch(Observer[Writes]):
-    """Finds them in a trace.
+    """Finds what a step writes, in a trace.
 
     Args:
         trace: The running trace.
         writes: The part of the record.
-        segments: By buffer, the segments that write it; filled after the step.
+        segments: The record's own: by name of a parameter or buffer, the segments that use it.
+            Those that write a buffer are added after the step.
         compared: Attributes that are compared at each block, though they are long.
     """
 

@@ -209,7 +209,7 @@ def install_kernel(
 
 
 def _original(name: str, key: str, call: Callable[..., Tensor]) -> Original:
-    """Return a function that calls the original operation and releases the GIL meanwhile.
+    """Return a function that calls the original operation, and releases the GIL where that matters.
 
     A kernel that is called directly holds the GIL while it runs: for ever if an accelerator's queue
     is full and another rank is dead. If the key has torch's common kernel, the dispatcher runs that
