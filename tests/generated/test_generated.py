@@ -15,10 +15,11 @@ from tests.generated.shrink import shrink
 from tests.generated.verdict import Verdict, judge_choices
 
 NUM_PROGRAMS = 200
+FAILED_ONCE = (780417,)  # an evaluation that cannot be cut, before the blocks are known
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize("seed", [*range(NUM_PROGRAMS), *FAILED_ONCE])
 def test_a_program_runs_over_its_ranks_as_on_one_device(pools, seed):
     verdict = judge_choices(draw(seed), pools)
     text = "\n".join(verdict.lines[-30:])

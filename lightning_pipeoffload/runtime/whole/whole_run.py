@@ -96,10 +96,12 @@ class UnitLayout:
         ranks: Sequence[int | None] = _ranks_by_size(sizes, group.num_ranks)
         if tensors.is_split:
             ranks = [tensors.owner_of_all(slot.name for slot in slots) for slots in inside]
+        # A chain that is still to be found by a step's calls has no blocks.
+        followers = [*ranks[1:], None] if ranks else []
         self.blocks = [
             Unit(name, block, slots, rank if slots else None, rank == follower)
             for name, block, slots, rank, follower in zip(
-                chain.names, chain.blocks, inside, ranks, [*ranks[1:], None], strict=True
+                chain.names, chain.blocks, inside, ranks, followers, strict=True
             )
         ]
         self.large = [*self._large_modules(sum(sizes) / len(sizes))] if sizes else []
