@@ -18,7 +18,6 @@ from lightning_pipeoffload.runtime.batch.structure import has_entry_for_each
 from lightning_pipeoffload.runtime.batch.tree import (
     batch_leaves,
     is_column,
-    leaves_and_columns,
     parts_of,
     rebuild,
     tensors_of_object,
@@ -151,7 +150,7 @@ def start_checksum(batch: Any) -> Callable[[], int]:
 def shape_signature(batch: Any) -> tuple[Any, ...]:
     """Return the parts of a batch on which shapes inside a step may depend."""
     signature: list[Any] = []
-    for value in leaves_and_columns(batch):
+    for value in batch_leaves(batch, keeps_columns=True):
         if isinstance(value, Tensor | np.ndarray):
             signature.append((_shape_of(value), value.dtype))
         elif is_column(value):

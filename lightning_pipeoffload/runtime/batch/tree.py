@@ -12,27 +12,19 @@ from torch import Tensor
 _TEXT = (str, bytes)
 
 
-def batch_leaves(tree: Any) -> list[Any]:
-    """Flatten a batch: return its tensors and all other values, entries of lists included."""
+def batch_leaves(tree: Any, keeps_columns: bool = False) -> list[Any]:
+    """Flatten a batch: return its tensors and all other values.
+
+    Args:
+        tree: The batch.
+        keeps_columns: Whether a list of plain values stays whole, as :func:`is_column` tells; else
+            each of its entries is a leaf.
+    """
     leaves: list[Any] = []
     left = [tree]
     while left:
         part = left.pop()
-        parts = None if isinstance(part, Tensor) else parts_of(part)
-        if parts is None:
-            leaves.append(part)
-        else:
-            left += reversed(parts)
-    return leaves
-
-
-def leaves_and_columns(tree: Any) -> list[Any]:
-    """Flatten a batch, with lists of plain values as a whole; see :func:`is_column`."""
-    leaves: list[Any] = []
-    left = [tree]
-    while left:
-        part = left.pop()
-        is_leaf = isinstance(part, Tensor) or is_column(part)
+        is_leaf = isinstance(part, Tensor) or (keeps_columns and is_column(part))
         parts = None if is_leaf else parts_of(part)
         if parts is None:
             leaves.append(part)
