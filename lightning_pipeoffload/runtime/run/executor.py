@@ -273,6 +273,12 @@ class Executor:
 
     # What each kind of action does
 
+    def _begin(self, *actions: Action) -> None:
+        # Before the clock starts: the time of an action does not include waits.
+        for action in actions if self.memory.offloads else ():
+            self.memory.arrive(action)
+        self.timer.start()
+
     def _finish(self, *actions: Action) -> None:
         if not self._keep:
             return
@@ -311,10 +317,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         if action in self.mailbox.receives.during:
             self.mailbox.receives.begin(action)
-        # Before the clock starts: the time of an action does not include waits.
-        if self.memory.offloads:
-            self.memory.arrive(action)
-        self.timer.start()
+        self._begin(action)
         stage, microbatch = self.stages[action.stage], self._microbatches[action.microbatch]
         gradients = self.mailbox.receive(action, self.timer)
         gradients = stage.backward(microbatch, gradients, fused=action.kind is Kind.BW)
@@ -331,9 +334,7 @@ class Executor:
         elif self._listener is not None and tail:
             self._run_tail([each for each in tail if each.microbatch in self._microbatches])
         else:
-            if self.memory.offloads:
-                self.memory.arrive(action)
-            self.timer.start()
+            self._begin(action)
             self.stages[action.stage].weight(self._microbatches[action.microbatch])
             self._finish(action)
 
@@ -341,9 +342,7 @@ class Executor:
         assert self._listener is not None
         first, *others = actions
         microbatches = [self._microbatches[action.microbatch] for action in actions]
-        for action in actions if self.memory.offloads else ():
-            self.memory.arrive(action)
-        self.timer.start()
+        self._begin(*actions)
         self.stages[first.stage].last_weights(microbatches, self._listener)
         self._finish(*actions)
         self._regrouped.update(others)
