@@ -345,10 +345,8 @@ class AutoChoice:
 
     def _limits(self, bytes_without_activations: int | None) -> MachineLimits:
         keeps = self._settings.keeps_device_limit(self._pipeline.device.type != "cpu")
-        limits, states = (
-            self._measurements.gather_limits(keeps, bytes_without_activations),
-            self._state_bytes(),
-        )
+        limits = self._measurements.gather_limits(keeps, bytes_without_activations)
+        states = self._state_bytes()
         if self._settings.optimizer_offload:
             hosts = [None if host is None else host.less(states) for host in limits.hosts]
             return replace(limits, hosts=hosts)

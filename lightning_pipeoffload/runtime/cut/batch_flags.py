@@ -38,7 +38,7 @@ class _Call:
 
 @dataclass(eq=False)
 class BatchFlags(RecordPart):
-    """A part of a step's record.
+    """The booleans that a step reads from its batch, as a part of its record.
 
     Attributes:
         calls: The operations that compute the booleans from the batch.
@@ -74,7 +74,7 @@ class BatchFlags(RecordPart):
 
 
 class FlagWatch:
-    """Finds them in a trace.
+    """Finds such booleans in a trace, and the operations that compute them.
 
     Args:
         flags: The part of the trace's record.

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass
 class BatchSizes(RecordPart):
-    """A part of a step's record.
+    """The sizes that depend on the batch's values, as a part of a step's record.
 
     Attributes:
         until: The first call of a block after the last such size; None: there are none.
@@ -40,7 +40,7 @@ class BatchSizes(RecordPart):
 
 
 class SizeWatch(Observer[BatchSizes]):
-    """Finds them in a trace, and the booleans, which count as sizes where they are drawn.
+    """Finds such sizes, and booleans, which count as sizes where they are drawn.
 
     Args:
         trace: The running trace.

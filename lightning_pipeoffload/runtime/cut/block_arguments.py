@@ -20,7 +20,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 
 @dataclass
 class BlockArguments(RecordPart):
-    """A part of a step's record.
+    """The arguments of the blocks, as a part of a step's record.
 
     Attributes:
         shapes: For each call, the shapes of the arguments' leaves; None for a non-tensor.
@@ -32,7 +32,7 @@ class BlockArguments(RecordPart):
 
 
 class BlockArgumentWatch(Observer[BlockArguments]):
-    """Finds them in a trace."""
+    """Describes the arguments of each call of a block."""
 
     def __init__(self, trace: RunningTrace, arguments: BlockArguments) -> None:
         super().__init__(trace, arguments)

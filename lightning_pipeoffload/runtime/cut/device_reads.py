@@ -52,7 +52,7 @@ class ReadPlace(NamedTuple):
 
 @dataclass
 class DeviceReads(RecordPart):
-    """A part of a step's record.
+    """The device reads of a step, as a part of its record.
 
     Attributes:
         lines: The lines that read, each with a description of where in the step it did so first.
@@ -65,7 +65,7 @@ class DeviceReads(RecordPart):
 
 
 class ReadWatch(Observer[DeviceReads]):
-    """Finds them in a trace; ``imagined`` are blocks in which a made-up value is read, by then."""
+    """Finds device reads; ``imagined`` fills with the blocks in which a made-up value is read."""
 
     def __init__(self, trace: RunningTrace, reads: DeviceReads, imagined: Iterable[int]) -> None:
         super().__init__(trace, reads)

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Draws(RecordPart):
-    """A part of a step's record.
+    """What draws random numbers, as a part of a step's record.
 
     Attributes:
         segments: Segments that draw from a generator argument, or draw real numbers in the trace.
@@ -34,7 +34,7 @@ class Draws(RecordPart):
 
 
 class DrawWatch(Observer[Draws]):
-    """Finds them in a trace."""
+    """Finds operations that draw, by segment and by module."""
 
     def __init__(self, trace: RunningTrace, draws: Draws) -> None:
         super().__init__(trace, draws)

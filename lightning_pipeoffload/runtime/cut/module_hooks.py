@@ -25,7 +25,7 @@ class HookedSpan(NamedTuple):
 
 @dataclass
 class Hooks(RecordPart):
-    """A part of a step's record.
+    """Hooks that a cut could break, as a part of a step's record.
 
     Attributes:
         brief: Blocks with a hook that the step itself registers and removes.
@@ -39,7 +39,7 @@ class Hooks(RecordPart):
 
 
 class HookWatch(Observer[Hooks]):
-    """Finds them in a trace."""
+    """Finds such hooks, of blocks, of modules around them and of tensors."""
 
     def __init__(self, trace: RunningTrace, hooks: Hooks) -> None:
         super().__init__(trace, hooks)

@@ -29,7 +29,9 @@ class StartedBackward(NamedTuple):
 
 @dataclass
 class OwnBackwards(RecordPart):
-    """A part of a step's record; if there are any, no weight gradient is deferred to W.
+    """The backwards that a step starts, as a part of its record.
+
+    If there are any, no weight gradient is deferred to W.
 
     Attributes:
         are_any: Whether the step starts a backward itself.
@@ -50,7 +52,7 @@ class OwnBackwards(RecordPart):
 
 
 class BackwardWatch(Observer[OwnBackwards]):
-    """Finds them in a trace."""
+    """Finds calls of torch's backward functions."""
 
     def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func not in _BACKWARDS:

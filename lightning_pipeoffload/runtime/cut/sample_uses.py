@@ -22,7 +22,9 @@ _MEAN = 1  # of at::Reduction
 
 @dataclass
 class SampleUses(RecordPart):
-    """A part of a step's record; of all but ``class_weights`` the numbers follow the samples.
+    """Uses of the number of samples, as a part of a step's record.
+
+    In a trace with other samples, the numbers of all but ``class_weights`` are others.
 
     Attributes:
         class_weights: The line that computes a loss as a mean with class weights; "": none does.
@@ -49,7 +51,7 @@ class SampleUses(RecordPart):
 
 
 class SampleWatch(Observer[SampleUses]):
-    """Finds them in a trace; ``writes`` has to be complete when it finishes."""
+    """Finds uses of the number of samples; ``writes`` is complete before this finishes."""
 
     def __init__(self, trace: RunningTrace, uses: SampleUses, writes: Writes) -> None:
         super().__init__(trace, uses)

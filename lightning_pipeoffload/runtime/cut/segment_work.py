@@ -42,7 +42,7 @@ _NOTHING = SegmentDigest("", 0, "")
 
 @dataclass
 class Work(RecordPart):
-    """A part of a step's record, for one microbatch.
+    """The work of one microbatch, as a part of a step's record.
 
     Attributes:
         forward_flops: The floating-point operations of each segment.
@@ -90,7 +90,7 @@ class WorkBetween(Observer[Work]):
 
 
 class WorkWatch(Observer[Work]):
-    """Finds all else of it, and which tensors are computed from weights alone."""
+    """Counts and digests the work of the segments; marks what is computed from weights alone."""
 
     def __init__(self, trace: RunningTrace, work: Work) -> None:
         super().__init__(trace, work)

@@ -414,7 +414,7 @@ class Pipeline:
                     self.left_to_b.update(self.tensors.aliases(name))
         for name, tensor in self.tensors.local_tensors().items():
             if name in self.left_to_b:
-                weight_grad_kernels.mark(tensor, may_wait=False)
+                weight_grad_kernels.mark(tensor, waits=False)
 
     def _leave_head_to_b(self, record: StepRecord) -> None:
         """Mark the weights used after the blocks: the last stage's B adds their gradients."""

@@ -46,9 +46,9 @@ _TRANSPARENT = {
 _LONGEST_VIEW = 8  # of a weight: einsum permutes, adds dimensions and joins others
 
 
-def mark(parameter: Tensor, may_wait: bool = True) -> None:
+def mark(parameter: Tensor, waits: bool = True) -> None:
     """Set whether the gradient of ``parameter`` may wait for W."""
-    setattr(parameter, _MARK, may_wait)
+    setattr(parameter, _MARK, waits)
 
 
 def may_wait(parameter: Tensor | None) -> bool:
