@@ -30,8 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import lightning_pipeoffload  # noqa: F401 - registers the strategies
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.demos.python_source import PythonSource
+from lightning_pipeoffload.demos import GPT, PythonSource
 
 DATA_PARALLEL = ("ddp", "fsdp")  # each rank has its part of every batch
 PIPELINES = ("pipeoffload_1f1b", "pipeoffload_zb_h1", "pipeoffload_zb_v")

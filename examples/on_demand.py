@@ -18,8 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import MinibatchCollate, MinibatchSampler
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.demos.python_source import find_source_files
+from lightning_pipeoffload.demos import GPT, find_source_files
 
 IGNORED = -100  # the target that cross_entropy ignores
 

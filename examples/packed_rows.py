@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipeoffload import PackedRows, PackedRowsSampler, PipeOffloadStrategy
-from lightning_pipeoffload.demos.python_source import find_source_files
+from lightning_pipeoffload.demos import find_source_files
 
 
 class Llama(L.LightningModule):

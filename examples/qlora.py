@@ -32,7 +32,7 @@ from transformers import (
 from transformers.integrations import replace_with_bnb_linear
 
 from lightning_pipeoffload import PipeOffloadStrategy, load_weights, save_pretrained
-from lightning_pipeoffload.demos.python_source import PythonSource
+from lightning_pipeoffload.demos import PythonSource
 
 FOLDER = Path("qlora")
 

@@ -14,19 +14,15 @@ if sys.platform != "linux":
 
 import lightning_pipeoffload.lightning_names  # noqa: F401, I001 - first: what it does to imports
 
-from lightning_pipeoffload.callbacks.memory_picture import MemoryPicture
-from lightning_pipeoffload.callbacks.pipeline_monitor import PipelineMonitor
-from lightning_pipeoffload.checkpoints.load_weights import load_weights
-from lightning_pipeoffload.checkpoints.save_pretrained import save_pretrained
-from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
-from lightning_pipeoffload.processes.replica import (
-    data_parallel_rank,
-    data_parallel_size,
-    reads_data,
-)
-from lightning_pipeoffload.runtime.tensor_parallel.hugging_face import tensor_parallel_plan
-from lightning_pipeoffload.runtime.weight_grad.chunked_loss import chunked_loss
-from lightning_pipeoffload.runtime.weight_grad.queue import defer_weight_grad
+from lightning_pipeoffload.callbacks import MemoryPicture
+from lightning_pipeoffload.callbacks import PipelineMonitor
+from lightning_pipeoffload.checkpoints import load_weights
+from lightning_pipeoffload.checkpoints import save_pretrained
+from lightning_pipeoffload.odc import OnDemandStrategy
+from lightning_pipeoffload.processes import data_parallel_rank, data_parallel_size, reads_data
+from lightning_pipeoffload.runtime.tensor_parallel import tensor_parallel_plan
+from lightning_pipeoffload.runtime.weight_grad import chunked_loss
+from lightning_pipeoffload.runtime.weight_grad import defer_weight_grad
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 from lightning_pipeoffload.strategy_names import register_strategies
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
 from lightning_pipeoffload.cli.given_plan import GivenPlans, mapping
 from lightning_pipeoffload.cli.plan_output import drawn, print_answer
-from lightning_pipeoffload.pictures.picture_file import PictureFile
+from lightning_pipeoffload.pictures import PictureFile
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, Units
-from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.families import check_sizes
+from lightning_pipeoffload.schedule import ScheduleError, check_sizes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

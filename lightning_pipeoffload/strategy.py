@@ -24,20 +24,18 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
-from lightning_pipeoffload.checkpoints.split_state import SplitState
-from lightning_pipeoffload.loop.backward import BatchBackward
-from lightning_pipeoffload.loop.fit import Fit
-from lightning_pipeoffload.loop.run_checks import (
+from lightning_pipeoffload.checkpoints import CheckpointHooks, SplitState
+from lightning_pipeoffload.loop import (
+    BatchBackward,
+    Fit,
+    Split,
     check_run,
     explaining_optimizers,
     explaining_shards,
     refuse_readers_of_shards,
 )
-from lightning_pipeoffload.loop.split import Split
-from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.metrics import SharedMetricsConnector
+from lightning_pipeoffload.optimizers import MasterWeights, OptimizedParameters
 from lightning_pipeoffload.planning.limits import Limit
 from lightning_pipeoffload.planning.settings import (
     PipelineSettings,
@@ -47,7 +45,7 @@ from lightning_pipeoffload.planning.settings import (
     check_start_method,
     check_timeout,
 )
-from lightning_pipeoffload.processes.tensor_gather import gather_tensor
+from lightning_pipeoffload.processes import gather_tensor
 from lightning_pipeoffload.schedule import Schedule
 
 

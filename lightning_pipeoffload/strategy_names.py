@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipeoffload.odc.on_demand_strategy import OnDemandStrategy
+from lightning_pipeoffload.odc import OnDemandStrategy
 from lightning_pipeoffload.schedule import SCHEDULES
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 

@@ -24,7 +24,7 @@ from examples.benchmarks import (
 from examples.benchmarks.auto_wall import HEADER, settings
 from examples.benchmarks.offload_gpu import Size, Variant, measure
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
+from lightning_pipeoffload.runtime.measure import CopySpeed
 from lightning_pipeoffload.schedule import build, peak_memory, split_fused_backward
 from tests.support.compare_with import changed, differences, figures
 from tests.support.pairs import first

@@ -4,13 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.demos.python_source import (
-    PythonSource,
-    Windows,
-    find_source_files,
-    split_files,
-)
+from lightning_pipeoffload.demos import GPT, PythonSource, Windows, find_source_files, split_files
 from tests.support import fits
 
 SIZES = {"context": 16, "width": 16, "depth": 2, "heads": 2}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.processes import free_port
 from tests.support.pairs import slow
 from tests.support.programs import output_of
 

@@ -24,7 +24,7 @@ from examples.benchmarks import (
     gpu_triton,
 )
 from examples.benchmarks.gpu_check import ON_DEMAND, PARTS, Part
-from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.demos import GPT
 from tests.support.forks import FORKS
 from tests.support.pairs import first, slow
 

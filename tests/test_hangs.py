@@ -20,8 +20,7 @@ from examples.benchmarks.hangs import (
 )
 from examples.benchmarks.message_buffers import held, planned
 from lightning_pipeoffload.runtime.run import mailbox
-from lightning_pipeoffload.schedule import SCHEDULES
-from lightning_pipeoffload.schedule.messages import OpenReceives
+from lightning_pipeoffload.schedule import SCHEDULES, OpenReceives
 from tests.support.pairs import slow
 
 SAMPLE = ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "uniform"]

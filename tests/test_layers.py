@@ -6,21 +6,16 @@ import sys
 from pathlib import Path
 
 NAME = "lightning_pipeoffload"
-PACKAGE = Path(__file__).parents[1] / NAME
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / NAME
 MODULES = sorted(PACKAGE.rglob("*.py"))
-# Lowest first: each imports those before it. Of runtime/ what lies flat has a place by itself.
+# Lowest first: each imports those before it. "runtime" is what lies flat in runtime/.
 LAYERS = (
     "lightning_names",
     "schedule",
     "pictures",
     "runtime/device",
-    "runtime/randomness",
-    "runtime/leaves",
-    "runtime/payload",
-    "runtime/in_force",
-    "runtime/stored_tensor",
-    "runtime/contexts",
-    "runtime/late_values",
+    "runtime",
     "runtime/batch",
     "runtime/users_code",
     "runtime/shapes",
@@ -56,6 +51,10 @@ LAYERS = (
 )
 
 
+# A front would import torch, without which the commands start.
+WITHOUT_FRONT = {"", "cli", "planning", "texts"}
+
+
 def name_of(path):
     """Return where a module lies below the package, by folders; a package is its folder."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -74,7 +73,7 @@ def layer_of(name):
 
 def imports_of(path):
     """Yield the absolute name of everything that a module imports, wherever in the file."""
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    parts = path.relative_to(ROOT).with_suffix("").parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -101,8 +100,7 @@ def imports_within(folder):
 
 
 def test_imports_run_downwards():
-    # The runtime's own __init__.py is a docstring.
-    below = {layer: {*LAYERS[: index + 1]} for index, layer in enumerate(LAYERS)} | {"runtime": {}}
+    below = {layer: {*LAYERS[: index + 1]} for index, layer in enumerate(LAYERS)}
     upwards = [
         (name, imported)
         for name in NAMES
@@ -121,6 +119,49 @@ def test_no_module_imports_itself_by_way_of_others():
         assert leaves, f"circles among {sorted(imports)}"
         for name in leaves:
             del imports[name]
+
+
+def python_files():
+    """Yield every file with the folder in which its tests, or what it tests, lie."""
+    for base in (PACKAGE, ROOT / "tests", ROOT / "examples"):
+        yield from ((path, path.parent.relative_to(base).as_posix()) for path in base.rglob("*.py"))
+
+
+def names_out_of(path):
+    """Yield each module of the package from which a file imports names."""
+    for imported in imports_of(path):
+        package, _, rest = imported.partition(".")
+        module = rest.rpartition(".")[0].replace(".", "/")
+        if package == NAME and rest.replace(".", "/") not in NAMES and module in NAMES:
+            yield module
+
+
+def test_a_package_is_used_through_its_front():
+    # Its __init__.py. A test lies where what it tests lies, and may name that module.
+    deep = [
+        (str(path), module)
+        for path, folder in python_files()
+        for module in names_out_of(path)
+        if (PACKAGE / f"{module}.py").exists()
+        if module.rpartition("/")[0] not in {folder, *WITHOUT_FRONT}
+        if module.partition("/")[0] != "schedule" or not folder.startswith("schedule")
+    ]
+    assert not deep
+
+
+def test_a_front_lists_what_others_use():
+    # But those of the package and of schedule/, which users import.
+    used = {name for path, _ in python_files() for name in imports_of(path)}
+    fronts = {name for name in NAMES if (PACKAGE / name / "__init__.py").exists()} - {
+        "",
+        "schedule",
+    }
+    listed = {
+        f"{NAME}.{front}.{imported.rpartition('.')[2]}".replace("/", ".")
+        for front in fronts
+        for imported in IMPORTS[front]
+    }
+    assert not listed - used
 
 
 def test_schedule_imports_the_standard_library_and_itself_relatively():
@@ -142,7 +183,7 @@ def test_runtime_does_not_know_lightning():
 
 
 def test_there_are_modules_in_every_layer():
-    assert {layer_of(name) for name in NAMES} - {"runtime"} == {*LAYERS}
+    assert {layer_of(name) for name in NAMES} == {*LAYERS}
 
 
 ALONE = """

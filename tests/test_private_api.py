@@ -34,7 +34,7 @@ from torch.nn.attention.bias import CausalBias
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 
-from lightning_pipeoffload.runtime.cut.call_checks import is_in_function
+from lightning_pipeoffload.runtime.cut import is_in_function
 from lightning_pipeoffload.runtime.step import checkpoint_replay
 from lightning_pipeoffload.schedule import Action
 from tests.support.package_source import PACKAGE, imported_in, root_of

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.loop.run_checks import refuse_sync_batch_norm
+from lightning_pipeoffload.loop import refuse_sync_batch_norm
 from tests.support import fits, replica_fits
 from tests.support.pairs import slow
 

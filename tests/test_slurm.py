@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.processes import free_port
 from tests.support.on_demand_fits import assert_same, plain_fit
 from tests.support.on_demand_job import COUNTS
 

@@ -40,8 +40,8 @@ from lightning_pipeoffload import (
     load_weights,
     tensor_parallel_plan,
 )
-from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime import forked_randomness
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.schedule import ScheduleError
 from tests.support import fits
 

@@ -19,16 +19,19 @@ from importlib import import_module
 from itertools import product
 
 from lightning_pipeoffload.schedule import (
+    Candidate,
     Costs,
+    Option,
+    PlanRequest,
     Schedule,
     ScheduleError,
     build,
+    make_plan,
     offload_activations,
+    options,
     simulate,
     split_fused_backward,
 )
-from lightning_pipeoffload.schedule.candidates import Candidate, Option, options
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
 
 ACTIVATION, RESIDUE = 17, 16
 SLOW_STAGE = 1.5

@@ -46,11 +46,17 @@ from examples.benchmarks.late_lane import LateLane
 from examples.benchmarks.offload_emulated import SavingBlock
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.planning import measurements
-from lightning_pipeoffload.runtime.device.accelerator import CopyLanes
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
+from lightning_pipeoffload.runtime.device import CopyLanes
+from lightning_pipeoffload.runtime.measure import CopySpeed
 from lightning_pipeoffload.runtime.run import rank_memory
-from lightning_pipeoffload.schedule import Costs, Schedule, split_fused_backward, steady_period
-from lightning_pipeoffload.schedule.candidates import Option, options
+from lightning_pipeoffload.schedule import (
+    Costs,
+    Option,
+    Schedule,
+    options,
+    split_fused_backward,
+    steady_period,
+)
 
 ROWS, WIDTH = 16, 64
 TENSOR_BYTES = ROWS * FEATURES * 4

@@ -32,12 +32,11 @@ from examples.benchmarks.harness import run_ranks, write_results
 from examples.benchmarks.memory import KEEP_NOTHING, MIB, Figures, fit, of_all_ranks, print_table
 from lightning_pipeoffload import chunked_loss
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
-from lightning_pipeoffload.runtime.cut.partition import CutSettings, SegmentCosts, Stage, cut
-from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.cut import CutSettings, SegmentCosts, Stage, cut
+from lightning_pipeoffload.runtime.making import making_shapes
+from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
 from lightning_pipeoffload.schedule import Costs, build, lower
-from lightning_pipeoffload.schedule.simulation.simulate import steady_period
+from lightning_pipeoffload.schedule.simulation import steady_period
 
 CHUNKS = (0, 1, 4, 16)
 MOST_OFF = 0.1

@@ -63,11 +63,11 @@ from examples.benchmarks.torch_pipeline import (
     csv_peer,
 )
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.step.microbatch import placed
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall
+from lightning_pipeoffload.runtime.run import trace_batch
+from lightning_pipeoffload.runtime.step import placed
+from lightning_pipeoffload.runtime.users_code import StepCall
 from lightning_pipeoffload.schedule import Costs, build
-from lightning_pipeoffload.schedule.simulation.simulate import steady_period
+from lightning_pipeoffload.schedule.simulation import steady_period
 
 NUM_TRIED_STEPS = 4
 

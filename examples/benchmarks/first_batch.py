@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.benchmarks.harness import quiet_trainer, run_ranks, write_results
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
+from lightning_pipeoffload.runtime.cut import StepTrace
 from lightning_pipeoffload.runtime.measure import block_costs
 
 NUM_RANKS, BATCH, TOKENS = 2, 16, 32

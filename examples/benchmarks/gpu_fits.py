@@ -29,7 +29,7 @@ from examples.benchmarks.gpu_process import (
     run_two,
 )
 from lightning_pipeoffload import Minibatch, OnDemandStrategy, PipeOffloadStrategy
-from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.demos import GPT
 
 
 def _module() -> GPT:

@@ -27,14 +27,10 @@ from torch.utils.data import DataLoader
 from examples.benchmarks.gpu_process import in_one_line, is_accelerated, needing
 from lightning_pipeoffload import PipeOffloadStrategy
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts
+from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.step import Microbatch, sharing_casts
 from lightning_pipeoffload.schedule import Costs, Kind, Schedule, build, lower, simulate
 
 _VOCABULARY = 256

@@ -58,12 +58,10 @@ from examples.benchmarks.gpu_ranks import (
 )
 from examples.benchmarks.torch_pipeline import PEERS, Peer
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.comm import transport
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.schedule import build
-from lightning_pipeoffload.schedule.actions import COPIES, Action
+from lightning_pipeoffload.demos import GPT
+from lightning_pipeoffload.runtime.comm import RankMesh, transport
+from lightning_pipeoffload.runtime.measure import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.schedule import COPIES, Action, build
 
 PACKED = Path(__file__).parents[2] / ".nccl" / "libnccl.so.2.xz"
 _END = "that was all"

@@ -23,18 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.benchmarks import offload_gpu
 from examples.benchmarks.gpu_process import is_accelerated, needing
 from examples.benchmarks.offload_gpu import Line, Size, Variant
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.device.accelerator import (
-    CopyLanes,
-    Lane,
-    StreamLane,
-    make_lanes,
-)
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.autocast import sharing_casts
+from lightning_pipeoffload.demos import GPT
+from lightning_pipeoffload.runtime.device import CopyLanes, Lane, StreamLane, make_lanes
+from lightning_pipeoffload.runtime.measure import CopySpeed, measure_copy_speed
+from lightning_pipeoffload.runtime.memory import HostMemory, OffloadSettings
+from lightning_pipeoffload.runtime.run import ActivationMemory
+from lightning_pipeoffload.runtime.step import sharing_casts
 from lightning_pipeoffload.schedule import (
     SCHEDULES,
     Costs,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.processes import free_port
 
 # On a machine without a network no name leads to an address.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -34,16 +34,13 @@ from examples.benchmarks.gpu_process import (
     rows_of,
     run_two,
 )
-from lightning_pipeoffload.runtime.batch.structure import batch_size
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.comm.transport import ProcessGroupTransport
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.step.microbatch import placed
+from lightning_pipeoffload.runtime import forked_randomness
+from lightning_pipeoffload.runtime.batch import batch_size
+from lightning_pipeoffload.runtime.comm import ProcessGroupTransport, RankMesh
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.device import ActionTimer
+from lightning_pipeoffload.runtime.run import Executor, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.step import placed
 from lightning_pipeoffload.schedule import COPIES, Schedule, build, lower, one_at_a_time
 
 NUM_MICROBATCHES = 4

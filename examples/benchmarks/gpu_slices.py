@@ -16,10 +16,14 @@ from torch.nn import functional
 from examples.benchmarks.gpu_llama import Size
 from examples.benchmarks.gpu_parts import difference
 from examples.benchmarks.gpu_process import is_accelerated
-from lightning_pipeoffload.runtime.device.timing import finished_at
-from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice, install_attention
-from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
-from lightning_pipeoffload.runtime.weight_grad.kernels import remove_kernels
+from lightning_pipeoffload.runtime.device import finished_at
+from lightning_pipeoffload.runtime.sequence import (
+    BlockOnSlice,
+    EarlierSlices,
+    SequenceSlice,
+    install_attention,
+)
+from lightning_pipeoffload.runtime.weight_grad import remove_kernels
 
 _COUNTS, _REPETITIONS = (1, 2, 4, 8), 5
 _ROUNDING = 0.05  # of bfloat16

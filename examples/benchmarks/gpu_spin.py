@@ -27,10 +27,7 @@ from torch import Tensor
 
 from examples.benchmarks.gpu_process import compile_kernel, is_accelerated
 from examples.benchmarks.gpu_ranks import BUSIEST, in_two_processes, steps_of_schedules
-from lightning_pipeoffload.runtime.comm import transport
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.shared_bytes import share_bytes
-from lightning_pipeoffload.runtime.comm.transport import as_bytes
+from lightning_pipeoffload.runtime.comm import HostGroup, as_bytes, share_bytes, transport
 
 _PASS_ON = """
 extern "C" __global__ void pass_on(volatile int* awaited, int least, volatile char* to,

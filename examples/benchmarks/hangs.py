@@ -30,22 +30,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.comm.transport import (
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import (
     SMALLEST_BUFFER,
     BufferRing,
     Link,
     ProcessGroupTransport,
+    RankMesh,
 )
-from lightning_pipeoffload.runtime.device.accelerator import CopyLanes, Lane
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
-from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.run import mailbox
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.device import ActionTimer, CopyLanes, Lane
+from lightning_pipeoffload.runtime.memory import HostMemory, OffloadSettings, SavedMemory
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, mailbox
 from lightning_pipeoffload.schedule import (
     COMPUTE,
     SCHEDULES,

@@ -35,7 +35,7 @@ from examples.benchmarks.harness import (
 )
 from lightning_pipeoffload.optimizers import host_step
 from lightning_pipeoffload.schedule import Costs, build, tails
-from lightning_pipeoffload.schedule.simulation.simulate import steady_period
+from lightning_pipeoffload.schedule.simulation import steady_period
 
 NUM_WEIGHTS = 24  # of a rank: as many buckets; one of 8B parameters over eight ranks has more
 WARM_UP = 8  # steps: four until the plan is made with what they have taken

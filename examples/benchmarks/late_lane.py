@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.device.accelerator import CopyError, Lane
+from lightning_pipeoffload.runtime.device import CopyError, Lane
 
 
 class LateLane(Lane):

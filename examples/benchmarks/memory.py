@@ -39,9 +39,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.benchmarks.harness import quiet_trainer, run_ranks, write_results
 from lightning_pipeoffload import PipeOffloadStrategy, load_weights
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.shapes.quantized_weight import num_values, scales_of
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.demos import GPT
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, num_values, scales_of
 
 MIB = 1 << 20
 KEEP_NOTHING = {"MALLOC_MMAP_THRESHOLD_": str(MIB // 4)}  # read when a process starts

@@ -24,16 +24,11 @@ from examples.benchmarks.harness import FEATURES, EmulatedBlock
 from examples.benchmarks.late_lane import LateLane
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.cli.rehearsal import AbsentNeighbours
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.device.accelerator import CopyLanes
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.step.microbatch import placed
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.device import ActionTimer, CopyLanes
+from lightning_pipeoffload.runtime.memory import HostMemory, OffloadSettings
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.step import placed
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,

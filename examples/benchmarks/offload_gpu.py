@@ -39,27 +39,28 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
-from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.demos import GPT
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.device import make_lanes
+from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, measure_copy_speed
+from lightning_pipeoffload.runtime.memory import (
+    HostBudget,
+    HostMemory,
+    HostMemoryError,
+    OffloadSettings,
+)
+from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.schedule import (
     Costs,
     Schedule,
     build,
     estimated_copy_ratio,
+    layer_flops,
     lower,
     offload_activations,
     simulate,
 )
-from lightning_pipeoffload.schedule.costs import layer_flops
 
 VOCABULARY = 256
 CALIBRATION_MICROBATCHES = 4

@@ -29,11 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from examples.benchmarks.harness import Sleep
-from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
-from lightning_pipeoffload.odc.sharding import ShardedGroup
-from lightning_pipeoffload.odc.transport import SharedSums
-from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.odc import OnDemandRun, ShardedGroup, SharedSums
+from lightning_pipeoffload.processes import free_port
+from lightning_pipeoffload.runtime.comm import HostGroup
 
 WIDTH, NUM_BLOCKS = 64, 4
 LONG, SHORT = 0.03, 0.003  # seconds of a block's forward, and of its backward

@@ -21,15 +21,18 @@ from typing import Any, NamedTuple
 
 from lightning_pipeoffload.schedule import (
     COMPUTE,
+    SENDS,
     Action,
     Costs,
+    OpenReceives,
     Schedule,
     build,
     expected_during,
     lower,
+    recv_before,
+    recv_of,
+    send_of,
 )
-from lightning_pipeoffload.schedule.actions import SENDS
-from lightning_pipeoffload.schedule.messages import OpenReceives, recv_before, recv_of, send_of
 
 SECONDS = {"F": 0.0170, "B": 0.0238, "W": 0.0121}  # of F, B and W of a rank's layers
 ESTIMATE = Costs(1.0, 1.1, 0.95)

@@ -21,8 +21,7 @@ from itertools import islice, repeat
 
 from lightning_pipeoffload import PackedRowsSampler
 from lightning_pipeoffload.cli.minibatch_balance import draw_lengths
-from lightning_pipeoffload.schedule import Kind, Schedule, build
-from lightning_pipeoffload.schedule.replay import replay
+from lightning_pipeoffload.schedule import Kind, Schedule, build, replay
 from lightning_pipeoffload.texts.packing import COSTS
 
 COST = COSTS["7b"]

@@ -146,7 +146,7 @@ def main(line: Sequence[str]) -> None:
         torch.set_num_threads(1)
         if given.apart:
             # As where no process can map the reader's memory: on another machine.
-            batch_channel.read_memory_file = lambda path: b""  # type: ignore[attr-defined]
+            batch_channel.read_memory_file = lambda path: b""
         (given.ranks,), (given.megabytes,), (share,) = given.ranks, given.megabytes, given.shares
         seconds, num_readers = seconds_of(given, share, given.step)
         if not int(os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", "0"))):

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples.benchmarks.harness import quiet_trainer, run_ranks, write_results
 from examples.benchmarks.memory import KEEP_NOTHING, MIB, print_table, take_peak
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 KINDS = "ddp", "none", "optimizer"
 WARM_STEPS, NUM_STEPS = 3, 8

@@ -39,19 +39,20 @@ from examples.benchmarks.harness import (
 )
 from lightning_pipeoffload import defer_weight_grad
 from lightning_pipeoffload.schedule import (
+    FAMILIES,
     Costs,
     MemoryLimitError,
+    PlanRequest,
     Schedule,
     Slices,
     build,
     cut_positions,
     lower,
+    make_plan,
+    options,
     simulate,
 )
-from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
-from lightning_pipeoffload.schedule.simulation.simulate import steady_period
+from lightning_pipeoffload.schedule.simulation import steady_period
 
 HIDDEN, KEY_VALUES, INNER = 4096, 1024, 14336
 LINEAR = 2 * (2 * HIDDEN**2 + 2 * HIDDEN * KEY_VALUES + 3 * HIDDEN * INNER)  # of a token, in F

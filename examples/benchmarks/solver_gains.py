@@ -15,9 +15,16 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_pipeoffload.schedule import Costs, ScheduleError, accept, build, simulate
-from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
+from lightning_pipeoffload.schedule import (
+    Costs,
+    PlanRequest,
+    ScheduleError,
+    accept,
+    build,
+    make_plan,
+    options,
+    simulate,
+)
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
 UNEVEN = tuple(1.5 if stage == 3 else 1.0 for stage in range(8))

@@ -44,20 +44,20 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private: torch has no other
 
 from examples.benchmarks.weight_split import Engine, fused, ours
-from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
-from lightning_pipeoffload.runtime.shapes.sharding import (
-    has_gradient_in_parts,
-    is_shard,
-    sharding_of,
-)
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
+from lightning_pipeoffload.runtime.compiled import install_split, remove_split
+from lightning_pipeoffload.runtime.shapes import has_gradient_in_parts, is_shard, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
     install_collectives,
+    keep_local_parts,
     remove_collectives,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
-from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.runtime.weight_grad import (
+    WeightGradQueue,
+    install_kernels,
+    mark,
+    remove_kernels,
+)
 
 SIZE = 2  # tensor ranks
 NUM_BLOCKS = 4

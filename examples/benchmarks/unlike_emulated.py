@@ -36,11 +36,17 @@ from examples.benchmarks.harness import (
     write_results,
 )
 from lightning_pipeoffload import PipeOffloadStrategy, defer_weight_grad
-from lightning_pipeoffload.schedule import Costs, ScheduleError, steady_period
-from lightning_pipeoffload.schedule.candidates import Option, options
-from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.schedule import (
+    FAMILIES,
+    Costs,
+    Option,
+    PlanRequest,
+    ScheduleError,
+    make_plan,
+    options,
+    places_of,
+    steady_period,
+)
 
 SPEEDS = ("1:2", "1:1:2", "1:1.5:2:3")
 MICROBATCHES = (8, 16)

@@ -33,10 +33,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.demos.gpt import Block
-from lightning_pipeoffload.runtime.compiled.block_compiler import install_split, remove_split
-from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.demos import Block
+from lightning_pipeoffload.runtime.compiled import install_split, remove_split
+from lightning_pipeoffload.runtime.weight_grad import (
+    WeightGradQueue,
+    install_kernels,
+    mark,
+    remove_kernels,
+)
 
 NUM_BLOCKS = 8
 BATCH, TOKENS, HEADS = 2, 256, 4

@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_pipeoffload.pictures.figures import (
-    MISSING,
-    SMALL,
-    has_matplotlib,
-    new_figure,
-    save_figure,
-)
-from lightning_pipeoffload.runtime.memory.stage_store import Held
-from lightning_pipeoffload.schedule import Costs, Timeline, simulate
-from lightning_pipeoffload.schedule.simulation.memory import (
-    Curve,
-    host_memory_curves,
-    memory_curves,
-)
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.pictures import MISSING, SMALL, has_matplotlib, new_figure, save_figure
+from lightning_pipeoffload.runtime.memory import Held
+from lightning_pipeoffload.schedule import Costs, Timeline, bytes_text, simulate
+from lightning_pipeoffload.schedule.simulation import Curve, host_memory_curves, memory_curves
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 if TYPE_CHECKING:

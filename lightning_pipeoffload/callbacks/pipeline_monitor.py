@@ -23,15 +23,18 @@ from lightning_pipeoffload.callbacks.step_figures import (
     count_batch,
     figures_to_log,
 )
-from lightning_pipeoffload.metrics.publisher import RankFigures
-from lightning_pipeoffload.pictures.figures import MISSING, has_matplotlib, save_figure
-from lightning_pipeoffload.pictures.measured_step import MeasuredStep
-from lightning_pipeoffload.pictures.picture_file import to_measured_trace
-from lightning_pipeoffload.pictures.timelines import draw_measured
+from lightning_pipeoffload.metrics import RankFigures
+from lightning_pipeoffload.pictures import (
+    MISSING,
+    MeasuredStep,
+    draw_measured,
+    has_matplotlib,
+    save_figure,
+    to_measured_trace,
+)
 from lightning_pipeoffload.planning.report import print_timeline
-from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
-from lightning_pipeoffload.schedule import Costs, Schedule, simulate
-from lightning_pipeoffload.schedule.text import seconds_text, share_text
+from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep
+from lightning_pipeoffload.schedule import Costs, Schedule, seconds_text, share_text, simulate
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
 __all__ = ["PipelineMonitor"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from lightning_pipeoffload.runtime.batch.structure import batch_size, tokens_in
-from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
+from lightning_pipeoffload.runtime.batch import batch_size, tokens_in
+from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep
 
 __all__ = ["OptimizerStep", "count_batch", "figures_to_log"]
 

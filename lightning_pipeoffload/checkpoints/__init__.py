@@ -24,3 +24,11 @@ The life of a value that is loaded, by every rank::
 The stand-ins are these: ShapeOnly (saved, from 1 on), LateTensor (in torch.save on rank 0) and
 StoredTensor (loaded, up to 3 and 6). None of them is trained.
 """
+
+from .checkpoint_hooks import CheckpointHooks, Continued
+from .file import present
+from .folder import PartWriter, WholeCheckpoints, refuse_remote_folder, write_checkpoint_folder
+from .load_weights import load_weights
+from .save_pretrained import save_pretrained
+from .saved_values import SavedValues
+from .split_state import SplitState, make_whole

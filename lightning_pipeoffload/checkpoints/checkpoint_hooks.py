@@ -33,16 +33,16 @@ from lightning_pipeoffload.checkpoints.shards import (
     place_saved,
 )
 from lightning_pipeoffload.checkpoints.split_state import SplitState
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizers.optimizer_state import (
+from lightning_pipeoffload.optimizers import (
+    MasterWeights,
+    OptimizedParameters,
     name_optimizer_state,
     number_optimizer_state,
     read_states,
 )
-from lightning_pipeoffload.processes.pipeline_processes import PipelineProcesses
-from lightning_pipeoffload.runtime.contexts import without_collection
-from lightning_pipeoffload.runtime.cut.remote_values import load_quantization
+from lightning_pipeoffload.processes import PipelineProcesses
+from lightning_pipeoffload.runtime import without_collection
+from lightning_pipeoffload.runtime.cut import load_quantization
 
 _SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
 _NUM_ENTRIES, _READ = "pipeoffload_num_entries", "pipeoffload_read"

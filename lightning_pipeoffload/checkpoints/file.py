@@ -40,7 +40,7 @@ from torch.utils._pytree import (  # private: see runtime/leaves
 )
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.runtime import StoredTensor
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # The entries of a checkpoint of which each rank needs only its own part.

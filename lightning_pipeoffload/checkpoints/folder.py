@@ -51,10 +51,9 @@ from lightning_pipeoffload.checkpoints.file import (
     replacing,
     showing_first_error,
 )
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.runtime import StoredTensor
+from lightning_pipeoffload.runtime.comm import HostGroup, blaming_peers
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 META_FILE = "meta.pt"
 _METADATA_FILE = ".metadata"

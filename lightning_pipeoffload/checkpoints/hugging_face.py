@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
+from lightning_pipeoffload.runtime import StoredTensor, value_of
 
 _Weights = dict[str, Tensor]
 _CachedCall = Callable[[Callable[[], _Weights]], _Weights]

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.shapes.quantized_weight import (
+from lightning_pipeoffload.runtime import value_of
+from lightning_pipeoffload.runtime.shapes import (
+    ShapeOnly,
     full_shape,
     options_of,
     read_shapes,
     read_state,
 )
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.stored_tensor import value_of
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.users_code import Slot
 
 _ENTRY = re.compile(
     r"(.+)\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__(?:nf4|fp4))"

@@ -20,13 +20,16 @@ from lightning_pipeoffload.checkpoints.load_4bit import (
     load_4bit,
     pop_entries,
 )
-from lightning_pipeoffload.runtime.making.registered_parameters import FreedMemory
-from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import local_part, sharding_of
-from lightning_pipeoffload.runtime.stored_tensor import value_of
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime import value_of
+from lightning_pipeoffload.runtime.making import FreedMemory
+from lightning_pipeoffload.runtime.shapes import (
+    RemoteTensor,
+    ShapeOnly,
+    is_4bit,
+    local_part,
+    sharding_of,
+)
+from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"

@@ -22,7 +22,7 @@ from lightning_pipeoffload.checkpoints.load_weights import (
     open_weights,
 )
 from lightning_pipeoffload.planning.limits import parse_bytes
-from lightning_pipeoffload.runtime.stored_tensor import value_of
+from lightning_pipeoffload.runtime import value_of
 
 
 def save_pretrained(

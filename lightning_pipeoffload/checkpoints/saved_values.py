@@ -29,10 +29,9 @@ from torch.utils._pytree import (  # private: see runtime/leaves
 )
 
 from lightning_pipeoffload.checkpoints.file import with_versions
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.transport import as_bytes, blaming_peers
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
+from lightning_pipeoffload.runtime import StoredTensor, value_of
+from lightning_pipeoffload.runtime.comm import PipelineGroup, as_bytes, blaming_peers
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _DONE = -1
 _BUNDLE = 4 << 20  # bytes of small values that come together: each answer takes two messages

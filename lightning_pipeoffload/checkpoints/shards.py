@@ -19,17 +19,11 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
 from lightning_pipeoffload.checkpoints.file import with_versions
 from lightning_pipeoffload.checkpoints.saved_values import shapes_of
-from lightning_pipeoffload.optimizers.optimizer_state import GroupNames, number_optimizer_state
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import (
-    Sharding,
-    local_part,
-    sharding_of,
-)
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor, value_of
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import gather_whole
+from lightning_pipeoffload.optimizers import GroupNames, number_optimizer_state
+from lightning_pipeoffload.runtime import StoredTensor, leaves_of, value_of
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, Sharding, local_part, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel import gather_whole
 
 BEFORE_FIRST_BATCH = (
     "the checkpoint was not saved: with tensor_parallel_size above 1 nothing is saved before the "

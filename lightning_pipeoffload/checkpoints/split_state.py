@@ -16,29 +16,26 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.checkpoints.file import state_dict_of
 from lightning_pipeoffload.checkpoints.saved_values import described_shapes
 from lightning_pipeoffload.checkpoints.shards import join_shards, shards_in, state_of_whole
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
-from lightning_pipeoffload.optimizers.optimizer_state import (
+from lightning_pipeoffload.optimizers import (
     GroupNames,
+    MasterWeights,
+    OptimizedParameters,
     follow_parameters,
     groups_with,
     load_optimizer_state,
     plain_layout,
     read_states,
 )
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.cut.remote_values import (
+from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, blaming_peers
+from lightning_pipeoffload.runtime.cut import (
     absent_in,
     explain_absent,
     make_real,
     remove_complete_hooks,
 )
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.quantized_weight import copy_state
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_state
+from lightning_pipeoffload.runtime.users_code import find_slots
 
 
 class SplitState:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from lightning_pipeoffload.cli.layouts import PlannedLayout
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.candidates import Candidate
-from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import make_plan
-from lightning_pipeoffload.schedule.text import seconds_text
+from lightning_pipeoffload.schedule import (
+    FAMILIES,
+    Candidate,
+    ScheduleError,
+    make_plan,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

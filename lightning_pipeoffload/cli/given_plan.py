@@ -31,28 +31,29 @@ from lightning_pipeoffload.planning.figures import (
 )
 from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
 from lightning_pipeoffload.schedule import (
+    FAMILIES,
     SCHEDULES,
+    Candidate,
     Costs,
+    Option,
+    Plan,
+    PlanRequest,
+    Recipe,
     Schedule,
     ScheduleError,
     Slices,
     as_it_runs,
-    check_name,
-    estimated_copy_ratio,
-    with_copy_ratio,
-)
-from lightning_pipeoffload.schedule.candidates import Candidate, Option, best_of
-from lightning_pipeoffload.schedule.families import (
-    FAMILIES,
-    Recipe,
+    best_of,
     check_limit,
+    check_name,
     check_sizes,
     check_slices,
+    estimated_copy_ratio,
+    make_plan,
+    share_text,
+    with_copy_ratio,
 )
-from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
-from lightning_pipeoffload.schedule.solver.optpipe import solved
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.text import share_text
+from lightning_pipeoffload.schedule.solver import PlanProblem, solved
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -10,8 +10,7 @@ from lightning_pipeoffload.cli.layout_search import NEAR, QUICK, SHOWN
 from lightning_pipeoffload.cli.layouts import PlannedLayout, SearchResult
 from lightning_pipeoffload.cli.plan_output import Part
 from lightning_pipeoffload.planning.figures import bare_table, lines_by_reason
-from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.text import bytes_text, seconds_text
+from lightning_pipeoffload.schedule import FAMILIES, bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

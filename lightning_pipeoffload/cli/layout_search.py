@@ -40,12 +40,20 @@ from lightning_pipeoffload.cli.model_planner import ModelPlanner, Show
 from lightning_pipeoffload.cli.strategy_settings import with_values
 from lightning_pipeoffload.planning.limits import bytes_writer
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
-from lightning_pipeoffload.runtime.tensor_parallel.layers import NothingDistributedError
-from lightning_pipeoffload.schedule import Kind, MemoryLimitError, ScheduleError
-from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
-from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, least_score
+from lightning_pipeoffload.runtime.comm import MOST_MICROBATCHES
+from lightning_pipeoffload.runtime.tensor_parallel import NothingDistributedError
+from lightning_pipeoffload.schedule import (
+    FAMILIES,
+    RECOMPUTATIONS,
+    Kind,
+    MemoryLimitError,
+    Option,
+    PlanRequest,
+    Recipe,
+    ScheduleError,
+    check_sizes,
+    least_score,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

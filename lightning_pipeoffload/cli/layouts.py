@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.planning.memory_needs import RankNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.schedule.make_plan import Plan
+from lightning_pipeoffload.schedule import Plan
 
 # With more F's on all ranks of a pipeline a layout is large.
 _MANY_FORWARDS = 256

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_pipeoffload.cli.devices import Device
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.comm.mesh import cells_of
+from lightning_pipeoffload.runtime.comm import cells_of
 
 __all__ = ["Links"]
 

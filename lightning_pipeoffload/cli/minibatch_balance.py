@@ -18,9 +18,9 @@ from rich.table import Column, Table
 
 from lightning_pipeoffload.cli.configuration import run_hydra_app
 from lightning_pipeoffload.cli.plan_output import print_json
-from lightning_pipeoffload.pictures.figures import SMALL, new_figure, save_figure
+from lightning_pipeoffload.pictures import SMALL, new_figure, save_figure
 from lightning_pipeoffload.planning.figures import bare_table
-from lightning_pipeoffload.schedule.text import share_text
+from lightning_pipeoffload.schedule import share_text
 from lightning_pipeoffload.texts.packing import Cost, Microbatches, check_packing, find_cost, pack
 
 if TYPE_CHECKING:

@@ -26,12 +26,18 @@ from lightning_pipeoffload.cli.plan_output import (
 )
 from lightning_pipeoffload.planning.figures import MEASURED, PlannedStep, bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, RankNeeds, describe_needs
-from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import absent_tensor_ranks
-from lightning_pipeoffload.schedule import ScheduleError, as_it_runs
-from lightning_pipeoffload.schedule.families import check_sizes
-from lightning_pipeoffload.schedule.make_plan import Plan, make_plan
-from lightning_pipeoffload.schedule.schedule import places_of
-from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
+from lightning_pipeoffload.runtime.tensor_parallel import absent_tensor_ranks
+from lightning_pipeoffload.schedule import (
+    Plan,
+    ScheduleError,
+    as_it_runs,
+    bytes_text,
+    check_sizes,
+    make_plan,
+    places_of,
+    seconds_text,
+    share_text,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -36,23 +36,28 @@ from lightning_pipeoffload.planning.memory_needs import (
 from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
 from lightning_pipeoffload.planning.run_plans import first_plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.device.devices import Device as KnownDevice
-from lightning_pipeoffload.runtime.device.devices import Devices
+from lightning_pipeoffload.runtime.device import Device as KnownDevice
+from lightning_pipeoffload.runtime.device import Devices
 from lightning_pipeoffload.schedule import (
+    COMPUTE_TIMES,
+    FAMILIES,
     Costs,
     Kind,
     MemoryLimitError,
+    Option,
+    Plan,
+    PlanRequest,
+    Recipe,
     Schedule,
     ScheduleError,
     Slices,
+    check_sizes,
     lower,
+    make_plan,
+    of_every_stage,
+    places_of,
+    stages_on,
 )
-from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
-from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_sizes
-from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest, make_plan
-from lightning_pipeoffload.schedule.schedule import places_of, stages_on
-from lightning_pipeoffload.schedule.slices import of_every_stage
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -18,38 +18,34 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_pipeoffload.cli.configuration import build
-from lightning_pipeoffload.loop.step_calls import StepCalls
-from lightning_pipeoffload.optimizers.optimizer_table import (
-    may_step_by_bucket,
-    measure_states,
-    refuse_stand_ins,
-)
+from lightning_pipeoffload.loop import StepCalls
+from lightning_pipeoffload.optimizers import may_step_by_bucket, measure_states, refuse_stand_ins
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch.structure import batch_size
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.block_classes import classes_of_makes
-from lightning_pipeoffload.runtime.cut.checks import check_recompute_full
-from lightning_pipeoffload.runtime.cut.partition import (
+from lightning_pipeoffload.runtime import leaves_of
+from lightning_pipeoffload.runtime.batch import batch_size
+from lightning_pipeoffload.runtime.cut import (
     ANY_ROOM,
+    BlockChain,
     CutSettings,
     Room,
     SegmentCosts,
+    check_recompute_full,
+    classes_of_makes,
     cut,
 )
-from lightning_pipeoffload.runtime.device.devices import Devices
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.making.construction import costs_of_sizes, make_blueprint
-from lightning_pipeoffload.runtime.making.registered_parameters import making_shapes
-from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import mesh_of_absent_ranks
-from lightning_pipeoffload.runtime.tensor_parallel.layers import sharing_layers
-from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.device import Devices
+from lightning_pipeoffload.runtime.making import costs_of_sizes, make_blueprint, making_shapes
+from lightning_pipeoffload.runtime.measure import with_head_in_b
+from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.shapes import RemoteTensor
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.tensor_parallel import (
+    keeping_own_parts,
+    mesh_of_absent_ranks,
+    sharing_layers,
+)
+from lightning_pipeoffload.runtime.users_code import find_slots
 from lightning_pipeoffload.schedule import ScheduleError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
-from lightning_pipeoffload.pictures.picture_file import Drawn
+from lightning_pipeoffload.pictures import Drawn
 from lightning_pipeoffload.planning.figures import (
     PlannedStep,
     Units,
@@ -24,10 +24,15 @@ from lightning_pipeoffload.planning.figures import (
     choice_table,
     lines_of_refused,
 )
-from lightning_pipeoffload.schedule import copy_ratios, draw, free_share, simulate_steps
-from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.messages import send_after
-from lightning_pipeoffload.schedule.text import share_text
+from lightning_pipeoffload.schedule import (
+    Plan,
+    copy_ratios,
+    draw,
+    free_share,
+    send_after,
+    share_text,
+    simulate_steps,
+)
 
 __all__ = [
     "Answer",

@@ -16,18 +16,16 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.transport import Transport
-from lightning_pipeoffload.runtime.device.accelerator import accelerator_module
-from lightning_pipeoffload.runtime.device.timing import ActionTimer, finished_at
-from lightning_pipeoffload.runtime.measure.block_costs import StageCosts, measure_costs
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import Transport
+from lightning_pipeoffload.runtime.device import ActionTimer, accelerator_module, finished_at
+from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, measure_costs
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline
+from lightning_pipeoffload.runtime.step import Microbatch, placed
 from lightning_pipeoffload.schedule import (
     COMPUTE,
+    RECVS,
+    SENDS,
     Action,
     Costs,
     Kind,
@@ -35,10 +33,10 @@ from lightning_pipeoffload.schedule import (
     expected_during,
     lower,
     one_at_a_time,
+    recv_before,
+    send_of,
     simulate,
 )
-from lightning_pipeoffload.schedule.actions import RECVS, SENDS
-from lightning_pipeoffload.schedule.messages import recv_before, send_of
 
 _CYCLES = 20_000_000
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_pipeoffload.cli.configuration import load_package, run_hydra_app
-from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.families import check_sizes
+from lightning_pipeoffload.schedule import ScheduleError, check_sizes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -21,37 +21,33 @@ from lightning_pipeoffload.cli.model_probe import SEED, ModelProbe
 from lightning_pipeoffload.cli.plan_output import print_json
 from lightning_pipeoffload.cli.rehearsal import Rehearsal
 from lightning_pipeoffload.cli.strategy_settings import settings_of
-from lightning_pipeoffload.loop.step_calls import StepCalls
+from lightning_pipeoffload.loop import StepCalls
 from lightning_pipeoffload.planning.figures import bare_table
 from lightning_pipeoffload.planning.memory_needs import ON_DEVICE, MemoryNeeds
 from lightning_pipeoffload.planning.request import Work
 from lightning_pipeoffload.planning.run_plans import plan_of, request_by_name
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.cut.remote_values import make_real
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.measure.block_costs import StageCosts
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.cut import CutSettings, make_real
+from lightning_pipeoffload.runtime.device import make_lanes
+from lightning_pipeoffload.runtime.measure import CopySpeed, StageCosts, measure_copy_speed
+from lightning_pipeoffload.runtime.run import ActivationMemory, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, scales_of
+from lightning_pipeoffload.runtime.step import Microbatch, sharing_casts
+from lightning_pipeoffload.runtime.users_code import Slot
 from lightning_pipeoffload.schedule import (
+    COMPUTE_TIMES,
     COPIES,
     Costs,
     Schedule,
     ScheduleError,
     Timeline,
+    bytes_text,
     copy_ratios,
     lower,
+    seconds_text,
+    share_text,
     simulate,
 )
-from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
-from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

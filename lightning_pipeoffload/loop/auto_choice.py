@@ -17,11 +17,11 @@ from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.cut_costs import CutCosts
 from lightning_pipeoffload.loop.device_orders import BetterOrder, find_better_order
-from lightning_pipeoffload.loop.hooks.users_hooks import find_hooked
+from lightning_pipeoffload.loop.hooks import find_hooked
 from lightning_pipeoffload.loop.microbatches import sees_its_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.loop.stored_choice import ChoiceStore, StoredChoice, digest_work
-from lightning_pipeoffload.optimizers.optimizer_table import measure_states
+from lightning_pipeoffload.optimizers import measure_states
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
@@ -29,23 +29,27 @@ from lightning_pipeoffload.planning.report import Progress, print_line
 from lightning_pipeoffload.planning.request import Work, options_of
 from lightning_pipeoffload.planning.run_plans import plan_for_all, request_for
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.block_classes import describe_blocks, find_classes
-from lightning_pipeoffload.runtime.cut.checks import recompute_risk
-from lightning_pipeoffload.runtime.measure.block_costs import (
+from lightning_pipeoffload.runtime.cut import describe_blocks, find_classes, recompute_risk
+from lightning_pipeoffload.runtime.measure import (
     ActionOverhead,
     BlockMeasurement,
     costs_of_pipelines,
 )
-from lightning_pipeoffload.runtime.memory.host_memory import gradient_bytes
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.quantized_weight import bytes_on_device
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
-from lightning_pipeoffload.schedule import Costs, ScheduleError
-from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Candidate, Option
-from lightning_pipeoffload.schedule.make_plan import Plan, PlanRequest
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.runtime.memory import gradient_bytes
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import bytes_on_device
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.users_code import copy_batch, find_slots
+from lightning_pipeoffload.schedule import (
+    RECOMPUTATIONS,
+    Candidate,
+    Costs,
+    Option,
+    Plan,
+    PlanRequest,
+    ScheduleError,
+    places_of,
+)
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
-from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
-from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
+from lightning_pipeoffload.loop.hooks import CollectedValues, users_hooks
 from lightning_pipeoffload.loop.post_validation import Clipping, PostValidation, Scaling
 from lightning_pipeoffload.planning.training_plan import Accumulation
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
+from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import memory_of, written_arguments
 
 _BEFORE_BACKWARD = "optimizer_zero_grad", "on_before_zero_grad", "on_before_backward"
 

@@ -16,16 +16,10 @@ from lightning_pipeoffload.loop.data import (
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.report import Progress
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch.structure import (
-    BatchParts,
-    BatchStructure,
-    Collation,
-    batch_size,
-)
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.traced_batch import trace_parts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.batch import BatchParts, BatchStructure, Collation, batch_size
+from lightning_pipeoffload.runtime.cut import StepRecord
+from lightning_pipeoffload.runtime.run import Pipeline, trace_parts
+from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 
 

@@ -37,7 +37,7 @@ from lightning_pipeoffload.loop.exchange import Exchange, Flags
 from lightning_pipeoffload.loop.requeue import Requeue
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.stops import Clocks, JointStop
-from lightning_pipeoffload.processes.rank_differences import StepOptions
+from lightning_pipeoffload.processes import StepOptions
 
 
 class BatchEnd:

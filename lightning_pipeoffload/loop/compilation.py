@@ -6,8 +6,8 @@ import time
 from functools import partial
 
 from lightning_pipeoffload.planning.report import print_line
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.runtime.cut import StepRecord
+from lightning_pipeoffload.runtime.run import Pipeline
 
 
 def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:

@@ -8,17 +8,15 @@ from copy import copy
 from dataclasses import replace
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.cut.partition import ANY_ROOM, Room, Stage
-from lightning_pipeoffload.runtime.measure.block_costs import (
+from lightning_pipeoffload.runtime.cut import ANY_ROOM, Room, Stage
+from lightning_pipeoffload.runtime.measure import (
     ActionOverhead,
     costs_of_stages,
     cut_by_costs,
     with_head_in_b,
 )
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.schedule import Costs, Option, ScheduleError, places_of
 
 ByRecompute = Mapping[tuple[str, int], tuple[Costs, ActionOverhead]]
 

@@ -24,11 +24,9 @@ from torch.utils.data import (
 )
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch.parts import start_checksum
-from lightning_pipeoffload.runtime.batch.structure import refuse_unclear_list
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.comm.replicas import Replicas
-from lightning_pipeoffload.runtime.users_code.replaced_methods import subclass_like
+from lightning_pipeoffload.runtime.batch import refuse_unclear_list, start_checksum
+from lightning_pipeoffload.runtime.comm import RankMesh, Replicas
+from lightning_pipeoffload.runtime.users_code import subclass_like
 from lightning_pipeoffload.texts.index_groups import GroupSampler
 from lightning_pipeoffload.texts.minibatch import MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRows, PackedRowsSampler

@@ -9,10 +9,8 @@ from math import inf
 from typing import Any
 
 from lightning_pipeoffload.loop.cut_costs import CutCosts
-from lightning_pipeoffload.runtime.device.devices import Device, Devices
-from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
+from lightning_pipeoffload.runtime.device import Device, Devices
+from lightning_pipeoffload.schedule import Option, PlanRequest, ScheduleError, make_plan
 
 _WORTH_SAYING = 0.03  # of a period
 _MOST_PLANNED = 12

@@ -10,13 +10,10 @@ from typing import Any
 from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs, StepOutput
-from lightning_pipeoffload.runtime.batch.parts import shape_signature
-from lightning_pipeoffload.runtime.batch.structure import batch_size
-from lightning_pipeoffload.runtime.shapes.shape_only import give_values
-from lightning_pipeoffload.runtime.step.autocast import without_fused_layers
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
-from lightning_pipeoffload.runtime.users_code.attributes import GlobalWriteError
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall
+from lightning_pipeoffload.runtime.batch import batch_size, shape_signature
+from lightning_pipeoffload.runtime.shapes import give_values
+from lightning_pipeoffload.runtime.step import Microbatch, placed, without_fused_layers
+from lightning_pipeoffload.runtime.users_code import GlobalWriteError, StepCall
 
 log = logging.getLogger(__name__)
 

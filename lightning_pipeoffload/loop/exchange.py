@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_pipeoffload.processes.rank_differences import StepOptions, refuse_differences
-from lightning_pipeoffload.runtime.batch.parts import start_checksum
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.device.marks import mark, unrecorded
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
+from lightning_pipeoffload.processes import StepOptions, refuse_differences
+from lightning_pipeoffload.runtime.batch import start_checksum
+from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.device import mark, unrecorded
+from lightning_pipeoffload.runtime.run import Pipeline
 
 _SET_ALIKE = (
     "set options of optimizers, freeze parameters and call optimizer.step alike on all ranks; a "

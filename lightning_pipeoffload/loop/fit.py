@@ -27,7 +27,7 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
-from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks, Continued
+from lightning_pipeoffload.checkpoints import CheckpointHooks, Continued
 from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals
 from lightning_pipeoffload.loop.batch_end import BatchEnd
 from lightning_pipeoffload.loop.data import (
@@ -39,13 +39,13 @@ from lightning_pipeoffload.loop.data import (
 )
 from lightning_pipeoffload.loop.evaluation import Evaluation
 from lightning_pipeoffload.loop.exchange import Exchange
-from lightning_pipeoffload.loop.hooks.collected_values import CollectedValues
-from lightning_pipeoffload.loop.hooks.hook_forwards import HookForwards
-from lightning_pipeoffload.loop.hooks.sent_values import numbers_in
-from lightning_pipeoffload.loop.hooks.users_hooks import (
+from lightning_pipeoffload.loop.hooks import (
     BEFORE_STEPS,
+    CollectedValues,
     EndHooks,
+    HookForwards,
     hooks_between_batches,
+    numbers_in,
     refuse_other_callbacks,
     share_gradient_sizes,
     users_hooks,
@@ -65,21 +65,18 @@ from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
 from lightning_pipeoffload.loop.stops import Clocks, JointStop
 from lightning_pipeoffload.loop.weight_readers import check_weight_readers
-from lightning_pipeoffload.metrics.metric_values import MetricGroups
-from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.optimizers.host_step import EarlyStep
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
+from lightning_pipeoffload.metrics import MetricGroups, SharedMetricsConnector
+from lightning_pipeoffload.optimizers import EarlyStep, MasterWeights
 from lightning_pipeoffload.planning.training_plan import Accumulation
-from lightning_pipeoffload.processes.rank_differences import (
+from lightning_pipeoffload.processes import (
     StepOptions,
     describe_module,
     describe_optimizers,
     describe_trainer,
     refuse_differences,
 )
-from lightning_pipeoffload.runtime.randomness import draw_seed, forked_randomness, mix_seed
-from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
+from lightning_pipeoffload.runtime import draw_seed, forked_randomness, mix_seed
+from lightning_pipeoffload.runtime.step import Microbatch, in_slices, placed, sharing_casts
 
 
 class Fit:

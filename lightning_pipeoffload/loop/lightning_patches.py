@@ -30,10 +30,10 @@ from typing_extensions import Self, override
 
 from lightning_pipeoffload.loop.backward import GradientTotals, scaler_of
 from lightning_pipeoffload.loop.data import group_sampler_of
-from lightning_pipeoffload.loop.hooks.sent_values import OutputsElsewhere
-from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.shapes.remote_tensor import EqualIsSame
+from lightning_pipeoffload.loop.hooks import OutputsElsewhere
+from lightning_pipeoffload.metrics import SharedMetricsConnector
+from lightning_pipeoffload.runtime.comm import RankMesh
+from lightning_pipeoffload.runtime.shapes import EqualIsSame
 
 _filter_by_value = BaseFinetuning.filter_on_optimizer
 _SHARED_RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.batch.parts import weigh_parts
-from lightning_pipeoffload.runtime.batch.tree import batch_leaves
-from lightning_pipeoffload.runtime.cut.loss_terms import Terms
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
+from lightning_pipeoffload.runtime.batch import batch_leaves, weigh_parts
+from lightning_pipeoffload.runtime.cut import StepRecord, Terms
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.users_code import in_brackets
 from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL
 
 log = logging.getLogger(__name__)

@@ -12,18 +12,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.checkpoints.checkpoint_hooks import CheckpointHooks
-from lightning_pipeoffload.checkpoints.split_state import make_whole
-from lightning_pipeoffload.runtime.cut.remote_values import ModuleCopies, absent_in
-from lightning_pipeoffload.runtime.making.construction import (
+from lightning_pipeoffload.checkpoints import CheckpointHooks, make_whole
+from lightning_pipeoffload.runtime.cut import ModuleCopies, absent_in
+from lightning_pipeoffload.runtime.making import (
     Blueprint,
+    PartedModule,
     constructing,
     make_blueprint,
 )
-from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_shard
-from lightning_pipeoffload.runtime.tensor_parallel.layers import INSTEAD, sharing_layers
-from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
+from lightning_pipeoffload.runtime.shapes import refuse_shard
+from lightning_pipeoffload.runtime.tensor_parallel import INSTEAD, keeping_own_parts, sharing_layers
 
 _ONE_RANK = (
     'self.device_mesh["data_parallel"] has one rank, so that fully_shard under '

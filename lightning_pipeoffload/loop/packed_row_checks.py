@@ -23,9 +23,9 @@ from typing_extensions import override
 
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime.users_code import leaving_no_trace
+from lightning_pipeoffload.schedule import bytes_text
 from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL, find_texts
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.solver_search import SolverSearch
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.step_calls import StepInputs
-from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket, measure_states
+from lightning_pipeoffload.optimizers import may_step_by_bucket, measure_states
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, StandIns
@@ -38,19 +38,19 @@ from lightning_pipeoffload.planning.run_plans import (
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.run import Executor, Pipeline
+from lightning_pipeoffload.runtime.step import Microbatch
 from lightning_pipeoffload.schedule import (
+    FAMILIES,
     Costs,
     Kind,
+    Option,
+    Plan,
     Schedule,
     ScheduleError,
+    options,
     sums_alike,
 )
-from lightning_pipeoffload.schedule.candidates import Option, options
-from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -34,11 +34,10 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, is_torchs
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
-from lightning_pipeoffload.runtime.late_values import is_on_accelerator, start_reading
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges
+from lightning_pipeoffload.optimizers import OptimizerSnapshot, is_torchs
+from lightning_pipeoffload.runtime import is_on_accelerator, start_reading
+from lightning_pipeoffload.runtime.comm import PendingParameters, PipelineGroup
+from lightning_pipeoffload.runtime.shapes import GradientChanges
 
 log = logging.getLogger(__name__)
 

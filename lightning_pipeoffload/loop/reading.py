@@ -63,10 +63,10 @@ from lightning_pipeoffload.loop.receiving import (
     Pass,
     ReceivingFetcher,
 )
-from lightning_pipeoffload.processes.failure import say
-from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel
-from lightning_pipeoffload.runtime.randomness import RandomnessReplay, are_alike
-from lightning_pipeoffload.runtime.users_code.sources import (
+from lightning_pipeoffload.processes import say
+from lightning_pipeoffload.runtime import RandomnessReplay, are_alike
+from lightning_pipeoffload.runtime.comm import BatchChannel
+from lightning_pipeoffload.runtime.users_code import (
     generator_state,
     is_generator,
     set_generator_state,

@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.combined_loader import (
 )
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel, Received
-from lightning_pipeoffload.runtime.randomness import RandomnessReplay
+from lightning_pipeoffload.runtime import RandomnessReplay
+from lightning_pipeoffload.runtime.comm import BatchChannel, Received
 
 MOST_AHEAD = 2  # one is on its way during a step; others take it without waiting for the reader
 

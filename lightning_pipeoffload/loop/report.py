@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeoffload.loop.plans import Plans
-from lightning_pipeoffload.optimizers.optimizer_snapshot import bytes_usable
+from lightning_pipeoffload.optimizers import bytes_usable
 from lightning_pipeoffload.planning.balance import describe_cut
 from lightning_pipeoffload.planning.figures import PlannedStep
 from lightning_pipeoffload.planning.measurements import Measurements
@@ -26,11 +26,10 @@ from lightning_pipeoffload.planning.report import (
     print_reads,
 )
 from lightning_pipeoffload.planning.run_plans import rank_limits
-from lightning_pipeoffload.runtime.batch.structure import tokens_in
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.schedule import Schedule
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.runtime.batch import tokens_in
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.schedule import Schedule, places_of
 
 
 class Report:

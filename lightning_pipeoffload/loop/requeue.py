@@ -22,8 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 )
 
 from lightning_pipeoffload.loop.lightning_patches import answer_requeue
-from lightning_pipeoffload.processes.failure import say
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.processes import say
+from lightning_pipeoffload.runtime.comm import PipelineGroup
 
 _WANTED = "requeue/wanted"
 _STEP = "requeue/step/"

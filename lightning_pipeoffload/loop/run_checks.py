@@ -22,10 +22,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_pipeoffload.loop.hooks.users_hooks import OF_GRADIENTS, users_hooks
-from lightning_pipeoffload.runtime.cut.checks import SKIP_A_BATCH
-from lightning_pipeoffload.runtime.shapes.quantized_weight import SHARDED
-from lightning_pipeoffload.runtime.users_code.users_lines import line_of, users_line
+from lightning_pipeoffload.loop.hooks import OF_GRADIENTS, users_hooks
+from lightning_pipeoffload.runtime.cut import SKIP_A_BATCH
+from lightning_pipeoffload.runtime.shapes import SHARDED
+from lightning_pipeoffload.runtime.users_code import line_of, users_line
 
 _STEP_OF = {
     TrainerFn.VALIDATING: "validation_step",

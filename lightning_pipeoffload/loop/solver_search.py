@@ -10,12 +10,15 @@ from lightning_pipeoffload.planning.report import print_gain
 from lightning_pipeoffload.planning.request import Machines
 from lightning_pipeoffload.planning.run_plans import keeps_limits, rank_limits
 from lightning_pipeoffload.planning.training_plan import Current, TrainingPlan, is_worth_changing
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.schedule import Costs, MemoryLimitError, Schedule, ScheduleError
-from lightning_pipeoffload.schedule.schedule import places_of
-from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+from lightning_pipeoffload.schedule import (
+    Costs,
+    MemoryLimitError,
+    Schedule,
+    ScheduleError,
+    places_of,
+)
+from lightning_pipeoffload.schedule.solver import PlanProblem, PlanSolver, best_of_families
 
 
 class SolverSearch:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.checkpoints.split_state import SplitState
+from lightning_pipeoffload.checkpoints import SplitState
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.microbatches import (
@@ -30,21 +30,21 @@ from lightning_pipeoffload.loop.microbatches import (
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.report import Report
 from lightning_pipeoffload.loop.step_calls import StepInputs
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.optimized_parameters import OptimizedParameters
+from lightning_pipeoffload.optimizers import MasterWeights, OptimizedParameters
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch.structure import BatchParts
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.replicas import SavedBuffers
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.gradient_reduction import GradientReduction
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
+from lightning_pipeoffload.runtime.batch import BatchParts
+from lightning_pipeoffload.runtime.comm import PipelineGroup, SavedBuffers
+from lightning_pipeoffload.runtime.device import ActionTimer
+from lightning_pipeoffload.runtime.making import PartedModule
+from lightning_pipeoffload.runtime.run import (
+    ActivationMemory,
+    Executor,
+    GradientReduction,
+    Pipeline,
+)
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.whole import WholeRuns
 from lightning_pipeoffload.schedule import Schedule
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipeoffload.loop.backward import scaler_of
-from lightning_pipeoffload.loop.hooks.users_hooks import (
+from lightning_pipeoffload.loop.hooks import (
     GradientHooks,
     has_forward_hooks,
     users_hooks,
@@ -29,13 +29,15 @@ from lightning_pipeoffload.loop.post_validation import (
     clips_by_norm,
     has_foreign_code,
 )
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
-from lightning_pipeoffload.optimizers.optimizer_table import may_step_by_bucket
-from lightning_pipeoffload.runtime.comm.replicas import WaitingMode
-from lightning_pipeoffload.runtime.run.executor import WaitForWeights
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.optimizers import (
+    MasterWeights,
+    OptimizerSnapshot,
+    has_snapshots,
+    may_step_by_bucket,
+)
+from lightning_pipeoffload.runtime.comm import WaitingMode
+from lightning_pipeoffload.runtime.run import Pipeline, WaitForWeights
+from lightning_pipeoffload.runtime.step import Microbatch
 
 log = logging.getLogger(__name__)
 

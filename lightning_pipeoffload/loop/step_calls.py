@@ -19,13 +19,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lightning_pipeoffload.loop.stops import JointStop
-from lightning_pipeoffload.metrics.log_capture import Capturing, LogCapture, ignore_log
-from lightning_pipeoffload.runtime.batch.parts import merge_outputs
-from lightning_pipeoffload.runtime.contexts import NOTHING, together
-from lightning_pipeoffload.runtime.leaves import map_output
-from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.shapes.sharding import whole_value
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall, UsersStep
+from lightning_pipeoffload.metrics import Capturing, LogCapture, ignore_log
+from lightning_pipeoffload.runtime import NOTHING, map_output, mix_seed, together
+from lightning_pipeoffload.runtime.batch import merge_outputs
+from lightning_pipeoffload.runtime.shapes import whole_value
+from lightning_pipeoffload.runtime.users_code import StepCall, UsersStep
 
 _KINDS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_pipeoffload.loop.exchange import Exchange
-from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
+from lightning_pipeoffload.runtime.users_code import WrappedHook
 
 
 class JointStop:

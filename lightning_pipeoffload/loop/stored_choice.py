@@ -21,14 +21,12 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch.parts import shape_signature
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.device.accelerator import accelerator_module
-from lightning_pipeoffload.runtime.measure.block_costs import ActionOverhead
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs
-from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.plan_cache import PlanCache, store_text
+from lightning_pipeoffload.runtime.batch import shape_signature
+from lightning_pipeoffload.runtime.cut import StepRecord
+from lightning_pipeoffload.runtime.device import accelerator_module
+from lightning_pipeoffload.runtime.measure import ActionOverhead
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.schedule import Costs, Option, PlanCache, store_text
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipeoffload.lightning_names import PACKAGES
-from lightning_pipeoffload.runtime.cut.remote_values import is_tracked_copy
+from lightning_pipeoffload.runtime.cut import is_tracked_copy
 
 log = logging.getLogger(__name__)
 

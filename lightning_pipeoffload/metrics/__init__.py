@@ -1,1 +1,7 @@
 """The values that steps log: captured by microbatch, and published to the other ranks."""
+
+from .log_capture import Capturing, LogCapture, combine_logged, ignore_log
+from .metric_calls import MetricCalls, batch_value
+from .metric_values import MetricGroups
+from .publisher import Fetch, RankFigures
+from .shared_metrics import SharedMetricsConnector

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch.parts import in_mean
+from lightning_pipeoffload.runtime.batch import in_mean
 
 
 class NotJoinedError(Exception):

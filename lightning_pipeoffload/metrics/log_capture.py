@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_pipeoffload.metrics.metric_calls import MetricCalls, batch_value
 from lightning_pipeoffload.metrics.metric_value import Derived, Entry, MetricValue
-from lightning_pipeoffload.runtime.batch.parts import in_mean
-from lightning_pipeoffload.runtime.shapes.sharding import whole_value
+from lightning_pipeoffload.runtime.batch import in_mean
+from lightning_pipeoffload.runtime.shapes import whole_value
 
 _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
 

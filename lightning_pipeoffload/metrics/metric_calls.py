@@ -53,8 +53,8 @@ from lightning_pipeoffload.metrics.metric_value import (
     own_values,
     promise,
 )
-from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.shapes import ValueNeededError
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
 
 log = logging.getLogger(__name__)
 

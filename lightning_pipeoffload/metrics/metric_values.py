@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_pipeoffload.runtime.comm.replicas import Replicas
+from lightning_pipeoffload.runtime.comm import Replicas
 
 _PLAIN = Metric.sync
 _PLAIN_SETUP = Strategy.setup_environment

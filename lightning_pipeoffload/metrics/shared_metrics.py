@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.metrics.publisher import Fetch, Publisher
 from lightning_pipeoffload.runtime import late_values
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
+from lightning_pipeoffload.runtime.comm import RankMesh
 
 _Metrics = dict[str, Any]
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_pipeoffload.loop.backward import BackwardHooks
-from lightning_pipeoffload.metrics.log_capture import Capturing, LogCapture, combine_logged
-from lightning_pipeoffload.metrics.metric_calls import batch_value
+from lightning_pipeoffload.loop import BackwardHooks
+from lightning_pipeoffload.metrics import Capturing, LogCapture, batch_value, combine_logged
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
-from lightning_pipeoffload.runtime.batch.structure import batch_size
+from lightning_pipeoffload.runtime.batch import batch_size
 from lightning_pipeoffload.texts.minibatch import Minibatch
 
 _ROUNDING = 1e-4  # of a sum of many weights

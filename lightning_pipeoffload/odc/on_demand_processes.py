@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.joint_strategy import JointStrategy
-from lightning_pipeoffload.processes.replica import set_replica
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.mesh import GroupLayout, ProcessGroups
+from lightning_pipeoffload.processes import JointStrategy, set_replica
+from lightning_pipeoffload.runtime.comm import GroupLayout, HostGroup, ProcessGroups
 
 
 class OnDemandProcesses(JointStrategy, ModelParallelStrategy):

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeoffload.odc.fsdp_hooks import OnDemandHooks
 from lightning_pipeoffload.odc.sharding import ShardedGroup, local_part, sharded_groups
 from lightning_pipeoffload.odc.transport import OnDemandTransport
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.comm import HostGroup, blaming_peers
 
 MakeTransport = Callable[[Sequence[ShardedGroup]], OnDemandTransport]
 

@@ -24,23 +24,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints.file import present
-from lightning_pipeoffload.checkpoints.folder import (
+from lightning_pipeoffload.checkpoints import (
     WholeCheckpoints,
+    present,
     refuse_remote_folder,
     write_checkpoint_folder,
 )
-from lightning_pipeoffload.loop.data import (
-    count_seen,
-    group_sampler_of,
-    leave_out_seen,
-)
-from lightning_pipeoffload.loop.lightning_patches import (
+from lightning_pipeoffload.loop import (
     BackwardInStep,
+    count_seen,
+    explaining_optimizers,
+    group_sampler_of,
     leave_group_samplers,
+    leave_out_seen,
     stop_without_waiting,
 )
-from lightning_pipeoffload.loop.run_checks import explaining_optimizers
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
 from lightning_pipeoffload.odc.on_demand_processes import OnDemandProcesses
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun, check_run
@@ -55,7 +53,7 @@ from lightning_pipeoffload.odc.sharding import (
     whole_state,
 )
 from lightning_pipeoffload.odc.transport import OnDemandTransport, SharedSums, WholeGradients
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
+from lightning_pipeoffload.runtime.comm import HostGroup
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate, MinibatchSampler
 from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 

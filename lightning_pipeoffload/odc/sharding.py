@@ -25,9 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map  # private: torch exports no other
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.cut.block_chain import find_chain
+from lightning_pipeoffload.runtime.comm import HostGroup, blaming_peers
+from lightning_pipeoffload.runtime.cut import find_chain
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -26,9 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from typing_extensions import override
 
 from lightning_pipeoffload.odc.sharding import ShardedGroup
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.shared_bytes import OwnerLocks, share_bytes
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.comm import HostGroup, OwnerLocks, blaming_peers, share_bytes
 
 _ALIGNMENT = 64
 _MOST_PUSHES = 2  # whose gradients are whole at once

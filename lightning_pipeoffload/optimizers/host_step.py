@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, padded
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.memory.host_memory import STAGING_BYTES
+from lightning_pipeoffload.runtime.device import make_lanes
+from lightning_pipeoffload.runtime.memory import STAGING_BYTES
 
 
 class _Staged(NamedTuple):

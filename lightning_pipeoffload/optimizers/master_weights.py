@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.stored_tensor import read_stored, value_of
+from lightning_pipeoffload.runtime import read_stored, value_of
 
 _HALF = (torch.bfloat16, torch.float16)
 

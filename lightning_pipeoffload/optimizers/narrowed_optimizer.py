@@ -31,12 +31,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, in_buckets, share_out
-from lightning_pipeoffload.runtime.contexts import NOTHING
-from lightning_pipeoffload.runtime.device.marks import mark
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges, RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime import NOTHING
+from lightning_pipeoffload.runtime.comm import (
+    Bundle,
+    PipelineGroup,
+    Replicas,
+    in_buckets,
+    share_out,
+)
+from lightning_pipeoffload.runtime.device import mark
+from lightning_pipeoffload.runtime.shapes import GradientChanges, RemoteTensor, ShapeOnly
 
 _NONE: Mapping[Tensor, int] = MappingProxyType({})
 

@@ -35,16 +35,11 @@ from lightning_pipeoffload.optimizers.optimizer_table import (
     refuse_stand_ins,
 )
 from lightning_pipeoffload.optimizers.stand_in_step import StandInStep, loading_state
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.memory.host_memory import (
-    HostMemory,
-    gradient_bytes,
-    staging_bytes,
-)
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.sharding import has_gradient_in_parts
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime.memory import HostMemory, gradient_bytes, staging_bytes
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import RemoteTensor, has_gradient_in_parts
+from lightning_pipeoffload.schedule import bytes_text
 
 
 class OptimizedParameters:

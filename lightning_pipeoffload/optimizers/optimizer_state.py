@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.narrowed_optimizer import StepShares
-from lightning_pipeoffload.runtime.stored_tensor import read_stored
+from lightning_pipeoffload.runtime import read_stored
 
 GroupNames = list[list[str]]
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.master_weights import MasterWeights, is_half
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _ALIGNMENT = 64  # of tensors in a buffer, in bytes
 

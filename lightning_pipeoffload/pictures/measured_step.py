@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_pipeoffload.schedule import Action, Event, Kind, Timeline
-from lightning_pipeoffload.schedule.actions import COMPUTE_LANE
-from lightning_pipeoffload.schedule.simulation.memory import Curve
+from lightning_pipeoffload.schedule import COMPUTE_LANE, Action, Event, Kind, Timeline
+from lightning_pipeoffload.schedule.simulation import Curve
 
 __all__ = ["MeasuredStep", "RankStep", "Wait", "join_ranks"]
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_pipeoffload.schedule import Costs, Event, ScheduleError, Timeline
-from lightning_pipeoffload.schedule.actions import COMPUTE_LANE
-from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
+from lightning_pipeoffload.schedule import COMPUTE_LANE, Costs, Event, ScheduleError, Timeline
+from lightning_pipeoffload.schedule.simulation import Curve, memory_curves
 
 from .figures import MISSING, has_matplotlib, save_figure
 from .measured_step import MeasuredStep, Wait

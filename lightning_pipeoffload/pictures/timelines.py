@@ -15,9 +15,8 @@ from itertools import accumulate
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_pipeoffload.schedule import Costs, Event, Kind, Timeline
-from lightning_pipeoffload.schedule.actions import COMPUTE_LANE
-from lightning_pipeoffload.schedule.simulation.memory import Curve, memory_curves
+from lightning_pipeoffload.schedule import COMPUTE_LANE, Costs, Event, Kind, Timeline
+from lightning_pipeoffload.schedule.simulation import Curve, memory_curves
 
 from .figures import MOST_PIXELS, SMALL, lighter, new_figure
 from .measured_step import MeasuredStep, Wait

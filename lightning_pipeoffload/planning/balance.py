@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_pipeoffload.planning.report import span_of
-from lightning_pipeoffload.runtime.cut.called_blocks import as_argument, inner_blocks
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.schedule.text import share_text
+from lightning_pipeoffload.runtime.cut import as_argument, inner_blocks
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.schedule import share_text
 
 _MOST = 1.5  # times the ranks' mean, without a reason and a remedy
 _ALONE = 0.5  # of a rank's work, from which on a segment is the reason

@@ -16,16 +16,19 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 
 from lightning_pipeoffload.schedule import (
+    Candidate,
     Costs,
+    Option,
+    Plan,
     Schedule,
     Timeline,
+    bytes_text,
     period_bubble,
+    seconds_text,
+    share_text,
     simulate,
     steady_period,
 )
-from lightning_pipeoffload.schedule.candidates import Candidate, Option
-from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
 
 Write = Callable[[float], str]
 

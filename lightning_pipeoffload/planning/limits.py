@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_pipeoffload.runtime.device.devices import Device
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, slab_bytes
-from lightning_pipeoffload.schedule import Costs, Schedule, peak_host_memory
-from lightning_pipeoffload.schedule.schedule import places_of
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.runtime.device import Device
+from lightning_pipeoffload.runtime.memory import HostBudget, slab_bytes
+from lightning_pipeoffload.schedule import Costs, Schedule, bytes_text, peak_host_memory, places_of
 
 log = logging.getLogger(__name__)
 

@@ -6,29 +6,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_pipeoffload.pictures.measured_step import MeasuredStep, RankStep, join_ranks
+from lightning_pipeoffload.pictures import MeasuredStep, RankStep, join_ranks
 from lightning_pipeoffload.planning.limits import DeviceMemory, MachineLimits, reserve_memory
 from lightning_pipeoffload.planning.report import join_measurements, measure
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
-from lightning_pipeoffload.runtime.measure.block_costs import (
+from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep, make_lanes
+from lightning_pipeoffload.runtime.measure import (
+    CopySpeed,
     RankCosts,
+    compare_clocks,
     costs_of_pipelines,
     join_costs,
-    measure_costs,
-)
-from lightning_pipeoffload.runtime.measure.link_speed import (
-    CopySpeed,
-    compare_clocks,
     measure_copy_speed,
+    measure_costs,
     measure_latencies,
 )
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import Ledger
-from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
-from lightning_pipeoffload.schedule import Costs, Schedule
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.runtime.run import Executor, Ledger, Pipeline
+from lightning_pipeoffload.runtime.whole import WholeRuns
+from lightning_pipeoffload.schedule import Costs, Schedule, places_of
 
 # The first microbatch allocates and warms caches; the median of three excludes it.
 _STEPS_TO_MEASURE = 3

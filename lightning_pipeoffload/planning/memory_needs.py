@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_pipeoffload.planning.report import join_measurements
-from lightning_pipeoffload.runtime.comm.replicas import share_out
-from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.measure.block_costs import (
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import share_out
+from lightning_pipeoffload.runtime.cut import Stage, StepRecord
+from lightning_pipeoffload.runtime.measure import (
     StageCosts,
     costs_of_slice,
     costs_of_stages,
+    measure_shapes,
     shares_of_slices,
 )
-from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.memory.host_memory import gradient_bytes, staging_bytes
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.quantized_weight import bytes_on_device
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.memory import gradient_bytes, staging_bytes
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import bytes_on_device
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.users_code import find_slots
 from lightning_pipeoffload.schedule import (
+    COMPUTE_TIMES,
     Action,
     Costs,
     Kind,
@@ -39,7 +39,6 @@ from lightning_pipeoffload.schedule import (
     peak_memory,
     peak_message_memory,
 )
-from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
 
 _KEPT = ("activation", "weight_input", "weight_residue")
 _MOST_OF = 0.9  # of the bytes of parameters and buffers

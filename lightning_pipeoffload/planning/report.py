@@ -20,12 +20,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_pipeoffload.planning.figures import PlannedStep, choice_table, lines_of_refused
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.schedule import Costs, Schedule, copy_ratios, free_share
-from lightning_pipeoffload.schedule.make_plan import Plan
-from lightning_pipeoffload.schedule.search.problem import ROUNDING
-from lightning_pipeoffload.schedule.text import bytes_text, seconds_text, share_text
+from lightning_pipeoffload.runtime.run import Executor, Pipeline
+from lightning_pipeoffload.schedule import (
+    Costs,
+    Plan,
+    Schedule,
+    bytes_text,
+    copy_ratios,
+    free_share,
+    seconds_text,
+    share_text,
+)
+from lightning_pipeoffload.schedule.search import ROUNDING
 
 _SECONDS_SILENT = 2.0
 _NUM_COLUMNS = 80  # of the text that other handlers get

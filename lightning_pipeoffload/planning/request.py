@@ -11,12 +11,19 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Any
 
-from lightning_pipeoffload.schedule import Costs, Schedule, ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option, options
-from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, check_slices
-from lightning_pipeoffload.schedule.make_plan import PlanRequest
-from lightning_pipeoffload.schedule.schedule import places_of
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.schedule import (
+    FAMILIES,
+    Costs,
+    Option,
+    PlanRequest,
+    Recipe,
+    Schedule,
+    ScheduleError,
+    bytes_text,
+    check_slices,
+    options,
+    places_of,
+)
 
 __all__ = ["Fixed", "Machines", "Work", "fill_request", "options_of"]
 

@@ -16,30 +16,28 @@ from typing import Any
 from lightning_pipeoffload.planning.limits import MachineLimits, bytes_writer
 from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
+from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.schedule import (
+    FAMILIES,
     UNMEASURED,
     Costs,
+    HostShortageError,
+    Job,
     MemoryLimitError,
     OffloadReport,
+    Option,
+    Plan,
+    PlanRequest,
+    RankLimits,
     Schedule,
     ScheduleError,
     accept,
+    make_plan,
     offload_activations,
     one_at_a_time,
+    places_of,
     split_fused_backward,
 )
-from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import (
-    HostShortageError,
-    Job,
-    Plan,
-    PlanRequest,
-    make_plan,
-)
-from lightning_pipeoffload.schedule.rank_limits import RankLimits
-from lightning_pipeoffload.schedule.schedule import places_of
 
 _NO_LIMITS = MachineLimits()
 

@@ -16,27 +16,26 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeoffload.planning.limits import Limit, bytes_writer, parse_limits
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.transport import MOST_MICROBATCHES
-from lightning_pipeoffload.runtime.compiled.block_compiler import check_compile, warn_once
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
-from lightning_pipeoffload.runtime.memory.recompute import check_recompute
-from lightning_pipeoffload.runtime.weight_grad.queue import adds_in_float32
+from lightning_pipeoffload.runtime.comm import MOST_MICROBATCHES, PipelineGroup
+from lightning_pipeoffload.runtime.compiled import check_compile, warn_once
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.memory import HostBudget, check_recompute
+from lightning_pipeoffload.runtime.weight_grad import adds_in_float32
 from lightning_pipeoffload.schedule import (
+    DEFAULT_SCHEDULE,
+    FAMILIES,
+    FINAL,
     TRANSFERS,
+    Option,
+    Recipe,
     Schedule,
     ScheduleError,
     accept,
+    build_by,
     check_name,
     offload_share,
 )
-from lightning_pipeoffload.schedule.actions import FINAL
-from lightning_pipeoffload.schedule.build import DEFAULT_SCHEDULE
-from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.families import FAMILIES, Recipe, build_by
-from lightning_pipeoffload.schedule.solver.optpipe import check_solver_seconds
-from lightning_pipeoffload.schedule.solver.plan_model import check_solver
+from lightning_pipeoffload.schedule.solver import check_solver, check_solver_seconds
 
 ScheduleLike = Callable[[int, int], Schedule] | Schedule | str | PathLike[str]
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from lightning_pipeoffload.planning.limits import MachineLimits
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime.run import Executor
 from lightning_pipeoffload.schedule import (
     Costs,
     Kind,

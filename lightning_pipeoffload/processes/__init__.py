@@ -1,1 +1,15 @@
 """The processes of a pipeline: started, connected, watched, and stopped together."""
+
+from .failure import say
+from .joint_strategy import JointStrategy
+from .pipeline_processes import PipelineProcesses
+from .rank_differences import (
+    StepOptions,
+    describe_module,
+    describe_optimizers,
+    describe_trainer,
+    refuse_differences,
+)
+from .replica import data_parallel_rank, data_parallel_size, forget_replica, reads_data, set_replica
+from .run_store import Meeting, free_port
+from .tensor_gather import gather_tensor

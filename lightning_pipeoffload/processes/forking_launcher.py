@@ -52,8 +52,8 @@ from lightning_pipeoffload.processes.returned_state import (
     shapes_in,
 )
 from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups
-from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
+from lightning_pipeoffload.runtime.comm import ProcessGroups
+from lightning_pipeoffload.runtime.users_code import WrappedHook
 
 _WEIGHTS_FILE = "pipeoffload_notebook.ckpt"
 _ENVIRONMENT = {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}

@@ -20,9 +20,8 @@ from lightning_pipeoffload.processes.failure import SIGTERM_STATUS, first_line, 
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.processes import Processes
 from lightning_pipeoffload.processes.replica import forget_replica
-from lightning_pipeoffload.runtime.comm.transport import says_peer_lost
-from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.comm import says_peer_lost
+from lightning_pipeoffload.runtime.users_code import WrappedHook, calling_line, in_brackets
 
 log = logging.getLogger(__name__)
 

@@ -43,11 +43,9 @@ from lightning_pipeoffload.processes.failure import (
     say,
 )
 from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
-from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.runtime.memory import machine_memory
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, ValueNeededError, explain_remote
+from lightning_pipeoffload.schedule import bytes_text
 
 log = logging.getLogger(__name__)
 

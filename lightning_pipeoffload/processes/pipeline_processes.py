@@ -30,12 +30,12 @@ from lightning_pipeoffload.processes.joint_strategy import JointStrategy
 from lightning_pipeoffload.processes.launcher import JointLauncher
 from lightning_pipeoffload.processes.rank_differences import describe_settings, refuse_differences
 from lightning_pipeoffload.processes.replica import set_replica
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.device.cuda_settings import prepare_cuda
-from lightning_pipeoffload.runtime.measure.device_speed import find_devices
-from lightning_pipeoffload.runtime.randomness import RandomnessReplay
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime import RandomnessReplay
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+from lightning_pipeoffload.runtime.device import prepare_cuda
+from lightning_pipeoffload.runtime.measure import find_devices
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.users_code import find_slots
 from lightning_pipeoffload.schedule import Schedule
 
 

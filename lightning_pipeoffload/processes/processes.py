@@ -21,9 +21,7 @@ from lightning_pipeoffload.processes.failure import EXIT_SECONDS, polls
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.launcher import BetweenRuns, JointLauncher, LaunchedProcesses
 from lightning_pipeoffload.processes.run_store import Meeting, connect_store, end_connections
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups
+from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, ProcessGroups
 
 # Timeout for all ranks to reach a hook that needs them.
 _PATIENCE = timedelta(seconds=60)

@@ -19,12 +19,11 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.optimizers.optimizer_state import GroupNames
+from lightning_pipeoffload.optimizers import GroupNames
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime import late_values
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.leaves import map_operands
-from lightning_pipeoffload.runtime.shapes.quantized_weight import describe_4bit, is_4bit
+from lightning_pipeoffload.runtime import late_values, map_operands
+from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.shapes import describe_4bit, is_4bit
 from lightning_pipeoffload.schedule import Schedule
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -19,9 +19,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit
-from lightning_pipeoffload.runtime.users_code.snapshot import refill
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.shapes import is_4bit
+from lightning_pipeoffload.runtime.users_code import Slot, find_slots, refill
 
 log = logging.getLogger(__name__)
 

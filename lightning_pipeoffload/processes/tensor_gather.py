@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import Sharding, sharding_of
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import gather_whole
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, Sharding, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel import gather_whole
+from lightning_pipeoffload.runtime.users_code import find_slots
 
 
 def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:

@@ -1,1 +1,31 @@
 """One rank of a pipeline in torch: cuts the user's module into stages and executes a plan."""
+
+from .contexts import NOTHING, together, without_collection
+from .in_force import IN_FORCE
+from .late_values import is_on_accelerator, start_reading
+from .leaves import (
+    leaves_of,
+    map_in_place,
+    map_operands,
+    map_output,
+    output_leaves,
+    output_tensors,
+    tensors_in,
+)
+from .payload import BlockOutput, Received, TensorSpec, dense_stride, enter, gradients_to_send
+from .randomness import (
+    RandomnessReplay,
+    are_alike,
+    draw_seed,
+    forked_randomness,
+    generator_state,
+    has_drawn_since,
+    mix_seed,
+    mix_seeds,
+    replayed_generator,
+    seed_all,
+    seed_torch,
+    seeded,
+    segment_seeder,
+)
+from .stored_tensor import StoredTensor, read_stored, value_of

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pipeoffload.runtime.device.accelerator import accelerator_in_use, accelerator_module
+from lightning_pipeoffload.runtime.device import accelerator_in_use, accelerator_module
 
 _MASK = (1 << 64) - 1
 

@@ -108,3 +108,26 @@ __all__ = [
     "validate",
     "with_copy_ratio",
 ]
+
+from .actions import ACTIVATION, COMPUTE_LANE, FINAL, KINDS, NOTHING, RECVS, RELOADS, SENDS, WAITING
+from .build import DEFAULT_SCHEDULE
+from .candidates import RECOMPUTATIONS, Candidate, Option, best_of, options
+from .costs import COMPUTE_TIMES, layer_flops
+from .families import FAMILIES, build_by, check_limit, check_sizes, check_slices
+from .make_plan import HostShortageError, Job, Plan, PlanRequest, least_score, make_plan
+from .messages import (
+    OpenReceives,
+    PendingSends,
+    actions_ahead,
+    most_pending,
+    recv_before,
+    recv_of,
+    send_after,
+    send_of,
+)
+from .plan_cache import PlanCache, store_text
+from .rank_limits import RankLimits
+from .replay import replay
+from .schedule import places_of, stages_on
+from .slices import LEAST_TOKENS, of_every_stage
+from .text import bytes_text, seconds_text, share_text

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch.utils.data import Sampler
 from typing_extensions import Self
 
-from lightning_pipeoffload.processes.replica import data_parallel_rank, data_parallel_size
+from lightning_pipeoffload.processes import data_parallel_rank, data_parallel_size
 
 
 class IndexGroups(list[int]):

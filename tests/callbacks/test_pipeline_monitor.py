@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
 from lightning_pipeoffload.callbacks.step_figures import OptimizerStep
-from lightning_pipeoffload.runtime.device import timing
-from lightning_pipeoffload.runtime.device.timing import ActionTimer, TimedStep
+from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep, timing
 from lightning_pipeoffload.schedule import Action, Kind
 from tests.support import fits
 

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import save as torch_save
 
 from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.checkpoints import PartWriter, present
 from lightning_pipeoffload.checkpoints import file as checkpoint_file
-from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, present, replacing
-from lightning_pipeoffload.checkpoints.folder import PartWriter
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, replacing
 
 # A fork: importing torch anew would take longer than all that is killed.
 FORK = get_context("fork")

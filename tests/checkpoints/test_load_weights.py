@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lightning_pipeoffload import load_weights, save_pretrained
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.runtime import StoredTensor
 from tests.support import fits
 from tests.support.pairs import slow
 

@@ -20,7 +20,7 @@ from lightning_pipeoffload.checkpoints.saved_values import (
     described_shapes,
     shapes_of,
 )
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.runtime import StoredTensor
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16)
 DTYPES = (*DTYPES, torch.float8_e4m3fn)

@@ -11,9 +11,7 @@ from lightning_pipeoffload.cli.layouts import PlannedLayout
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option, options
-from lightning_pipeoffload.schedule.make_plan import make_plan
+from lightning_pipeoffload.schedule import Option, ScheduleError, make_plan, options
 from tests.support.composed import composed
 from tests.support.pairs import slow
 

@@ -15,9 +15,7 @@ from lightning_pipeoffload.cli.devices import DEVICES, FP16_SUMS, device_named, 
 from lightning_pipeoffload.cli.layout_search import LayoutSearch
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.schedule import ScheduleError
-from lightning_pipeoffload.schedule.candidates import Option
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.schedule import Option, ScheduleError, bytes_text
 from tests.support.composed import composed
 
 SMALL = (

@@ -105,7 +105,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "messages")
 
 
 def activations_of_a_run(schedule):
-    from lightning_pipeoffload.demos.gpt import GPT
+    from lightning_pipeoffload.demos import GPT
 
     module = GPT(vocab_size=256, context=32, width=64, depth=4, heads=2, dropout=0.0)
     pipeline = InProcessPipeline(

@@ -3,8 +3,14 @@
 import pytest
 
 from lightning_pipeoffload.cli.rehearsal import waits_of
-from lightning_pipeoffload.schedule import Costs, build, expected_during, lower, simulate
-from lightning_pipeoffload.schedule.messages import recv_before
+from lightning_pipeoffload.schedule import (
+    Costs,
+    build,
+    expected_during,
+    lower,
+    recv_before,
+    simulate,
+)
 
 
 def test_a_receive_is_open_from_where_it_is_posted_until_its_message_is_sent():

@@ -16,13 +16,18 @@ from torch.distributed.tensor.parallel import (
 from lightning_pipeoffload.cli import model_probe
 from lightning_pipeoffload.cli.model_planner import ModelPlanner
 from lightning_pipeoffload.plan import plan
-from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving, find_classes
+from lightning_pipeoffload.runtime.cut import find_alike_saving, find_classes
 from lightning_pipeoffload.runtime.measure import shape_memory
-from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import absent_tensor_ranks
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import sent_bytes
-from lightning_pipeoffload.schedule import Kind, ScheduleError, build, lower
-from lightning_pipeoffload.schedule.candidates import RECOMPUTATIONS, Option
-from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
+from lightning_pipeoffload.runtime.tensor_parallel import absent_tensor_ranks, sent_bytes
+from lightning_pipeoffload.schedule import (
+    COMPUTE_TIMES,
+    RECOMPUTATIONS,
+    Kind,
+    Option,
+    ScheduleError,
+    build,
+    lower,
+)
 from tests import test_tensor_parallel as fits
 from tests.support.composed import composed
 from tests.support.pairs import slow

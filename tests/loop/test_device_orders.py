@@ -7,7 +7,7 @@ import pytest
 
 from lightning_pipeoffload.loop import device_orders
 from lightning_pipeoffload.loop.device_orders import find_better_order
-from lightning_pipeoffload.runtime.device.devices import Device, Devices
+from lightning_pipeoffload.runtime.device import Device, Devices
 from lightning_pipeoffload.schedule import ScheduleError
 
 

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_pipeoffload.runtime.batch.structure import batch_size, split_batch
+from lightning_pipeoffload.runtime.batch import batch_size, split_batch
 from tests.support import fits
 from tests.support.pairs import slow
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from tests.support import fits
 from tests.support.pairs import first
 

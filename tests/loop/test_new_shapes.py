@@ -8,9 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload.planning.training_plan import TrainingPlan
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.schedule import COMPUTE
 from tests.support import fits
 from tests.support.offloaded import memory_of_all

@@ -17,12 +17,11 @@ from transformers import (
 )
 
 from lightning_pipeoffload import MinibatchSampler, PackedRows, PackedRowsSampler
-from lightning_pipeoffload.loop import packed_row_checks
+from lightning_pipeoffload.loop import Split, packed_row_checks
 from lightning_pipeoffload.loop.microbatches import MicrobatchWeights
 from lightning_pipeoffload.loop.packed_row_checks import DenseMasks, PackedRowCheck
-from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepInputs
-from lightning_pipeoffload.processes.replica import forget_replica, set_replica
+from lightning_pipeoffload.processes import forget_replica, set_replica
 from tests.support import fits
 from tests.support.pairs import slow
 

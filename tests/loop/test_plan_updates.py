@@ -15,12 +15,14 @@ import pytest
 from lightning_pipeoffload.loop import solver_search
 from lightning_pipeoffload.planning import measurements
 from lightning_pipeoffload.planning.limits import DeviceMemory
-from lightning_pipeoffload.runtime.comm.transport import ProcessGroupTransport
+from lightning_pipeoffload.runtime.comm import ProcessGroupTransport
 from lightning_pipeoffload.schedule import Costs, accept, build, offload_activations
-from lightning_pipeoffload.schedule.solver import plan_solver
-from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
-from lightning_pipeoffload.schedule.solver.plan_solver import PlanSolver
+from lightning_pipeoffload.schedule.solver import (
+    PlanProblem,
+    PlanSolver,
+    best_of_families,
+    plan_solver,
+)
 from tests.support import auto_fits, fits
 from tests.support.pairs import slow
 

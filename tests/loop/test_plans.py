@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_pipeoffload.planning import measurements
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
+from lightning_pipeoffload.runtime.device import ActionTimer
+from lightning_pipeoffload.runtime.run import ActivationMemory
 from lightning_pipeoffload.schedule import SCHEDULES, Kind
 from tests.support import fits
 from tests.support.auto_fits import (

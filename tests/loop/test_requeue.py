@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import HashStore
 
 from lightning_pipeoffload.loop.requeue import Requeue
-from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.processes import free_port
 from tests.support import fits
 from tests.support.ending_fits import run_both
 from tests.support.pairs import first

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.demos import GPT
 from tests.support import fits
 from tests.support.pairs import slow
 

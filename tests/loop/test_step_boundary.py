@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_pipeoffload.loop import auto_choice
-from lightning_pipeoffload.loop.hooks.users_hooks import GradientHooks
+from lightning_pipeoffload.loop.hooks import GradientHooks
 from lightning_pipeoffload.loop.step_boundary import has_step_barrier
 from lightning_pipeoffload.planning.run_plans import plan_for_all
 from tests.support import fits

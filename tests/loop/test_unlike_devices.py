@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pipeoffload.runtime.device.devices import Device
+from lightning_pipeoffload.runtime.device import Device
 from lightning_pipeoffload.runtime.measure import device_speed
 from tests.support import fits
 from tests.support.auto_fits import MODULES, fit

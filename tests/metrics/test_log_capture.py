@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassF1Score
 
-from lightning_pipeoffload.metrics.log_capture import Capturing, LogCapture
+from lightning_pipeoffload.metrics import Capturing, LogCapture
 
 
 class Module(L.LightningModule):

@@ -33,7 +33,7 @@ from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 from torchmetrics.text import Perplexity, WordErrorRate
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper
 
-from lightning_pipeoffload.metrics.log_capture import Capturing, LogCapture
+from lightning_pipeoffload.metrics import Capturing, LogCapture
 
 SIZES = [2, 2, 1]  # of microbatches, the last one short
 

@@ -8,7 +8,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torchmetrics import Metric, SumMetric
 
-from lightning_pipeoffload.metrics.metric_values import MetricGroups
+from lightning_pipeoffload.metrics import MetricGroups
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from lightning_pipeoffload.metrics.publisher import Fetch, Publisher, RankFigures
+from lightning_pipeoffload.metrics import Fetch, RankFigures
+from lightning_pipeoffload.metrics.publisher import Publisher
 from lightning_pipeoffload.runtime import late_values
 
 

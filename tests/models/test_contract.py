@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.pairs import slow

@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader
 from transformers.integrations import replace_with_bnb_linear
 
 from lightning_pipeoffload import PipeOffloadStrategy, load_weights, save_pretrained
-from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.shapes.quantized_weight import scales_of
-from lightning_pipeoffload.runtime.shapes.remote_tensor import explain_remote
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
+from lightning_pipeoffload.runtime.cut import StepTrace, find_chain
+from lightning_pipeoffload.runtime.shapes import (
+    ShapeOnly,
+    ValueNeededError,
+    explain_remote,
+    scales_of,
+)
 from tests.support.fits import SILENT, outlive_failures
 from tests.support.pairs import slow
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_pipeoffload import MinibatchCollate, MinibatchSampler, PackedRows, PackedRowsSampler
-from lightning_pipeoffload.checkpoints.folder import PartWriter
+from lightning_pipeoffload.checkpoints import PartWriter
 from tests.support import on_demand_fits as fits
 from tests.support.on_demand_fits import Texts, assert_same, made, outcome, trainer, whole
 from tests.support.pairs import slow

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from lightning_pipeoffload.odc import transport
+from lightning_pipeoffload.odc import OnDemandRun, transport
 from lightning_pipeoffload.odc.fsdp_hooks import _Push
 from lightning_pipeoffload.odc.minibatch_training import MinibatchTraining
-from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.runtime.comm import shared_bytes
-from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
+from lightning_pipeoffload.runtime.memory import MachineMemory
 from tests.support import failing_on_demand
 from tests.support.forked_runs import run_forked
 from tests.support.on_demand_fits import Texts, fit_rank, made

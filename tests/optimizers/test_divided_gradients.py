@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor
-from lightning_pipeoffload.runtime.shapes.remote_gradient import RemoteGradient
+from lightning_pipeoffload.runtime.shapes import RemoteGradient
 from tests.support import fits, replica_fits
 from tests.support.pairs import slow
 

@@ -16,11 +16,9 @@ from torch.optim import sgd
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
-from lightning_pipeoffload.optimizers import host_step, master_step
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.optimizer_table import refuse_stand_ins
-from lightning_pipeoffload.runtime.device.accelerator import CopyLanes
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemoryError
+from lightning_pipeoffload.optimizers import MasterWeights, host_step, master_step, refuse_stand_ins
+from lightning_pipeoffload.runtime.device import CopyLanes
+from lightning_pipeoffload.runtime.memory import HostMemoryError
 from lightning_pipeoffload.schedule import tails
 from tests.support import fits
 from tests.support.ending_fits import Impatient

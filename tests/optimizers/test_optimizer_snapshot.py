@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.optimizers import optimizer_snapshot
-from lightning_pipeoffload.optimizers.master_weights import MasterWeights
-from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot, has_snapshots
+from lightning_pipeoffload.optimizers import (
+    MasterWeights,
+    OptimizerSnapshot,
+    has_snapshots,
+    optimizer_snapshot,
+)
 
 NESTEROV = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
 OPTIMIZERS = {

@@ -11,11 +11,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from transformers.optimization import Adafactor
 
-from lightning_pipeoffload.optimizers.optimizer_table import (
-    TABLE,
-    measure_states,
-    refuse_optimizer,
-)
+from lightning_pipeoffload.optimizers import measure_states
+from lightning_pipeoffload.optimizers.optimizer_table import TABLE, refuse_optimizer
 from tests.support import fits
 from tests.support.pairs import slow
 

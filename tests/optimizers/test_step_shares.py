@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipelineMonitor, PipeOffloadStrategy
 from lightning_pipeoffload.optimizers.narrowed_optimizer import NarrowedOptimizer, StepShares
-from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges
+from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime.comm import PendingParameters
+from lightning_pipeoffload.runtime.run import Executor
+from lightning_pipeoffload.runtime.shapes import GradientChanges
 from tests.support import fits, replica_fits
 from tests.support.pairs import slow
 

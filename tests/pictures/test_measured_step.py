@@ -5,9 +5,7 @@ import json
 import pytest
 from matplotlib.colors import to_hex
 
-from lightning_pipeoffload.pictures.measured_step import RankStep, join_ranks
-from lightning_pipeoffload.pictures.picture_file import to_measured_trace
-from lightning_pipeoffload.pictures.timelines import draw_measured
+from lightning_pipeoffload.pictures import RankStep, draw_measured, join_ranks, to_measured_trace
 from lightning_pipeoffload.schedule import Action, Costs, Kind, simulate
 from tests.support.plans import plan
 

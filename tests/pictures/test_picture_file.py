@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_pipeoffload.pictures import figures
-from lightning_pipeoffload.pictures.picture_file import Drawn, PictureFile, parse_window, to_trace
+from lightning_pipeoffload.pictures import Drawn, PictureFile, figures
+from lightning_pipeoffload.pictures.picture_file import parse_window, to_trace
 from lightning_pipeoffload.pictures.timelines import Window
 from lightning_pipeoffload.schedule import Costs, ScheduleError, add_final_actions, build, simulate
 from tests.support.plans import plan

@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from lightning_pipeoffload.planning import report
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from tests.support import fits
 
 

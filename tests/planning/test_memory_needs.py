@@ -5,10 +5,9 @@ from torch import nn
 
 from lightning_pipeoffload.planning.measurements import times_of
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds, add_step_copies, describe_needs
-from lightning_pipeoffload.runtime.device.timing import TimedStep
-from lightning_pipeoffload.runtime.memory.stage_store import Held
-from lightning_pipeoffload.runtime.run.rank_memory import Ledger
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.device import TimedStep
+from lightning_pipeoffload.runtime.memory import Held
+from lightning_pipeoffload.runtime.run import Ledger, trace_batch
 from lightning_pipeoffload.schedule import Action, Kind, build
 from tests.support.in_process import InProcessPipeline
 

@@ -23,17 +23,17 @@ from lightning_pipeoffload.planning.run_plans import (
     request_for,
 )
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.device.devices import Device
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget
+from lightning_pipeoffload.runtime.device import Device
+from lightning_pipeoffload.runtime.memory import HostBudget
 from lightning_pipeoffload.schedule import (
     Costs,
     ScheduleError,
     lower,
+    options,
     peak_host_memory,
     peak_memory,
     validate,
 )
-from lightning_pipeoffload.schedule.candidates import options
 
 MIB = 1 << 20
 COSTS = Costs(0.01, 0.01, 0.01, activation=float(MIB), offload=0.005, reload=0.005)

@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.profilers import PyTorchProfiler
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_pipeoffload.metrics.metric_calls import MetricCalls
-from lightning_pipeoffload.schedule.actions import COMPUTE
+from lightning_pipeoffload.metrics import MetricCalls
+from lightning_pipeoffload.schedule import COMPUTE
 from tests.support import fits
 from tests.support.pairs import slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pipeoffload.checkpoints.file import present
+from lightning_pipeoffload.checkpoints import present
 from tests.support.ending_fits import FillDisk, Impatient, SaveAndDie, run
 from tests.support.pairs import some
 from tests.support.saving_fits import consolidate

@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.processes import free_port
 from tests.support import failing, fits
 from tests.support.failing import HOOKS, STEPS
 from tests.support.forked_runs import run_forked

@@ -19,7 +19,7 @@ from lightning_pipeoffload import OnDemandStrategy, PipeOffloadStrategy
 from lightning_pipeoffload.processes import failure_board, launcher
 from lightning_pipeoffload.processes.launcher import LaunchedProcesses
 from lightning_pipeoffload.processes.pipeline_processes import warn_of_split_tensor_groups
-from lightning_pipeoffload.runtime.memory.host_memory import MachineMemory
+from lightning_pipeoffload.runtime.memory import MachineMemory
 from tests.support import fits
 
 

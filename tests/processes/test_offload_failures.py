@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.device.accelerator import CopyLanes, Lane
+from lightning_pipeoffload.runtime.device import CopyLanes, Lane
 from lightning_pipeoffload.runtime.run import rank_memory
 from tests.support.fits import SILENT
 from tests.support.forked_runs import run_forked

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.processes.rank_differences import describe_optimizers
+from lightning_pipeoffload.processes import describe_optimizers
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.pairs import some

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_pipeoffload.runtime.contexts import NOTHING, together
+from lightning_pipeoffload.runtime import NOTHING, together
 
 
 @contextmanager

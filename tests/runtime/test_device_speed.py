@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_pipeoffload.runtime.device.devices import Device, Devices
-from lightning_pipeoffload.runtime.measure import device_speed
-from lightning_pipeoffload.runtime.measure.device_speed import find_devices, fit_slowness
+from lightning_pipeoffload.runtime.device import Device, Devices
+from lightning_pipeoffload.runtime.measure import device_speed, find_devices, fit_slowness
 
 
 def devices(*names):

@@ -11,7 +11,7 @@ from torch.utils.backend_registration import (
 )
 
 from lightning_pipeoffload import defer_weight_grad
-from lightning_pipeoffload.runtime.step.autocast import sharing_casts
+from lightning_pipeoffload.runtime.step import sharing_casts
 from lightning_pipeoffload.schedule import build
 from tests.runtime.step.test_autocast import CountCasts
 from tests.support.in_process import InProcessPipeline

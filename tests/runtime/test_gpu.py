@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.metrics.publisher import Fetch
+from lightning_pipeoffload.metrics import Fetch
 from lightning_pipeoffload.runtime.memory import recompute
-from lightning_pipeoffload.runtime.weight_grad.queue import add_product_in_float32, adds_in_float32
+from lightning_pipeoffload.runtime.weight_grad import add_product_in_float32, adds_in_float32
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.offloaded import APART, EVERYTHING, FOR_B, QUEUE, memory_of_all, offloaded

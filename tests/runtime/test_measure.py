@@ -11,13 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.demos.gpt import GPT
+from lightning_pipeoffload.demos import GPT
 from lightning_pipeoffload.planning.memory_needs import MemoryNeeds
-from lightning_pipeoffload.runtime.cut.partition import CutSettings, Stage
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.measure.block_costs import (
+from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime.cut import CutSettings, Stage
+from lightning_pipeoffload.runtime.device import make_lanes
+from lightning_pipeoffload.runtime.measure import (
     BlockMeasurement,
+    CopySpeed,
     RankCosts,
     SampledCut,
     SliceCosts,
@@ -25,17 +26,12 @@ from lightning_pipeoffload.runtime.measure.block_costs import (
     costs_of_blocks,
     costs_of_pipelines,
     costs_of_stages,
+    measure_copy_speed,
+    measure_shapes,
     overhead_of_actions,
 )
-from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_copy_speed
-from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater
-from lightning_pipeoffload.runtime.memory.stage_store import Held, OffloadSettings
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.memory import Held, HostMemory, KeptForLater, OffloadSettings
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
 from lightning_pipeoffload.schedule import (
     UNMEASURED,
     Action,
@@ -45,7 +41,7 @@ from lightning_pipeoffload.schedule import (
     offload_activations,
     peak_memory,
 )
-from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory
+from lightning_pipeoffload.schedule.simulation import peak_host_memory
 from tests.runtime.step.test_autocast import CountCasts
 from tests.support.families import FAMILIES, Task, call_step
 from tests.support.in_process import InProcessPipeline, InProcessTransport

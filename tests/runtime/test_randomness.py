@@ -1,7 +1,7 @@
 import torch
 
+from lightning_pipeoffload.runtime import forked_randomness, mix_seed, seed_all
 from lightning_pipeoffload.runtime.device import accelerator
-from lightning_pipeoffload.runtime.randomness import forked_randomness, mix_seed, seed_all
 
 
 def test_mixed_seeds_are_the_same_on_every_machine():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.runtime import StoredTensor
 
 
 class Stored:

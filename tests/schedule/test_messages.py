@@ -7,23 +7,21 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.schedule import (
+    RECVS,
+    SENDS,
     Action,
     Kind,
+    OpenReceives,
+    actions_ahead,
     build,
     forward_only,
     lower,
     peak_message_memory,
-)
-from lightning_pipeoffload.schedule.actions import RECVS, SENDS
-from lightning_pipeoffload.schedule.messages import (
-    OpenReceives,
-    actions_ahead,
-    arrived_before,
     recv_before,
     recv_of,
     send_of,
-    sends_before,
 )
+from lightning_pipeoffload.schedule.messages import arrived_before, sends_before
 from tests.support.in_process import InProcessPipeline
 from tests.support.plans import SHAPES
 from tests.support.small_modules import Regression

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipeoffload.schedule import Costs, build, offload_activations
-from lightning_pipeoffload.schedule.plan_cache import PlanCache, PlanQuestion
+from lightning_pipeoffload.schedule import Costs, PlanCache, build, offload_activations
+from lightning_pipeoffload.schedule.plan_cache import PlanQuestion
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0)
 QUESTION = PlanQuestion("optpipe", 4, 8, 1, COSTS, memory_limit=34.0)

@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeoffload.planning.request import Fixed, Machines, Work, fill_request, options_of
-from lightning_pipeoffload.schedule import Costs, MemoryLimitError, peak_memory
-from lightning_pipeoffload.schedule.make_plan import make_plan
-from lightning_pipeoffload.schedule.passes.transfer import as_it_runs
-from lightning_pipeoffload.schedule.rank_limits import RankLimits
-from lightning_pipeoffload.schedule.schedule import places_of
-from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule import (
+    Costs,
+    MemoryLimitError,
+    RankLimits,
+    make_plan,
+    peak_memory,
+    places_of,
+)
+from lightning_pipeoffload.schedule.passes import as_it_runs
+from lightning_pipeoffload.schedule.solver import PlanProblem, best_of_families
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 10.0, 10.0, copy_lanes=2)
 NAMES = ("big", "middle", "small")

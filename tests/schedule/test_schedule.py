@@ -7,6 +7,7 @@ import pytest
 
 from lightning_pipeoffload.schedule import (
     HOST_EFFECTS,
+    KINDS,
     MEMORY_EFFECTS,
     Action,
     Costs,
@@ -19,15 +20,11 @@ from lightning_pipeoffload.schedule import (
     build,
     lower,
     offload_activations,
+    stages_on,
     sums_alike,
     validate,
 )
-from lightning_pipeoffload.schedule.actions import KINDS
-from lightning_pipeoffload.schedule.schedule import (
-    loop_placement,
-    stages_on,
-    v_placement,
-)
+from lightning_pipeoffload.schedule.schedule import loop_placement, v_placement
 from tests.support.plans import SHAPES, plan
 
 TWO_RANKS = "0F0 0F1 0BW0 0BW1\n1F0 1BW0 1F1 1BW1"

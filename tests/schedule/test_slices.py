@@ -6,9 +6,11 @@ from itertools import pairwise
 import pytest
 
 from lightning_pipeoffload.schedule import (
+    FAMILIES,
     Costs,
     Kind,
     MemoryLimitError,
+    PlanRequest,
     Schedule,
     ScheduleError,
     Slices,
@@ -17,18 +19,17 @@ from lightning_pipeoffload.schedule import (
     forward_only,
     keep_microbatches,
     lower,
+    make_plan,
     offload_activations,
     one_at_a_time,
+    options,
     peak_memory,
     simulate,
     simulate_steps,
     sums_alike,
     validate,
 )
-from lightning_pipeoffload.schedule.candidates import options
-from lightning_pipeoffload.schedule.families import FAMILIES
-from lightning_pipeoffload.schedule.make_plan import PlanRequest, make_plan
-from lightning_pipeoffload.schedule.simulation.memory import memory_curves
+from lightning_pipeoffload.schedule.simulation import memory_curves
 from tests.support.plans import plan
 
 SLICED = [name for name, recipe in FAMILIES.items() if recipe.can_slice]

@@ -8,10 +8,10 @@ from lightning_pipeoffload.schedule import (
     Costs,
     add_final_actions,
     build,
+    bytes_text,
     draw,
     simulate,
 )
-from lightning_pipeoffload.schedule.text import bytes_text
 from tests.support.plans import plan
 
 ZB_H1 = """

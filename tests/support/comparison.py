@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from lightning_pipeoffload.runtime.batch.structure import batch_size, split_batch
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.runtime import mix_seed, seed_all
+from lightning_pipeoffload.runtime.batch import batch_size, split_batch
 from lightning_pipeoffload.schedule import build, forward_only
 from tests.support.families import call_step
 from tests.support.in_process import InProcessPipeline

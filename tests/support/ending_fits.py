@@ -9,8 +9,7 @@ from pathlib import Path
 
 import lightning as L
 
-from lightning_pipeoffload.processes import failure_board
-from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.processes import failure_board, free_port
 from tests.support import fits
 from tests.support.forks import fork
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_pipeoffload import PipeOffloadStrategy, data_parallel_rank, data_parallel_size
-from lightning_pipeoffload.optimizers.optimizer_snapshot import OptimizerSnapshot
+from lightning_pipeoffload.optimizers import OptimizerSnapshot
 from lightning_pipeoffload.runtime.comm import transport
 from tests.support import fits
 

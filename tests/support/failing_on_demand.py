@@ -14,8 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
-from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
-from lightning_pipeoffload.odc.transport import OnDemandTransport
+from lightning_pipeoffload.odc import OnDemandRun, OnDemandTransport
 from lightning_pipeoffload.runtime.comm import shared_bytes
 from tests.support import on_demand_fits
 

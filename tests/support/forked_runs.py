@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_pipeoffload.processes.run_store import free_port
+from lightning_pipeoffload.processes import free_port
 from tests.support.forks import FORKS, fork
 
 # A machine that runs tests may stand still for minutes.

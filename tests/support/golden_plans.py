@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from lightning_pipeoffload.schedule import (
+    FAMILIES,
     Costs,
     MemoryLimitError,
     Slices,
@@ -18,7 +19,6 @@ from lightning_pipeoffload.schedule import (
     simulate,
     steady_period,
 )
-from lightning_pipeoffload.schedule.families import FAMILIES
 
 TABLE = Path(__file__).parents[1] / "schedule" / "golden_plans.csv"
 COLUMNS = ("schedule", "p", "m", "costs", "limit", "offload", "period", "makespan", "peaks")

@@ -14,20 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.batch.structure import batch_size
-from lightning_pipeoffload.runtime.comm.transport import Transport
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch, in_slices, placed
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall, copy_batch
-from lightning_pipeoffload.schedule import Action, Schedule, keep_microbatches, lower
-from lightning_pipeoffload.schedule.actions import RECVS
-from lightning_pipeoffload.schedule.messages import recv_of
+from lightning_pipeoffload.runtime import forked_randomness
+from lightning_pipeoffload.runtime.batch import batch_size
+from lightning_pipeoffload.runtime.comm import Transport
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.device import ActionTimer
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.step import Microbatch, in_slices, placed
+from lightning_pipeoffload.runtime.users_code import StepCall, copy_batch
+from lightning_pipeoffload.schedule import (
+    RECVS,
+    Action,
+    Schedule,
+    keep_microbatches,
+    lower,
+    recv_of,
+)
 
 
 class InProcessTransport(Transport):

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeoffload.runtime.cut.step_records import StepRecords
+from lightning_pipeoffload.runtime.cut import StepRecords
 from tests.support import fits
 
 LENGTHS = (5, 17, 8, 11, 14, 9, 12, 7, 20, 13, 16, 10)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_pipeoffload.runtime.device.accelerator import Lane, make_lanes
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.stage_store import OffloadSettings
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.schedule import COPIES, Action, Kind, Schedule, validate
-from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.runtime.device import Lane, make_lanes
+from lightning_pipeoffload.runtime.memory import HostMemory, OffloadSettings
+from lightning_pipeoffload.runtime.run import ActivationMemory
+from lightning_pipeoffload.schedule import COPIES, Action, Kind, Part, Schedule, validate
 
 # what to insert before and after actions of some kinds
 Insertions = dict[Kind, tuple[str, str]]

@@ -8,9 +8,8 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
-from lightning_pipeoffload.processes import failure_board
-from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups
+from lightning_pipeoffload.processes import failure_board, free_port
+from lightning_pipeoffload.runtime.comm import ProcessGroups
 from tests.support.caches import new_caches
 from tests.support.forks import FORKS, fork
 

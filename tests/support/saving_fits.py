@@ -12,8 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipeoffload.checkpoints.saved_values import SavedValues
-from lightning_pipeoffload.runtime.stored_tensor import StoredTensor
+from lightning_pipeoffload.checkpoints import SavedValues
+from lightning_pipeoffload.runtime import StoredTensor
 from tests.support import fits
 
 # folder: options of the ModelCheckpoint that writes to it

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_pipeoffload.demos.gpt import GPT
-from lightning_pipeoffload.runtime.batch.structure import batch_size, split_batch
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
+from lightning_pipeoffload.demos import GPT
+from lightning_pipeoffload.runtime import mix_seed, seed_all
+from lightning_pipeoffload.runtime.batch import batch_size, split_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.families import TEXT, from_transformers
 from tests.support.families import gpt2 as make_gpt2

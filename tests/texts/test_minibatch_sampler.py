@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_pipeoffload import MinibatchSampler
-from lightning_pipeoffload.processes.replica import forget_replica, set_replica
+from lightning_pipeoffload.processes import forget_replica, set_replica
 from lightning_pipeoffload.texts.minibatch import Minibatch, MinibatchCollate
 
 LENGTHS = [7, 3, 9, 1, 4, 8, 2, 6, 5, 10, 3]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from lightning_pipeoffload import PackedRows, PackedRowsSampler
-from lightning_pipeoffload.processes.replica import forget_replica, set_replica
+from lightning_pipeoffload.processes import forget_replica, set_replica
 
 LENGTHS = [random.Random(7).randint(1, 40) for _ in range(90)]
 

@@ -1,1 +1,18 @@
 """Hooks of the user's module and callbacks, and the values that they use, over all ranks."""
+
+from .collected_values import CollectedValues
+from .hook_forwards import HookForwards
+from .sent_values import OutputsElsewhere, numbers_in
+from .users_hooks import (
+    BEFORE_STEPS,
+    OF_GRADIENTS,
+    EndHooks,
+    GradientHooks,
+    find_hooked,
+    has_forward_hooks,
+    hooks_between_batches,
+    refuse_other_callbacks,
+    share_gradient_sizes,
+    users_hooks,
+    without_forward_hooks,
+)

@@ -36,14 +36,13 @@ from lightning_pipeoffload.loop.hooks.sent_values import (
     unpack,
 )
 from lightning_pipeoffload.loop.hooks.users_hooks import users_hooks
-from lightning_pipeoffload.metrics.shared_metrics import SharedMetricsConnector
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.users_code.attributes import Elsewhere, StepPoint, Variable
-from lightning_pipeoffload.runtime.users_code.snapshot import GONE, refill
+from lightning_pipeoffload.metrics import SharedMetricsConnector
+from lightning_pipeoffload.runtime import leaves_of
+from lightning_pipeoffload.runtime.cut import StepRecord
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.users_code import GONE, Elsewhere, StepPoint, Variable, refill
 
 _REFILLED = (list, dict, set, deque)
 

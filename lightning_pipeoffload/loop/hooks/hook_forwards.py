@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_pipeoffload.processes.run_store import Meeting
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.shape_only import give_values
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
-from lightning_pipeoffload.runtime.whole.whole_run import WholeRuns
+from lightning_pipeoffload.processes import Meeting
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import give_values
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.whole import WholeRuns
 
 _TO_EXPLAIN = timedelta(seconds=5)  # for the others to say what they call, once one has not come
 

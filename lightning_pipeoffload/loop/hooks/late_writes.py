@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torchmetrics import Metric
 
-from lightning_pipeoffload.runtime.users_code.snapshot import (
+from lightning_pipeoffload.runtime.users_code import (
     GONE,
     Fingerprint,
     Parts,

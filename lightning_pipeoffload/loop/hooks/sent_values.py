@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.comm.transport import as_bytes
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import Placeholder
+from lightning_pipeoffload.runtime.comm import as_bytes
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.users_code import Placeholder
 
 MOST_BYTES = 2**28
 

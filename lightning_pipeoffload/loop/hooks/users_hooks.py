@@ -22,11 +22,10 @@ from torch.nn.modules.module import (
 )
 
 from lightning_pipeoffload.lightning_names import PACKAGES
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize, RemoteGradient
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.users_code.replaced_methods import WrappedHook
+from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import KnownSize, RemoteGradient, RemoteTensor
+from lightning_pipeoffload.runtime.users_code import WrappedHook
 
 # The demos of this package count as the user's code.
 _KNOWN = (*(f"{name}." for name in PACKAGES), "lightning_pipeoffload.callbacks.")

@@ -1,1 +1,22 @@
 """Batches as trees of tensors: number of samples, split into microbatches, merge of results."""
+
+from .packet import Contents, Packet
+from .parts import (
+    in_mean,
+    merge_outputs,
+    sample_counts,
+    shape_signature,
+    start_checksum,
+    weigh_parts,
+    weighted,
+)
+from .structure import (
+    BatchParts,
+    BatchStructure,
+    Collation,
+    batch_size,
+    refuse_unclear_list,
+    split_batch,
+    tokens_in,
+)
+from .tree import batch_leaves, map_batch

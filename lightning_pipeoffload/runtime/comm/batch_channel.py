@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch.packet import Contents, Packet
+from lightning_pipeoffload.runtime.batch import Contents, Packet
 from lightning_pipeoffload.runtime.comm.host_group import NO_LIMIT, HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.shared_bytes import MemoryFile, map_file, read_memory_file

@@ -21,9 +21,8 @@ from lightning_pipeoffload.runtime.comm.transport import (
     blaming_peers,
     broadcast_bytes,
 )
-from lightning_pipeoffload.runtime.device.devices import Device, Devices
-from lightning_pipeoffload.runtime.device.marks import unrecorded
-from lightning_pipeoffload.runtime.shapes.quantized_weight import with_state
+from lightning_pipeoffload.runtime.device import Device, Devices, unrecorded
+from lightning_pipeoffload.runtime.shapes import with_state
 from lightning_pipeoffload.schedule import Schedule
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.device.marks import unrecorded
+from lightning_pipeoffload.runtime.device import unrecorded
 
 NO_LIMIT = timedelta(days=7)
 _FEW_BYTES = 4096  # that are sent with their number

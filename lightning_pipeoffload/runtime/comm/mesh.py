@@ -16,8 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug
 
-from lightning_pipeoffload.schedule import Schedule
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.schedule import Schedule, places_of
 
 _CPU = torch.device("cpu")
 

@@ -26,14 +26,14 @@ from torch.overrides import (
 )
 from typing_extensions import override
 
+from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.sums_to_owners import SumsToOwners
 from lightning_pipeoffload.runtime.comm.transport import as_bytes, blaming_peers
-from lightning_pipeoffload.runtime.cut.split_module import SplitModule
-from lightning_pipeoffload.runtime.device.marks import unrecorded
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.cut import SplitModule
+from lightning_pipeoffload.runtime.device import unrecorded
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _NO_MEMORY = 0
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from typing_extensions import Self
 
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.memory.host_memory import machine_memory
+from lightning_pipeoffload.runtime.memory import machine_memory
 
 
 def share_bytes(size: int, device: torch.device, rank: int, group: HostGroup) -> list[Tensor]:

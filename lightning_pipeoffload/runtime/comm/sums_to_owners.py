@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm.transport import as_bytes, blaming_peers
-from lightning_pipeoffload.runtime.device.marks import unrecorded
+from lightning_pipeoffload.runtime.device import unrecorded
 
 _PIECE_BYTES = 16 << 20
 _MOST_RECEIVED = 128 << 20  # bytes on their way to a replica

@@ -29,13 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime import late_values
+from lightning_pipeoffload.runtime import TensorSpec, dense_stride, late_values
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.device.marks import mark, unrecorded
-from lightning_pipeoffload.runtime.payload import TensorSpec, dense_stride
-from lightning_pipeoffload.schedule import Action, Kind
-from lightning_pipeoffload.schedule.actions import SENDS
-from lightning_pipeoffload.schedule.messages import recv_of
+from lightning_pipeoffload.runtime.device import mark, unrecorded
+from lightning_pipeoffload.schedule import SENDS, Action, Kind, recv_of
 
 # A gloo tag holds the kind, stage, microbatch and index in the list of one tensor.
 MOST_MICROBATCHES = 1 << 12

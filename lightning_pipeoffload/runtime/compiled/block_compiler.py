@@ -29,8 +29,8 @@ from lightning_pipeoffload.runtime.compiled.split_region import (
     compiling_ahead,
     leaving_if_ahead,
 )
-from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
-from lightning_pipeoffload.runtime.weight_grad.queue import active_queue
+from lightning_pipeoffload.runtime.users_code import unchanged
+from lightning_pipeoffload.runtime.weight_grad import active_queue
 
 log = logging.getLogger(__name__)
 

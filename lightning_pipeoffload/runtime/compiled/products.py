@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.weight_grad.calls import (
+from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime.weight_grad import (
     BatchedProduct,
     Convolution,
     DeferredCall,
     Linear,
     MatrixProduct,
+    may_wait,
 )
-from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
 
 _VIEW_METHODS = {"t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "to"}
 _VIEW_FUNCTIONS = {torch.t, torch.transpose, torch.permute, operator.getitem, getattr}

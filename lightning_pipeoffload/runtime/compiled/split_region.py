@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_pipeoffload.runtime import IN_FORCE
 from lightning_pipeoffload.runtime.compiled.products import WeightSource
 from lightning_pipeoffload.runtime.compiled.split_graph import SplitGraph, SplitProduct, Tap
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.weight_grad.calls import DeferredCall
-from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
-from lightning_pipeoffload.runtime.weight_grad.node import (
+from lightning_pipeoffload.runtime.weight_grad import (
     ANCHOR,
+    DeferredCall,
     ReadInput,
+    WeightGradQueue,
+    active_queue,
     keep_input,
+    may_wait,
     trains_parameters,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue
 
 Region = Callable[..., Any]
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten  # private: see runtime/leaves
 
+from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, memory_of
+from lightning_pipeoffload.runtime.users_code import calling_line
 
 _NUMBERS = {type(None), bool, int, float, str}
 _DEPTH = 3  # of objects in attributes: a cache has layers, which have lists

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import map_operands, tensors_in
 from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, RecordPart
-from lightning_pipeoffload.runtime.leaves import map_operands, tensors_in
-from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes, memory_of
+from lightning_pipeoffload.runtime.shapes import has_shapes, memory_of, written_arguments
 
 
 @dataclass(frozen=True)  # no tuple, which would be mapped

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch.parts import shape_signature
+from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime.batch import shape_signature
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags, FlagWatch
 from lightning_pipeoffload.runtime.cut.block_chain import StageExit
 from lightning_pipeoffload.runtime.cut.observers import Observer, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.operations import lengths_place
-from lightning_pipeoffload.runtime.shapes.step_rules import is_sized_by_values
+from lightning_pipeoffload.runtime.shapes import is_sized_by_values, lengths_place
 
 aten = torch.ops.aten
 

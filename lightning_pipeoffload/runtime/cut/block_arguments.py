@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
+from lightning_pipeoffload.runtime import leaves_of
+from lightning_pipeoffload.runtime.compiled import is_compiled
 from lightning_pipeoffload.runtime.cut.observers import Observer, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import compiled_call
+from lightning_pipeoffload.runtime.compiled import compiled_call
 from lightning_pipeoffload.runtime.cut.called_blocks import (
     Containers,
     containers_in,
@@ -28,8 +28,8 @@ from lightning_pipeoffload.runtime.cut.called_blocks import (
     propose,
     spread,
 )
-from lightning_pipeoffload.runtime.shapes.step_rules import RULES, StepRules
-from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
+from lightning_pipeoffload.runtime.shapes import RULES, StepRules
+from lightning_pipeoffload.runtime.users_code import own_class, subclass_like
 
 
 class Pass(Protocol):

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime import BlockOutput
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.segment_work import describe_kind
-from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.shapes.quantized_weight import is_4bit, options_of
-from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
+from lightning_pipeoffload.runtime.shapes import is_4bit, options_of
+from lightning_pipeoffload.runtime.weight_grad import has_hooks
 
 aten = torch.ops.aten
 

@@ -11,13 +11,9 @@ from torch.utils._pytree import tree_leaves  # private: see runtime/leaves
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import code_of, subclasses_of
-from lightning_pipeoffload.runtime.users_code.users_lines import (
-    calling_line,
-    in_brackets,
-    running_frames,
-)
-from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
+from lightning_pipeoffload.runtime.shapes import code_of, subclasses_of
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets, running_frames
+from lightning_pipeoffload.runtime.weight_grad import saving_hooks
 
 
 def needs_all_blocks(chain: BlockChain) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import compiled_call
+from lightning_pipeoffload.runtime.compiled import compiled_call
 
 _LISTS = nn.ModuleList | nn.ModuleDict
 _JOINS = 1 / 16  # of the work: a container that joins the largest one

@@ -28,11 +28,16 @@ from torch.overrides import (  # private: to run a block without the mode around
     _get_current_function_mode,
 )
 
+from lightning_pipeoffload.runtime import (
+    TensorSpec,
+    leaves_of,
+    map_output,
+    output_tensors,
+    tensors_in,
+)
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.leaves import leaves_of, map_output, output_tensors, tensors_in
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.shapes import Awaited, ShapeOnly
+from lightning_pipeoffload.runtime.users_code import Slot
 
 
 class Port(NamedTuple):

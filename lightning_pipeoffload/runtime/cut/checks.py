@@ -10,17 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import is_compiled
+from lightning_pipeoffload.runtime.compiled import is_compiled
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWrite
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.carried_values import Crossing
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight
-from lightning_pipeoffload.runtime.shapes.step_rules import describe_origins
-from lightning_pipeoffload.runtime.users_code.snapshot import Attribute
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
-from lightning_pipeoffload.runtime.weight_grad.queue import has_hooks
+from lightning_pipeoffload.runtime.shapes import describe_origins
+from lightning_pipeoffload.runtime.users_code import Attribute, in_brackets
+from lightning_pipeoffload.runtime.weight_grad import has_hooks
 
 SKIP_A_BATCH = (
     "and to skip a bad batch, zero the gradients in on_after_backward, or leave out the step in "

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.step_rules import is_sized_by_values
-from lightning_pipeoffload.runtime.users_code.users_lines import line_of, running_frames
+from lightning_pipeoffload.runtime.shapes import is_sized_by_values, written_arguments
+from lightning_pipeoffload.runtime.users_code import line_of, running_frames
 
 aten = torch.ops.aten
 

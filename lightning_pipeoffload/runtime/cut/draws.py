@@ -9,8 +9,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
-from lightning_pipeoffload.runtime.shapes.drawing_modules import note_draw
-from lightning_pipeoffload.runtime.shapes.shape_only import has_shapes
+from lightning_pipeoffload.runtime.shapes import has_shapes, note_draw
 
 aten = torch.ops.aten
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
 
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime import leaves_of
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, shape_only_leaves
+from lightning_pipeoffload.runtime.users_code import calling_line
 
 aten = torch.ops.aten
 Terms = Mapping[str, float]

@@ -12,7 +12,7 @@ from torch.nn.modules import module as torchs
 
 from lightning_pipeoffload.runtime.cut.observers import Observer, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.users_code import calling_line
 
 
 class HookedSpan(NamedTuple):

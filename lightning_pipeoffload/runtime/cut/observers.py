@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
-from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
+from lightning_pipeoffload.runtime.users_code import StepPoint
 
 
 class RunningTrace(Protocol):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.observers import Observer
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.users_code import calling_line
 
 # torch 2.13 lets modes see the second one; by others a trace sees what it leads back to.
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)

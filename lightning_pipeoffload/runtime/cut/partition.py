@@ -13,9 +13,8 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.shapes.quantized_weight import num_values
-from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.shapes import num_values
+from lightning_pipeoffload.runtime.users_code import Slot, StepPoint
 from lightning_pipeoffload.schedule import Costs
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import BlockOutput, TensorSpec, segment_seeder
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
 from lightning_pipeoffload.runtime.cut.block_arguments import BlockArguments
@@ -30,12 +31,9 @@ from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, OF_TRACE, 
 from lightning_pipeoffload.runtime.cut.sample_uses import SampleUses
 from lightning_pipeoffload.runtime.cut.segment_work import Work
 from lightning_pipeoffload.runtime.cut.writes import Writes
-from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
-from lightning_pipeoffload.runtime.randomness import segment_seeder
-from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
-from lightning_pipeoffload.runtime.sequence.slices import SequenceDims, SequenceSlice
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
+from lightning_pipeoffload.runtime.sequence import SequenceDims, SequenceSlice, SliceChecks
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.users_code import StepPoint
 
 
 class LoggedValue(NamedTuple):

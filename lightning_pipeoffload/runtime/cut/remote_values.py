@@ -21,25 +21,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeoffload.runtime.shapes.quantized_weight import (
+from lightning_pipeoffload.runtime.shapes import (
+    RemoteTensor,
+    Sharding,
     entries_of,
     forget_state,
     is_4bit,
-    load_packed,
-    map_state,
-    options_of,
-)
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.sharding import (
-    Sharding,
     is_shard,
     keep_in_state,
+    load_packed,
     local_part,
+    map_state,
+    options_of,
     set_sharding,
     sharding_of,
 )
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code import Slot, calling_line, find_slots, in_brackets
 
 
 class AbsentValues:

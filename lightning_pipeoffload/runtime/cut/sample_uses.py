@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.loss_terms import Terms, note_terms, terms_of
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
 from lightning_pipeoffload.runtime.cut.writes import Writes
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import shape_only_leaves
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
+from lightning_pipeoffload.runtime.shapes import shape_only_leaves
+from lightning_pipeoffload.runtime.users_code import calling_line
 
 aten = torch.ops.aten
 _CLASS_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}

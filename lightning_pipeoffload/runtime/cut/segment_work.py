@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from lightning_pipeoffload.runtime import leaves_of
 from lightning_pipeoffload.runtime.cut.call_checks import is_in_function
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import BY_LENGTHS, RecordPart
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import refuse_weight_on_shard
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, refuse_weight_on_shard
 
 aten = torch.ops.aten
 

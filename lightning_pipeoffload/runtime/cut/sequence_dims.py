@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch.tree import batch_leaves, map_batch
+from lightning_pipeoffload.runtime import BlockOutput
+from lightning_pipeoffload.runtime.batch import batch_leaves, map_batch
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.sequence.slices import Dims, SequenceDims
+from lightning_pipeoffload.runtime.sequence import Dims, SequenceDims
 
 Shape = tuple[int, ...]
 

@@ -28,13 +28,15 @@ from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues
-from lightning_pipeoffload.runtime.shapes.quantized_weight import (
+from lightning_pipeoffload.runtime.shapes import (
+    Awaited,
+    GradientChanges,
+    RemoteTensor,
+    ShapeOnly,
     forget_state,
     move_weight,
 )
-from lightning_pipeoffload.runtime.shapes.remote_tensor import GradientChanges, RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
 _View = list[tuple[dict[str, Any], str, dict[str, Any]]]
 

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.batch.parts import shape_signature
-from lightning_pipeoffload.runtime.batch.tree import batch_leaves
+from lightning_pipeoffload.runtime import BlockOutput, has_drawn_since, mix_seed, seed_all
+from lightning_pipeoffload.runtime.batch import batch_leaves, shape_signature
 from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, StageExit
 from lightning_pipeoffload.runtime.cut.block_classes import find_repeated, outputs_that_suffice
@@ -31,31 +31,26 @@ from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.sequence_dims import find_dims
 from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
-from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.randomness import has_drawn_since, mix_seed, seed_all
-from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
-    KernelFoundError,
-    KernelsOnZeros,
-)
-from lightning_pipeoffload.runtime.shapes.step_rules import (
+from lightning_pipeoffload.runtime.shapes import (
     EVERYTHING,
     NO_ALARM,
     Imagined,
+    KernelFoundError,
+    KernelsOnZeros,
     ValueNeededError,
 )
-from lightning_pipeoffload.runtime.users_code.attributes import (
-    record_globals,
-    refuse_written_globals,
-)
-from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_unchanged
-from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.step_call import (
+from lightning_pipeoffload.runtime.users_code import (
     TRACE,
+    Attribute,
+    Generators,
     UsersStep,
     copy_batch,
     fingerprint_batch,
+    in_brackets,
+    is_unchanged,
+    record_globals,
+    refuse_written_globals,
 )
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _MOST_RECORDS = 64
 # Of values that are read in blocks and after them, where most ask whether something is wrong.

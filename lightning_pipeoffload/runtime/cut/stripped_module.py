@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.shapes.quantized_weight import carry_quantization
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, sharding_of
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.shapes import (
+    OF_SHARD,
+    ShapeOnly,
+    carry_quantization,
+    memory_of,
+    sharding_of,
+)
+from lightning_pipeoffload.runtime.users_code import Slot
 
 
 class StrippedModule:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
-from lightning_pipeoffload.runtime.batch.parts import sample_counts
-from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
-from lightning_pipeoffload.runtime.contexts import without_collection
+from lightning_pipeoffload.runtime import IN_FORCE, BlockOutput, leaves_of, without_collection
+from lightning_pipeoffload.runtime.batch import sample_counts
+from lightning_pipeoffload.runtime.compiled import uncompiled
 from lightning_pipeoffload.runtime.cut.batch_sizes import SizeWatch
 from lightning_pipeoffload.runtime.cut.block_arguments import BlockArgumentWatch
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running
@@ -51,34 +51,30 @@ from lightning_pipeoffload.runtime.cut.segment_work import Work, WorkBetween, Wo
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
 from lightning_pipeoffload.runtime.cut.writes import WriteWatch
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
-    KernelFoundError,
-    KernelsOnZeros,
-)
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.shard_origins import noting_shards
-from lightning_pipeoffload.runtime.shapes.sharding import refuse_loss_of_shard
-from lightning_pipeoffload.runtime.shapes.step_rules import (
+from lightning_pipeoffload.runtime.shapes import (
     EVERYTHING,
     NO_ALARM,
     AddressNeededError,
     Imagined,
+    KernelFoundError,
+    KernelsOnZeros,
+    ShapeOnly,
     StepRules,
     ValueNeededError,
+    noting_shards,
+    refuse_loss_of_shard,
 )
-from lightning_pipeoffload.runtime.users_code.attributes import StepPoint
-from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, unchanged
-from lightning_pipeoffload.runtime.users_code.sources import refusing_iterators
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import (
+from lightning_pipeoffload.runtime.users_code import (
+    Attribute,
+    StepPoint,
     calling_line,
+    find_slots,
     in_brackets,
+    refusing_iterators,
+    unchanged,
     users_line,
 )
-from lightning_pipeoffload.runtime.weight_grad.chunked_loss import AroundChunks
+from lightning_pipeoffload.runtime.weight_grad import AroundChunks
 
 _FUNCTIONAL = "don't yet support saved tensor hooks"  # torch's error in torch.func
 _MOST_IMAGINED_IN_NOTES = 8  # of an evaluation

@@ -16,10 +16,7 @@ from lightning_pipeoffload.runtime.cut.call_checks import is_in_function
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.called_blocks import Call, CalledChains, as_argument
 from lightning_pipeoffload.runtime.cut.trace import LongWriteError, StepTrace
-from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import (
-    KernelFoundError,
-    KernelsOnZeros,
-)
+from lightning_pipeoffload.runtime.shapes import KernelFoundError, KernelsOnZeros
 
 _MOST_TRIALS = 6
 

@@ -20,26 +20,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes  # private: its documented home
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.call_checks import CallsError
-from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, Crossing, Port
-from lightning_pipeoffload.runtime.cut.own_backwards import OwnBackwards
-from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
-from lightning_pipeoffload.runtime.leaves import (
+from lightning_pipeoffload.runtime import (
+    BlockOutput,
+    dense_stride,
     leaves_of,
     map_in_place,
     map_output,
     output_tensors,
 )
-from lightning_pipeoffload.runtime.payload import BlockOutput, dense_stride
-from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.shape_only import (
+from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
+from lightning_pipeoffload.runtime.cut.call_checks import CallsError
+from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, Crossing, Port
+from lightning_pipeoffload.runtime.cut.own_backwards import OwnBackwards
+from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
+from lightning_pipeoffload.runtime.shapes import (
+    OF_SHARD,
     ShapeOnly,
+    refuse_dtensor,
     shape_only_leaves,
+    written_arguments,
 )
-from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD, refuse_dtensor
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
-from lightning_pipeoffload.runtime.weight_grad.kernels import uses_in
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
+from lightning_pipeoffload.runtime.weight_grad import uses_in
 
 _Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its outputs
 

@@ -11,24 +11,25 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch, ArgumentWrite
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.operations import written_arguments
-from lightning_pipeoffload.runtime.shapes.shape_only import (
+from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
     memory_of,
     shape_only_leaves,
+    written_arguments,
 )
-from lightning_pipeoffload.runtime.users_code.attributes import (
+from lightning_pipeoffload.runtime.users_code import (
     REGISTRIES,
+    Attribute,
     AttributeWatch,
     StepPoint,
     Write,
+    calling_line,
+    is_written,
 )
-from lightning_pipeoffload.runtime.users_code.snapshot import Attribute, is_written
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line
 
 
 class WeightWrite(NamedTuple):

@@ -1,1 +1,16 @@
 """The device: streams, events, settings of CUDA, and times of a plan's actions on it."""
+
+from .accelerator import (
+    CopyError,
+    CopyLanes,
+    Lane,
+    StreamLane,
+    accelerator_in_use,
+    accelerator_module,
+    is_on,
+    make_lanes,
+)
+from .cuda_settings import prepare_cuda
+from .devices import Device, Devices
+from .marks import is_profiled, mark, unrecorded
+from .timing import ActionTimer, TimedStep, finished_at

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_pipeoffload.runtime.device.accelerator import accelerator_module
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.schedule import places_of
 
 # Between devices of one name a smaller ratio counts as none; ranks on CPUs share these.
 _NOISE, _NOISE_OF_CPUS = 1.1, 1.5

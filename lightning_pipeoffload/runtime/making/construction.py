@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
-from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.partition import (
+from lightning_pipeoffload.runtime.cut import (
+    BlockChain,
+    CallOrder,
     Room,
     SegmentCosts,
     Stage,
+    StepRecord,
     costs_by_size,
     cut,
+    find_chain,
     find_segments,
 )
-from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.making.registered_parameters import (
     Appearance,
     ParameterShape,
@@ -36,18 +37,24 @@ from lightning_pipeoffload.runtime.making.registered_parameters import (
     parameters_in,
     tied_names,
 )
-from lightning_pipeoffload.runtime.shapes.operations import draws_by_shape, written_arguments
-from lightning_pipeoffload.runtime.shapes.quantized_weight import forget_state
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, shape_only_leaves
-from lightning_pipeoffload.runtime.shapes.sharding import local_part
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
-from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import (
+from lightning_pipeoffload.runtime.shapes import (
+    RemoteTensor,
+    ShapeOnly,
+    StepRules,
+    ValueNeededError,
+    draws_by_shape,
+    forget_state,
+    local_part,
+    shape_only_leaves,
+    written_arguments,
+)
+from lightning_pipeoffload.runtime.users_code import (
+    Slot,
     calling_line,
+    find_slots,
     in_brackets,
     running_frames,
+    unchanged,
     users_line,
 )
 

@@ -11,13 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.cut.remote_values import make_real
-from lightning_pipeoffload.runtime.cut.split_module import SplitModule
+from lightning_pipeoffload.runtime.cut import SplitModule, make_real
 from lightning_pipeoffload.runtime.making.construction import Blueprint
 from lightning_pipeoffload.runtime.making.registered_parameters import begins_with_nan
-from lightning_pipeoffload.runtime.shapes.quantized_weight import copy_state, scales_of
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_state, scales_of
+from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
 Fetch = Callable[[Tensor, int | None], Tensor]
 

@@ -19,17 +19,16 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.randomness import forked_randomness
-from lightning_pipeoffload.runtime.shapes.quantized_weight import refuse_other_quantized
-from lightning_pipeoffload.runtime.shapes.remote_tensor import (
+from lightning_pipeoffload.runtime import IN_FORCE, forked_randomness
+from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
+    ShapeOnly,
+    StepRules,
     drawing_anywhere,
+    refuse_other_quantized,
     remote_subclass_of,
 )
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
 aten = torch.ops.aten
 

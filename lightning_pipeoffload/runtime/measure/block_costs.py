@@ -21,22 +21,17 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_pipeoffload.runtime.comm.transport import Transport
-from lightning_pipeoffload.runtime.cut.partition import ANY_ROOM, CutSettings, Room, Stage, cut
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.device.devices import Devices
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
+from lightning_pipeoffload.runtime.comm import Transport
+from lightning_pipeoffload.runtime.cut import ANY_ROOM, CutSettings, Room, Stage, StepRecord, cut
+from lightning_pipeoffload.runtime.device import ActionTimer, Devices
 from lightning_pipeoffload.runtime.measure.device_speed import fit_slowness
 from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_latencies
-from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater, SavedMemory
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.autocast import forget_casts, sharing_casts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch, placed
-from lightning_pipeoffload.runtime.users_code.snapshot import leaving_no_trace
-from lightning_pipeoffload.runtime.users_code.step_call import TRACE
+from lightning_pipeoffload.runtime.memory import KeptForLater, SavedMemory
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline
+from lightning_pipeoffload.runtime.step import Microbatch, forget_casts, placed, sharing_casts
+from lightning_pipeoffload.runtime.users_code import TRACE, leaving_no_trace
 from lightning_pipeoffload.schedule import (
+    COMPUTE_TIMES,
     Action,
     Costs,
     Kind,
@@ -45,9 +40,9 @@ from lightning_pipeoffload.schedule import (
     Slices,
     lower,
     one_at_a_time,
+    places_of,
+    stages_on,
 )
-from lightning_pipeoffload.schedule.costs import COMPUTE_TIMES
-from lightning_pipeoffload.schedule.schedule import places_of, stages_on
 
 _ONE_BYTE_A_SECOND = CopySpeed(1.0, 1.0, 1.0)
 _NUM_MEASURED = 3  # microbatches, of which the median counts

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import torch
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.device.devices import Device, Devices
-from lightning_pipeoffload.runtime.device.timing import finished_at
-from lightning_pipeoffload.schedule.plan_cache import PlanCache, store_text
-from lightning_pipeoffload.schedule.schedule import places_of
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+from lightning_pipeoffload.runtime.device import Device, Devices, finished_at
+from lightning_pipeoffload.schedule import PlanCache, places_of, store_text
 
 _ROUNDS = 100  # of an iteration that comes closer to its end by a factor each time
 _NUM_PRODUCTS = 3

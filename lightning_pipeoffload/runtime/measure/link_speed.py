@@ -25,12 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.transport import Transport, blaming_peers
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.device.timing import finished_at
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.run.executor import Executor
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import PipelineGroup, Transport, blaming_peers
+from lightning_pipeoffload.runtime.device import finished_at, make_lanes
+from lightning_pipeoffload.runtime.run import Executor
 from lightning_pipeoffload.schedule import Action, Kind, Schedule
 
 _BYTES = 32 << 20

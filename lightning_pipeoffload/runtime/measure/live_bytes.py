@@ -8,8 +8,8 @@ from weakref import finalize
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of, storage_of
+from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, memory_of, storage_of
 
 
 class LiveBytes(TorchDispatchMode):

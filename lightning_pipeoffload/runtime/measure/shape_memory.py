@@ -22,42 +22,53 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see run
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.batch.tree import batch_leaves
-from lightning_pipeoffload.runtime.cut.block_classes import find_alike_saving
-from lightning_pipeoffload.runtime.cut.checks import loss_in
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.leaves import output_tensors, tensors_in
+from lightning_pipeoffload.runtime import (
+    BlockOutput,
+    TensorSpec,
+    mix_seed,
+    output_tensors,
+    seed_all,
+    tensors_in,
+)
+from lightning_pipeoffload.runtime.batch import batch_leaves
+from lightning_pipeoffload.runtime.cut import StepTrace, find_alike_saving, loss_in
+from lightning_pipeoffload.runtime.device import make_lanes
 from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
-from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
-from lightning_pipeoffload.runtime.memory.saved_tensor import Saved, SavedTensor
-from lightning_pipeoffload.runtime.memory.stage_store import (
+from lightning_pipeoffload.runtime.memory import (
     ActivationStore,
+    CheapRecompute,
+    HostMemory,
     OffloadSettings,
+    Saved,
+    SavedMemory,
+    SavedTensor,
     address_of,
 )
-from lightning_pipeoffload.runtime.payload import BlockOutput, TensorSpec
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
-from lightning_pipeoffload.runtime.sequence.slices import Dims, EarlierSlices, SequenceSlice
-from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
-from lightning_pipeoffload.runtime.step.stage import backward_on
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import sent_bytes
-from lightning_pipeoffload.runtime.users_code.snapshot import private_copy
-from lightning_pipeoffload.runtime.users_code.step_call import TRACE
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.sequence import BlockOnSlice, Dims, EarlierSlices, SequenceSlice
+from lightning_pipeoffload.runtime.shapes import (
+    KernelsOnZeros,
+    ShapeOnly,
+    ValueNeededError,
+    memory_of,
+)
+from lightning_pipeoffload.runtime.step import Microbatch, backward_on, run_checkpointed
+from lightning_pipeoffload.runtime.tensor_parallel import sent_bytes
+from lightning_pipeoffload.runtime.users_code import (
+    TRACE,
+    find_slots,
+    in_brackets,
+    private_copy,
+    users_line,
+)
+from lightning_pipeoffload.runtime.weight_grad import (
+    Fetch,
+    WeightGradQueue,
+    WeightInputKeeper,
+    mark_at_once,
+)
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
-from lightning_pipeoffload.runtime.weight_grad.node import WeightInputKeeper
-from lightning_pipeoffload.runtime.weight_grad.queue import Fetch, WeightGradQueue, mark_at_once
-from lightning_pipeoffload.schedule.actions import Kind, Part
+from lightning_pipeoffload.schedule import Kind, Part
 
 
 class _ShapeStore(ActivationStore):

@@ -1,1 +1,17 @@
 """Saved tensors of a rank between F, B and W: counted, offloaded to the host, recomputed."""
+
+from .host_memory import (
+    STAGING_BYTES,
+    HostBudget,
+    HostMemory,
+    HostMemoryError,
+    MachineMemory,
+    gradient_bytes,
+    machine_memory,
+    slab_bytes,
+    staging_bytes,
+)
+from .recompute import CheapRecompute, check_recompute
+from .saved_memory import KeptForLater, SavedMemory
+from .saved_tensor import Saved, SavedTensor
+from .stage_store import ActivationStore, Held, HostBytes, OffloadSettings, address_of

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode  # private: its documented home
 
-from lightning_pipeoffload.runtime.randomness import generator_state, replayed_generator
-from lightning_pipeoffload.runtime.shapes.operations import is_plain
-from lightning_pipeoffload.runtime.shapes.shape_only import storage_of
+from lightning_pipeoffload.runtime import generator_state, replayed_generator
+from lightning_pipeoffload.runtime.shapes import is_plain, storage_of
 
 aten = torch.ops.aten
 

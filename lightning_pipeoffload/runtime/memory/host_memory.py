@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.schedule.text import bytes_text
+from lightning_pipeoffload.schedule import bytes_text
 
 _SMALLEST_PIECE = 1 << 12
 _MOST_PIECES = 4  # the last one is at most half empty: less than an eighth of the slab

@@ -26,14 +26,14 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.memory.cheap_calls import CallRecorder, ValueSource
 from lightning_pipeoffload.runtime.memory.saved_tensor import cast_parameter, make_stand_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
-from lightning_pipeoffload.runtime.weight_grad.node import (
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_of
+from lightning_pipeoffload.runtime.weight_grad import (
+    Fetch,
     Hooks,
     WeightInputKeeper,
     keeper_of,
     saving_hooks,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import Fetch
 
 _FOLLOWED = (Tensor, ShapeOnly)
 SMALLEST_NUMEL = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
-from lightning_pipeoffload.schedule.actions import Kind, Part
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
+from lightning_pipeoffload.schedule import Kind, Part
 
 
 class KeptForLater(NamedTuple):

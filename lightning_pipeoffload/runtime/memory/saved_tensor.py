@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.schedule import Part
 
 _VIEWS = {
     "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",

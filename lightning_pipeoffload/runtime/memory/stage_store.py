@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.device.accelerator import CopyLanes, Lane, is_on
+from lightning_pipeoffload.runtime.device import CopyLanes, Lane, is_on
 from lightning_pipeoffload.runtime.memory.host_memory import HostMemory, Slab
 from lightning_pipeoffload.runtime.memory.saved_tensor import (
     Cast,
@@ -45,10 +45,9 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
     SavedTensor,
     cast_parameter,
 )
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.weight_grad.node import WeightInputKeeper
-from lightning_pipeoffload.runtime.weight_grad.queue import Fetch
-from lightning_pipeoffload.schedule.actions import Part
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.weight_grad import Fetch, WeightInputKeeper
+from lightning_pipeoffload.schedule import Part
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
 _ALL = Part.FOR_B | Part.FOR_W | Part.GRADIENT

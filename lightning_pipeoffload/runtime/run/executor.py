@@ -19,20 +19,25 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.replicas import PendingParameters
-from lightning_pipeoffload.runtime.comm.transport import Transport
-from lightning_pipeoffload.runtime.device.marks import is_profiled, mark
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import PendingParameters, Transport
+from lightning_pipeoffload.runtime.device import ActionTimer, is_profiled, mark
 from lightning_pipeoffload.runtime.run.mailbox import Mailbox
 from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.step.autocast import forget_casts
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.runtime.weight_grad.regrouping import GradientListener
-from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, tails
-from lightning_pipeoffload.schedule.actions import COPIES, FINAL, RECVS, SENDS
-from lightning_pipeoffload.schedule.messages import actions_ahead
+from lightning_pipeoffload.runtime.step import Microbatch, StageRunner, forget_casts
+from lightning_pipeoffload.runtime.weight_grad import GradientListener
+from lightning_pipeoffload.schedule import (
+    COPIES,
+    FINAL,
+    RECVS,
+    SENDS,
+    Action,
+    Costs,
+    Kind,
+    Schedule,
+    actions_ahead,
+    tails,
+)
 
 _BACKWARD = {Kind.B, Kind.BW}
 _LAST = {Kind.W, Kind.BW}

@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.replicas import Bundle, Replicas, in_buckets
-from lightning_pipeoffload.runtime.comm.sums_to_owners import SumsToOwners
-from lightning_pipeoffload.runtime.shapes.remote_gradient import RemoteGradient
-from lightning_pipeoffload.runtime.step.stage_gradients import StageGradient
+from lightning_pipeoffload.runtime.comm import Bundle, Replicas, SumsToOwners, in_buckets
+from lightning_pipeoffload.runtime.shapes import RemoteGradient
+from lightning_pipeoffload.runtime.step import StageGradient
 
 _Holder = Tensor | StageGradient  # of a gradient, in ``grad``
 

@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.host_group import HostGroup
-from lightning_pipeoffload.runtime.comm.replicas import Bundle, in_buckets
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
-from lightning_pipeoffload.runtime.cut.split_module import SplitModule
-from lightning_pipeoffload.runtime.cut.step_records import StepRecords
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import (
+from lightning_pipeoffload.runtime.comm import (
+    Bundle,
+    HostGroup,
+    PipelineGroup,
+    blaming_peers,
+    in_buckets,
+)
+from lightning_pipeoffload.runtime.cut import SplitModule, StepRecords
+from lightning_pipeoffload.runtime.shapes import (
+    ShapeOnly,
     has_gradient_in_parts,
     is_shard,
     local_part,

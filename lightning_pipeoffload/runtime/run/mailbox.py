@@ -19,15 +19,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.transport import MarkedTransport, Transport
-from lightning_pipeoffload.runtime.device.marks import is_profiled
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, expected_during, lower
-from lightning_pipeoffload.schedule.actions import SENDS
-from lightning_pipeoffload.schedule.messages import (
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import MarkedTransport, Transport
+from lightning_pipeoffload.runtime.device import ActionTimer, is_profiled
+from lightning_pipeoffload.schedule import (
+    SENDS,
+    Action,
+    Costs,
+    Kind,
     OpenReceives,
     PendingSends,
+    Schedule,
+    expected_during,
+    lower,
     most_pending,
     recv_of,
     send_after,

@@ -15,81 +15,74 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.compiled.block_compiler import (
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+from lightning_pipeoffload.runtime.compiled import (
     BlockCompiler,
     install_split,
     remove_split,
     warn_once,
 )
-from lightning_pipeoffload.runtime.cut.block_chain import (
+from lightning_pipeoffload.runtime.cut import (
     BlockChain,
-    chain_of_calls,
-    find_chain,
-    first_chain,
-)
-from lightning_pipeoffload.runtime.cut.call_checks import CallsError
-from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
-from lightning_pipeoffload.runtime.cut.checks import (
-    check_recompute_full,
-    check_slices,
-    check_step,
-    impossible_cuts,
-)
-from lightning_pipeoffload.runtime.cut.partition import (
+    CallsError,
     Cut,
     CutSettings,
     Room,
     SegmentCosts,
     SegmentUses,
+    SplitModule,
+    StepRecord,
+    StepRecords,
+    chain_of_calls,
+    check_recompute_full,
+    check_slices,
+    check_step,
     cut,
     estimate_costs,
+    find_chain,
     find_segments,
+    first_chain,
+    impossible_cuts,
+    mark_slots,
     stages_with,
 )
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.cut.split_module import SplitModule
-from lightning_pipeoffload.runtime.cut.step_records import StepRecords
-from lightning_pipeoffload.runtime.making.parted_module import PartedModule
+from lightning_pipeoffload.runtime.making import PartedModule
 from lightning_pipeoffload.runtime.run.gradients import Gradients
-from lightning_pipeoffload.runtime.sequence.attention import install_attention
-from lightning_pipeoffload.runtime.shapes.packed_sequences import install_padding, remove_padding
-from lightning_pipeoffload.runtime.shapes.remote_tensor import (
+from lightning_pipeoffload.runtime.sequence import install_attention
+from lightning_pipeoffload.runtime.shapes import (
     GradientChanges,
     install_draws,
+    install_padding,
     remove_draws,
+    remove_padding,
 )
-from lightning_pipeoffload.runtime.step.answered_pass import (
-    install_answers,
-    remove_answers,
-)
-from lightning_pipeoffload.runtime.step.checkpoint_replay import install_replay, remove_replay
-from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.runtime.step.stage_gradients import (
+from lightning_pipeoffload.runtime.step import (
     OwnGradients,
+    StageContext,
     StageGradient,
+    StageRunner,
+    StepWrites,
+    install_answers,
+    install_replay,
+    remove_answers,
+    remove_replay,
     stage_gradients,
 )
-from lightning_pipeoffload.runtime.step.stage_pass import StageContext
-from lightning_pipeoffload.runtime.step.step_writes import StepWrites
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
+from lightning_pipeoffload.runtime.tensor_parallel import (
+    ShardDraws,
     install_collectives,
-    remove_collectives,
-)
-from lightning_pipeoffload.runtime.tensor_parallel.shard_draws import ShardDraws
-from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import (
     install_weight_draws,
+    remove_collectives,
     remove_weight_draws,
 )
-from lightning_pipeoffload.runtime.users_code.step_call import UsersStep
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
-from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
-from lightning_pipeoffload.runtime.weight_grad.queue import (
+from lightning_pipeoffload.runtime.users_code import Slot, UsersStep, find_slots
+from lightning_pipeoffload.runtime.weight_grad import (
     AddProduct,
     add_product_in_float32,
     add_product_to_grad,
     mark_at_once,
 )
+from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
 
 _HOOKS = (
     "the step writes attributes and registers a hook on a tensor ({}): what the hook reads of them "

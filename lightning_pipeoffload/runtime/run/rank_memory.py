@@ -17,29 +17,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.batch.tree import batch_leaves
-from lightning_pipeoffload.runtime.device.accelerator import CopyError, CopyLanes, make_lanes
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory
-from lightning_pipeoffload.runtime.memory.stage_store import (
+from lightning_pipeoffload.runtime.batch import batch_leaves
+from lightning_pipeoffload.runtime.device import CopyError, CopyLanes, make_lanes
+from lightning_pipeoffload.runtime.memory import (
     ActivationStore,
     Held,
+    HostBudget,
     HostBytes,
+    HostMemory,
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.step.stage import StageRunner
-from lightning_pipeoffload.schedule import Action
-from lightning_pipeoffload.schedule.actions import (
+from lightning_pipeoffload.runtime.step import Microbatch, StageRunner
+from lightning_pipeoffload.schedule import (
     ACTIVATION,
     COMPUTE,
     KINDS,
     NOTHING,
     RELOADS,
     WAITING,
+    Action,
     Part,
 )
-from lightning_pipeoffload.schedule.simulation.memory import key_value_changes
+from lightning_pipeoffload.schedule.simulation import key_value_changes
 
 _OFFLOADS = {kind for kind, row in KINDS.items() if row.host_puts}
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_pipeoffload.runtime.batch.structure import BatchParts, BatchStructure
-from lightning_pipeoffload.runtime.cut.checks import check_shared_weights
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.randomness import mix_seeds
+from lightning_pipeoffload.runtime import mix_seeds
+from lightning_pipeoffload.runtime.batch import BatchParts, BatchStructure
+from lightning_pipeoffload.runtime.cut import StepRecord, check_shared_weights
 from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.step.microbatch import Microbatch
-from lightning_pipeoffload.runtime.users_code.step_call import (
+from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.users_code import (
     CallOnCopies,
     StepCall,
     UsersStep,

@@ -20,11 +20,15 @@ from torch.backends.cuda import (
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime import IN_FORCE
 from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
-from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
-from lightning_pipeoffload.runtime.weight_grad.kernels import Original, install_kernel
-from lightning_pipeoffload.runtime.weight_grad.node import NO_HOOKS, saving_hooks
+from lightning_pipeoffload.runtime.shapes import memory_of
+from lightning_pipeoffload.runtime.weight_grad import (
+    NO_HOOKS,
+    Original,
+    install_kernel,
+    saving_hooks,
+)
 
 _INSTEAD = (
     "; slices attend by scaled_dot_product_attention with is_causal=True, or with a mask of "

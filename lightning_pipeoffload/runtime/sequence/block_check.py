@@ -34,14 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private: torch's o
 from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see runtime/leaves
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.leaves import output_tensors
-from lightning_pipeoffload.runtime.randomness import seed_all, seed_torch, seeded
+from lightning_pipeoffload.runtime import output_tensors, seed_all, seed_torch, seeded
 from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
 from lightning_pipeoffload.runtime.sequence.slices import Dims, EarlierSlices, SequenceSlice
-from lightning_pipeoffload.runtime.shapes.operations import DRAWS_BY_SHAPE, FACTORIES
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.snapshot import private_copy
-from lightning_pipeoffload.runtime.weight_grad.node import NO_HOOKS
+from lightning_pipeoffload.runtime.shapes import DRAWS_BY_SHAPE, FACTORIES, ShapeOnly
+from lightning_pipeoffload.runtime.users_code import private_copy
+from lightning_pipeoffload.runtime.weight_grad import NO_HOOKS
 
 aten = torch.ops.aten
 _MOST = 1e-4  # of the largest number

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.late_values import is_on_accelerator, start_reading
-from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime import is_on_accelerator, leaves_of, start_reading
 from lightning_pipeoffload.runtime.sequence.slices import Dims, SequenceSlice
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _FORBIDS = -1e4  # added to a score

@@ -22,11 +22,10 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_pipeoffload.runtime.memory.saved_memory import KeptForLater
-from lightning_pipeoffload.runtime.payload import TensorSpec, dense_stride
-from lightning_pipeoffload.runtime.shapes.shape_only import memory_of, storage_of
-from lightning_pipeoffload.schedule import cut_positions
-from lightning_pipeoffload.schedule.slices import LEAST_TOKENS
+from lightning_pipeoffload.runtime import TensorSpec, dense_stride
+from lightning_pipeoffload.runtime.memory import KeptForLater
+from lightning_pipeoffload.runtime.shapes import memory_of, storage_of
+from lightning_pipeoffload.schedule import LEAST_TOKENS, cut_positions
 
 Dims = tuple[int, ...]
 """The dimensions of a tensor that are as long as the sequence: of tokens, then of keys if any."""

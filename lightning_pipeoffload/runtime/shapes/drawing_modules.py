@@ -8,13 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime import leaves_of
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
-from lightning_pipeoffload.runtime.users_code.users_lines import (
-    calling_line,
-    in_brackets,
-    running_frames,
-)
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets, running_frames
 
 
 def note_draw(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime import leaves_of
 from lightning_pipeoffload.runtime.shapes.shape_only import Awaited, ShapeOnly
 
 _DESCRIBING = {

@@ -39,7 +39,8 @@ from torch.utils._python_dispatch import (  # private: its documented home
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipeoffload.runtime.leaves import (
+from lightning_pipeoffload.runtime import (
+    forked_randomness,
     leaves_of,
     map_operands,
     map_output,
@@ -47,7 +48,6 @@ from lightning_pipeoffload.runtime.leaves import (
     output_tensors,
     tensors_in,
 )
-from lightning_pipeoffload.runtime.randomness import forked_randomness
 from lightning_pipeoffload.runtime.shapes.shape_only import (
     ShapeOnly,
     give_values,
@@ -57,9 +57,13 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     shape_only_leaves,
 )
 from lightning_pipeoffload.runtime.shapes.step_rules import AddressNeededError, tell_observers
-from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
-from lightning_pipeoffload.runtime.users_code.snapshot import unchanged
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
+from lightning_pipeoffload.runtime.users_code import (
+    REGISTRIES,
+    Slot,
+    find_slots,
+    swapped,
+    unchanged,
+)
 
 log = logging.getLogger(__name__)
 

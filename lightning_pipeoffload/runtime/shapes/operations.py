@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.leaves import map_operands
+from lightning_pipeoffload.runtime import map_operands
 
 aten = torch.ops.aten
 _TORCHS_OWN = {"aten", "prims", "prim"}

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime import IN_FORCE, value_of
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.step_rules import StepRules
-from lightning_pipeoffload.runtime.stored_tensor import value_of
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.users_code import Slot
 
 SHARDED = (
     "and with tensor_parallel_size=1 each rank of a pipeline has its layers whole: set it for "

@@ -28,8 +28,7 @@ from lightning_pipeoffload.runtime.shapes.remote_gradient import (
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import set_sharding, sharding_of
 from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets, users_line
+from lightning_pipeoffload.runtime.users_code import Slot, in_brackets, users_line
 
 
 @dataclass

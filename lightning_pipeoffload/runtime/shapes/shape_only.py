@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeoffload.runtime.leaves import leaves_of, map_operands
+from lightning_pipeoffload.runtime import leaves_of, map_operands
 from lightning_pipeoffload.runtime.shapes.finite_checks import is_order, outcome_of
 from lightning_pipeoffload.runtime.shapes.operations import (
     FACTORIES,

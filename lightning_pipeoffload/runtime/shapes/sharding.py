@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from lightning_pipeoffload.runtime.stored_tensor import value_of
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime import value_of
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
 
 TENSOR_RANKS = ("tensor_parallel",)
 """The names of the dimensions of a mesh of tensor ranks."""

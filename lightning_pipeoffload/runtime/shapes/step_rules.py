@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime import IN_FORCE
 
 
 class ValueNeededError(BaseException):

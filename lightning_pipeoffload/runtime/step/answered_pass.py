@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.cut.device_reads import ReadPlace
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime.cut import ReadPlace
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 
 _READERS = ("__bool__", "__float__", "__int__", "__index__", "item")

@@ -12,8 +12,8 @@ from functools import cache
 
 import torch
 
-from lightning_pipeoffload.runtime.compiled.products import sharing_compiled_casts
-from lightning_pipeoffload.runtime.contexts import NOTHING
+from lightning_pipeoffload.runtime import NOTHING
+from lightning_pipeoffload.runtime.compiled import sharing_compiled_casts
 
 
 def sharing_casts(device: torch.device) -> AbstractContextManager[None]:

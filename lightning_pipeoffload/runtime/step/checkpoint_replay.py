@@ -19,11 +19,9 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor
 from torch._guards import TracingContext  # private: what is being compiled
 
-from lightning_pipeoffload.runtime.contexts import NOTHING
-from lightning_pipeoffload.runtime.cut.block_chain import StageExit
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime import IN_FORCE, NOTHING, tensors_in
+from lightning_pipeoffload.runtime.cut import StageExit
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step.recomputed_block import RecomputedCall
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites

@@ -48,14 +48,14 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_pipeoffload.runtime.cut.record import StageRecord
-from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
-from lightning_pipeoffload.runtime.payload import Received
-from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
+from lightning_pipeoffload.runtime import Received
+from lightning_pipeoffload.runtime.cut import StageRecord
+from lightning_pipeoffload.runtime.memory import ActivationStore
+from lightning_pipeoffload.runtime.sequence import EarlierSlices, SequenceSlice
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.step_writes import WrittenByForward
-from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.runtime.users_code import TensorValues
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 
 
 @dataclass(eq=False)

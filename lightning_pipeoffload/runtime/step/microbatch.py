@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.cut.device_reads import ReadPlace
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall
+from lightning_pipeoffload.runtime.cut import ReadPlace, StepRecord
+from lightning_pipeoffload.runtime.users_code import StepCall
 
 
 @dataclass(eq=False)  # not frozen, which takes four times as long to make

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.randomness import RandomnessReplay, forked_randomness
-from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
-from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, swapped
-from lightning_pipeoffload.runtime.weight_grad.node import saving_hooks
+from lightning_pipeoffload.runtime import RandomnessReplay, forked_randomness
+from lightning_pipeoffload.runtime.users_code import Generators, Slot, TensorValues, swapped
+from lightning_pipeoffload.runtime.weight_grad import saving_hooks
 
 
 class RecomputedCall(partial[Any]):

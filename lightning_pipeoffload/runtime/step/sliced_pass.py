@@ -21,19 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten  # private: see runtime/leaves
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.cut.block_chain import StageExit
-from lightning_pipeoffload.runtime.cut.block_classes import find_classes
-from lightning_pipeoffload.runtime.cut.call_checks import checkpoint_around
-from lightning_pipeoffload.runtime.leaves import output_tensors
-from lightning_pipeoffload.runtime.payload import BlockOutput
-from lightning_pipeoffload.runtime.randomness import mix_seed
-from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice
-from lightning_pipeoffload.runtime.sequence.block_check import BlockCheck
-from lightning_pipeoffload.runtime.sequence.slices import Dims
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime import BlockOutput, mix_seed, output_tensors
+from lightning_pipeoffload.runtime.cut import StageExit, checkpoint_around, find_classes
+from lightning_pipeoffload.runtime.sequence import BlockCheck, BlockOnSlice, Dims
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
 
 
 class SlicedPass(StagePass):

@@ -14,15 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime.batch.parts import weighted
-from lightning_pipeoffload.runtime.contexts import NOTHING, together
-from lightning_pipeoffload.runtime.cut.checks import SKIP_A_BATCH, loss_in
-from lightning_pipeoffload.runtime.cut.record import StageRecord, StepRecord
-from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
-from lightning_pipeoffload.runtime.memory.saved_memory import SavedMemory
-from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
-from lightning_pipeoffload.runtime.payload import Received, TensorSpec, gradients_to_send
-from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
+from lightning_pipeoffload.runtime import NOTHING, Received, TensorSpec, gradients_to_send, together
+from lightning_pipeoffload.runtime.batch import weighted
+from lightning_pipeoffload.runtime.cut import SKIP_A_BATCH, StageRecord, StepRecord, loss_in
+from lightning_pipeoffload.runtime.memory import ActivationStore, CheapRecompute, SavedMemory
+from lightning_pipeoffload.runtime.sequence import EarlierSlices
 from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
@@ -30,14 +26,12 @@ from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.sliced_pass import SlicedPass
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import refuse_late_writes
-from lightning_pipeoffload.runtime.users_code.snapshot import TensorValues
-from lightning_pipeoffload.runtime.weight_grad.queue import (
-    WeightGradQueue,
-    has_hooks,
-)
-from lightning_pipeoffload.runtime.weight_grad.regrouping import (
+from lightning_pipeoffload.runtime.users_code import TensorValues
+from lightning_pipeoffload.runtime.weight_grad import (
     GradientListener,
     RegroupedWeightGrads,
+    WeightGradQueue,
+    has_hooks,
 )
 
 _NUM_CHECKED = 8  # backwards of a stage

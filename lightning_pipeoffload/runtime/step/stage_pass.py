@@ -29,42 +29,50 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import uncompiled
-from lightning_pipeoffload.runtime.contexts import NOTHING, together
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running, StageExit
-from lightning_pipeoffload.runtime.cut.call_checks import needs_all_blocks
-from lightning_pipeoffload.runtime.cut.carried_values import CarriedValues
-from lightning_pipeoffload.runtime.cut.checks import loss_in
-from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.split_module import SplitModule
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.leaves import map_in_place, output_tensors
-from lightning_pipeoffload.runtime.payload import BlockOutput, enter
-from lightning_pipeoffload.runtime.randomness import (
+from lightning_pipeoffload.runtime import (
+    IN_FORCE,
+    NOTHING,
+    BlockOutput,
+    enter,
     has_drawn_since,
+    map_in_place,
     mix_seeds,
+    output_tensors,
     seed_all,
+    together,
 )
-from lightning_pipeoffload.runtime.shapes.kernels_on_zeros import KernelsOnZeros
-from lightning_pipeoffload.runtime.shapes.shape_only import (
+from lightning_pipeoffload.runtime.compiled import uncompiled
+from lightning_pipeoffload.runtime.cut import (
+    BlockChain,
+    CarriedValues,
+    Running,
+    SplitModule,
+    Stage,
+    StageExit,
+    loss_in,
+    needs_all_blocks,
+)
+from lightning_pipeoffload.runtime.shapes import (
+    KernelsOnZeros,
     ShapeOnly,
+    StepRules,
+    ValueNeededError,
     give_values,
     has_shapes,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.shapes.step_rules import StepRules, ValueNeededError
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.recomputed_block import run_checkpointed
 from lightning_pipeoffload.runtime.step.stage_gradients import OwnGradients
 from lightning_pipeoffload.runtime.step.step_writes import StepWrites, WrittenByForward
-from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.step_call import StepCall
-from lightning_pipeoffload.runtime.users_code.users_lines import (
+from lightning_pipeoffload.runtime.users_code import (
+    Generators,
+    StepCall,
     calling_line,
     in_brackets,
     users_line,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import AddProduct, add_product_to_grad
+from lightning_pipeoffload.runtime.weight_grad import AddProduct, add_product_to_grad
 
 _VALUES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 

@@ -25,33 +25,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.contexts import NOTHING, together
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.partition import Stage
-from lightning_pipeoffload.runtime.cut.record import StepRecord
-from lightning_pipeoffload.runtime.cut.split_module import SplitModule
-from lightning_pipeoffload.runtime.leaves import tensors_in
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import (
+from lightning_pipeoffload.runtime import NOTHING, tensors_in, together
+from lightning_pipeoffload.runtime.cut import BlockChain, SplitModule, Stage, StepRecord
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.users_code import (
+    GONE,
     REGISTRIES,
+    Attribute,
     Elsewhere,
+    Fingerprint,
+    Slot,
     StepPoint,
+    StepState,
     Variable,
     Write,
-)
-from lightning_pipeoffload.runtime.users_code.snapshot import (
-    GONE,
-    Attribute,
-    Fingerprint,
-    StepState,
     fingerprint,
+    in_brackets,
+    is_generator,
+    is_iterator,
     is_unchanged,
     private_copy,
     short_fingerprint,
 )
-from lightning_pipeoffload.runtime.users_code.sources import is_generator, is_iterator
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
-from lightning_pipeoffload.runtime.users_code.users_lines import in_brackets
 
 _Values = dict[str, Any]
 _SpaceOf = tuple[nn.Module, bool]  # attributes of a module, or its buffers

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pipeoffload.runtime.comm.mesh import MESH_DIMENSIONS, forget_meshes
+from lightning_pipeoffload.runtime.comm import MESH_DIMENSIONS, forget_meshes
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
     install_collectives,
     remove_collectives,

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group  # private: by name, as DTensors do
 from torch.distributed import _functional_collectives as functional  # private: DTensors call it
 
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers, goes_through_host
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import Sharding
+from lightning_pipeoffload.runtime.comm import blaming_peers, goes_through_host
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, Sharding
 from lightning_pipeoffload.runtime.tensor_parallel.through_host import (
     install_host_collectives,
     remove_host_collectives,

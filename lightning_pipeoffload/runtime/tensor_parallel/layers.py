@@ -33,18 +33,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import warn_once
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
-from lightning_pipeoffload.runtime.shapes.sharding import (
+from lightning_pipeoffload.runtime.compiled import warn_once
+from lightning_pipeoffload.runtime.shapes import (
     OF_SHARD,
+    ShapeOnly,
     Sharding,
     is_shard,
     keep_in_state,
     local_part,
     set_sharding,
+    storage_of,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots
+from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
 _PARTED = (
     "the plan of parallelize_module divides a weight that two layers have, and {} is another "

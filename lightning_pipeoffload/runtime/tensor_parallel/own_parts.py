@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_pipeoffload.runtime.making.registered_parameters import ParameterShape
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, storage_of
+from lightning_pipeoffload.runtime.making import ParameterShape
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_of
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_pipeoffload.runtime.randomness import draw_seed, mix_seed, seed_torch
-from lightning_pipeoffload.runtime.shapes.step_rules import are_observed
+from lightning_pipeoffload.runtime import draw_seed, mix_seed, seed_torch
+from lightning_pipeoffload.runtime.shapes import are_observed
 
 
 class _Stream(NamedTuple):

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import init
 
-from lightning_pipeoffload.runtime.shapes.operations import DRAWS_BY_SHAPE
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.shapes.sharding import (
+from lightning_pipeoffload.runtime.shapes import (
+    DRAWS_BY_SHAPE,
+    ShapeOnly,
     Sharding,
+    is_in_step,
     local_part,
+    memory_of,
     sharding_of,
 )
-from lightning_pipeoffload.runtime.shapes.step_rules import is_in_step
 
 _DRAWS = [op.__name__ for op in DRAWS_BY_SHAPE if op.__name__.endswith("_")]  # of Tensor
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.runtime.contexts import without_collection
-from lightning_pipeoffload.runtime.randomness import forked_randomness
+from lightning_pipeoffload.runtime import forked_randomness, without_collection
 from lightning_pipeoffload.runtime.users_code.sources import Generators, is_generator
 from lightning_pipeoffload.runtime.users_code.users_lines import is_opaque
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.contexts import NOTHING
-from lightning_pipeoffload.runtime.randomness import mix_seed
+from lightning_pipeoffload.runtime import NOTHING, mix_seed
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
 _REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.leaves import leaves_of
+from lightning_pipeoffload.runtime import leaves_of
 from lightning_pipeoffload.runtime.users_code.snapshot import Fingerprint, fingerprint, private_copy
 
 _DEPTH = 20  # of a batch, which has no circles

@@ -1,1 +1,37 @@
 """Weight gradients apart from input gradients: deferred by B, computed by W."""
+
+from .calls import BatchedProduct, Convolution, DeferredCall, Linear, MatrixProduct
+from .chunked_loss import AroundChunks, chunked_loss
+from .kernels import (
+    Original,
+    install_kernel,
+    install_kernels,
+    mark,
+    may_wait,
+    remove_kernels,
+    uses_in,
+)
+from .node import (
+    ANCHOR,
+    NO_HOOKS,
+    Hooks,
+    ReadInput,
+    WeightInputKeeper,
+    keep_input,
+    keeper_of,
+    saving_hooks,
+    trains_parameters,
+)
+from .queue import (
+    AddProduct,
+    Fetch,
+    WeightGradQueue,
+    active_queue,
+    add_product_in_float32,
+    add_product_to_grad,
+    adds_in_float32,
+    defer_weight_grad,
+    has_hooks,
+    mark_at_once,
+)
+from .regrouping import GradientListener, RegroupedWeightGrads

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
+from lightning_pipeoffload.runtime import IN_FORCE
 from lightning_pipeoffload.runtime.weight_grad.kernels import may_wait
 from lightning_pipeoffload.runtime.weight_grad.node import ANCHOR, trains_parameters
 from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, active_queue

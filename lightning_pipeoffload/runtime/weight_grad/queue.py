@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.shapes.shape_only import memory_of
+from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime.shapes import memory_of
 
 _AT_ONCE = "_pipeoffload_at_once"
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeoffload.runtime.shapes.shape_only import Awaited
-from lightning_pipeoffload.runtime.users_code.attributes import REGISTRIES
-from lightning_pipeoffload.runtime.users_code.users_lines import is_opaque
+from lightning_pipeoffload.runtime.shapes import Awaited
+from lightning_pipeoffload.runtime.users_code import REGISTRIES, is_opaque
 
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), FunctionType, MethodType}
 _PLAIN |= {BuiltinFunctionType, ModuleType, type}

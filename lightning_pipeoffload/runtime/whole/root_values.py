@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+from lightning_pipeoffload.runtime.shapes import quantize
+from lightning_pipeoffload.runtime.users_code import Slot
 
 
 class RootValues:

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.leaves import leaves_of, map_output, output_leaves
-from lightning_pipeoffload.runtime.randomness import RandomnessReplay, generator_state
-from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput, HeldValue
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime import (
+    RandomnessReplay,
+    generator_state,
+    leaves_of,
+    map_output,
+    output_leaves,
+)
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+from lightning_pipeoffload.runtime.shapes import HeldOutput, HeldValue, ShapeOnly
+from lightning_pipeoffload.runtime.users_code import Slot
 from lightning_pipeoffload.runtime.whole.reached_state import ReachedState, Receiver, Sender, apply
 from lightning_pipeoffload.runtime.whole.values import Values
 

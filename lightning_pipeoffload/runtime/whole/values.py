@@ -10,10 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.transport import PeerLostError
-from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput, HeldState, HeldValue
-from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
+from lightning_pipeoffload.runtime.comm import PeerLostError, PipelineGroup
+from lightning_pipeoffload.runtime.shapes import HeldOutput, HeldState, HeldValue
+from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
 
 PATIENCE = timedelta(minutes=5)
 """How long a rank that has ended its run waits for the others, which may run other code."""

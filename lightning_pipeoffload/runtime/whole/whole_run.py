@@ -21,14 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime.cut.block_chain import Running
-from lightning_pipeoffload.runtime.leaves import leaves_of
-from lightning_pipeoffload.runtime.randomness import mix_seed, seed_all
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.shapes.held_value import HeldOutput
-from lightning_pipeoffload.runtime.shapes.quantized_weight import quantize
-from lightning_pipeoffload.runtime.users_code.sources import Generators
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot, find_slots, swapped
+from lightning_pipeoffload.runtime import leaves_of, mix_seed, seed_all
+from lightning_pipeoffload.runtime.cut import Running
+from lightning_pipeoffload.runtime.run import Pipeline
+from lightning_pipeoffload.runtime.shapes import HeldOutput, quantize
+from lightning_pipeoffload.runtime.users_code import Generators, Slot, find_slots, swapped
 from lightning_pipeoffload.runtime.whole.root_values import RootValues
 from lightning_pipeoffload.runtime.whole.unit_calls import OwnersCall, RemoteCall, Unit
 from lightning_pipeoffload.runtime.whole.values import Values

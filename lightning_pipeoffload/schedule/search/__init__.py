@@ -1,1 +1,3 @@
 """Searches for an order of actions."""
+
+from .problem import ROUNDING

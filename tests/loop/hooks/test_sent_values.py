@@ -10,16 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.loop.hooks.sent_values import (
-    OutputsElsewhere,
-    UnsendableError,
-    numbers_in,
-    pack,
-    unpack,
-)
-from lightning_pipeoffload.loop.hooks.users_hooks import refuse_other_callbacks
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.users_code.attributes import Elsewhere
+from lightning_pipeoffload.loop.hooks import OutputsElsewhere, numbers_in, refuse_other_callbacks
+from lightning_pipeoffload.loop.hooks.sent_values import UnsendableError, pack, unpack
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.users_code import Elsewhere
 
 CPU = torch.device("cpu")
 

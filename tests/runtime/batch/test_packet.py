@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_pipeoffload.runtime.batch.packet import Contents, Packet
+from lightning_pipeoffload.runtime.batch import Contents, Packet
 
 BASE = torch.arange(20)
 BATCH = {

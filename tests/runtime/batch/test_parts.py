@@ -12,20 +12,18 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 from transformers import BatchEncoding
 
-from lightning_pipeoffload.runtime.batch.parts import (
-    merge_outputs,
-    sample_counts,
-    start_checksum,
-    weigh_parts,
-)
-from lightning_pipeoffload.runtime.batch.structure import (
+from lightning_pipeoffload.runtime.batch import (
     BatchStructure,
     Collation,
     batch_size,
+    map_batch,
+    merge_outputs,
     refuse_unclear_list,
+    sample_counts,
     split_batch,
+    start_checksum,
+    weigh_parts,
 )
-from lightning_pipeoffload.runtime.batch.tree import map_batch
 
 Pair = namedtuple("Pair", ["x", "names"])
 

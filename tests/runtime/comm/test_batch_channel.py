@@ -5,9 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime.comm import batch_channel
-from lightning_pipeoffload.runtime.comm.batch_channel import BatchChannel
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
+from lightning_pipeoffload.runtime.comm import BatchChannel, RankMesh, batch_channel
 from lightning_pipeoffload.runtime.comm.shared_bytes import MemoryFile
 from lightning_pipeoffload.schedule import build
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_pipeoffload.runtime.comm.groups import PipelineGroup
-from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups
+from lightning_pipeoffload.runtime.comm import PipelineGroup, ProcessGroups
 from lightning_pipeoffload.schedule import build
 from tests.support.rank_pool import RankPool
 

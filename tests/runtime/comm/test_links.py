@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeoffload.runtime.comm.transport import BufferRing, Link, as_bytes, nccl_options
-from lightning_pipeoffload.runtime.payload import TensorSpec
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import BufferRing, Link, as_bytes
+from lightning_pipeoffload.runtime.comm.transport import nccl_options
 from lightning_pipeoffload.schedule import Action
 from tests.runtime.comm.test_transport import make_message
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups, RankMesh
+from lightning_pipeoffload.runtime.comm import ProcessGroups, RankMesh
 from lightning_pipeoffload.schedule import build
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.comm.replicas import PendingParameters, WaitingMode
+from lightning_pipeoffload.runtime.comm import PendingParameters, WaitingMode
 
 COMING = nn.Parameter(torch.zeros(2, 3))
 OTHER = torch.zeros(3)

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeoffload.runtime.comm import sums_to_owners
-from lightning_pipeoffload.runtime.comm.sums_to_owners import SumsToOwners
+from lightning_pipeoffload.runtime.comm import SumsToOwners, sums_to_owners
 from tests.support.rank_pool import RankPool
 
 NUM = 3

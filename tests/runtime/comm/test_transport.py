@@ -13,27 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeoffload.processes.run_store import free_port
-from lightning_pipeoffload.runtime.comm import transport as transport_module
-from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.comm.transport import (
+from lightning_pipeoffload.processes import free_port
+from lightning_pipeoffload.runtime import TensorSpec
+from lightning_pipeoffload.runtime.comm import (
     PeerLostError,
-    PeersThread,
     ProcessGroupTransport,
-    _first_tag,
+    RankMesh,
     blaming_peers,
     says_peer_lost,
 )
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
-from lightning_pipeoffload.runtime.measure import link_speed
-from lightning_pipeoffload.runtime.measure.link_speed import answer_latency, measure_latency
-from lightning_pipeoffload.runtime.payload import TensorSpec
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.step.microbatch import placed
+from lightning_pipeoffload.runtime.comm import transport as transport_module
+from lightning_pipeoffload.runtime.comm.transport import PeersThread, _first_tag
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.device import ActionTimer
+from lightning_pipeoffload.runtime.measure import answer_latency, link_speed, measure_latency
+from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline, trace_batch
+from lightning_pipeoffload.runtime.step import placed
 from lightning_pipeoffload.schedule import Action, Kind, build, lower
 from tests.support.forks import FORKS, fork
 from tests.support.in_process import InProcessTransport

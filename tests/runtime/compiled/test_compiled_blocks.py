@@ -15,7 +15,7 @@ from lightning_pipeoffload.runtime.compiled.block_compiler import (
     check_compiled_parts,
 )
 from lightning_pipeoffload.runtime.compiled.split_graph import writes_in_place
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 from tests.support.comparison import assert_trains_exactly, train, train_plain
 from tests.support.families import Task
 from tests.support.pairs import slow

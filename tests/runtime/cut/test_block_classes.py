@@ -5,10 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.cut.block_classes import find_classes
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.cut import CutSettings, find_classes
+from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
 from tests.support.small_modules import Regression, users_step
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.cut import StepTrace
+from lightning_pipeoffload.runtime.run import trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (

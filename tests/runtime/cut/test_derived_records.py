@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.run import trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.cut.remote_values import ModuleCopies
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.cut import ModuleCopies
+from lightning_pipeoffload.runtime.shapes import RemoteTensor
+from lightning_pipeoffload.runtime.users_code import find_slots
 
 HERE = torch.device("cpu")
 

@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, find_chain
-from lightning_pipeoffload.runtime.cut.called_blocks import as_argument
-from lightning_pipeoffload.runtime.cut.partition import Room, SegmentCosts, cut
+from lightning_pipeoffload.runtime.cut import (
+    BlockChain,
+    Room,
+    SegmentCosts,
+    as_argument,
+    cut,
+    find_chain,
+)
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (

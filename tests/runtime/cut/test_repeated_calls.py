@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
+from lightning_pipeoffload.runtime.cut import StepTrace
 from lightning_pipeoffload.schedule import Kind, build
 from tests.support.comparison import assert_trains_exactly, train_plain
 from tests.support.in_process import InProcessPipeline

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
-from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.trace import StepTrace
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
+from lightning_pipeoffload.runtime.cut import StepTrace, find_chain
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.schedule import build
 from tests.runtime.cut.test_step_refusals import (
     hooks_of_the_step,

@@ -5,8 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime.device import cuda_settings
-from lightning_pipeoffload.runtime.device.cuda_settings import prepare_cuda
+from lightning_pipeoffload.runtime.device import cuda_settings, prepare_cuda
 
 QUEUES, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
 

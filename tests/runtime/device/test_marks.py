@@ -9,8 +9,7 @@ from torch.autograd.profiler import emit_itt
 from torch.profiler import profile
 
 from lightning_pipeoffload.runtime.device import marks
-from lightning_pipeoffload.schedule import build
-from lightning_pipeoffload.schedule.actions import COMPUTE
+from lightning_pipeoffload.schedule import COMPUTE, build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import DemoGPT, call_step, tokens
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime.device import accelerator, timing
-from lightning_pipeoffload.runtime.device.timing import ActionTimer
+from lightning_pipeoffload.runtime.device import ActionTimer, accelerator, timing
 from lightning_pipeoffload.schedule import Action, Kind
 
 F, B = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)

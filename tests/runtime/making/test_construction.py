@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeoffload.runtime.making.construction import constructing, make_blueprint
-from lightning_pipeoffload.runtime.making.parted_module import PartedModule
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.making import PartedModule, constructing, make_blueprint
+from lightning_pipeoffload.runtime.shapes import RemoteTensor
+from lightning_pipeoffload.runtime.users_code import find_slots
 from lightning_pipeoffload.schedule import build
 from tests.support.small_modules import MODELS
 

@@ -8,16 +8,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.device import timing
-from lightning_pipeoffload.runtime.device.accelerator import CopyError, CopyLanes, Lane
-from lightning_pipeoffload.runtime.memory.host_memory import HostBudget, HostMemory, HostMemoryError
+from lightning_pipeoffload.runtime.device import CopyError, CopyLanes, Lane, timing
+from lightning_pipeoffload.runtime.memory import (
+    ActivationStore,
+    HostBudget,
+    HostMemory,
+    HostMemoryError,
+    OffloadSettings,
+)
 from lightning_pipeoffload.runtime.memory.saved_tensor import WrittenInPlaceError
-from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
-from lightning_pipeoffload.runtime.run.rank_memory import ActivationMemory
-from lightning_pipeoffload.schedule import Costs, build
-from lightning_pipeoffload.schedule.actions import Part
-from lightning_pipeoffload.schedule.passes.offload import offload_activations
-from lightning_pipeoffload.schedule.simulation.memory import peak_host_memory, peak_memory
+from lightning_pipeoffload.runtime.run import ActivationMemory
+from lightning_pipeoffload.schedule import Costs, Part, build
+from lightning_pipeoffload.schedule.passes import offload_activations
+from lightning_pipeoffload.schedule.simulation import peak_host_memory, peak_memory
 from tests.support.in_process import InProcessPipeline
 from tests.support.offloaded import (
     APART,

@@ -8,11 +8,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.demos.gpt import Block
-from lightning_pipeoffload.runtime.memory import recompute
+from lightning_pipeoffload.demos import Block
+from lightning_pipeoffload.runtime.memory import ActivationStore, CheapRecompute, recompute
 from lightning_pipeoffload.runtime.memory.cheap_calls import CheapCall
-from lightning_pipeoffload.runtime.memory.recompute import CheapRecompute
-from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.offloaded import memory_of_all

@@ -5,18 +5,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.device.accelerator import is_on, make_lanes
-from lightning_pipeoffload.runtime.memory import host_memory
-from lightning_pipeoffload.runtime.memory.host_memory import (
+from lightning_pipeoffload.runtime.device import is_on, make_lanes
+from lightning_pipeoffload.runtime.memory import (
+    ActivationStore,
     HostBudget,
     HostMemory,
     HostMemoryError,
     MachineMemory,
+    OffloadSettings,
+    host_memory,
     machine_memory,
-    piece_sizes,
 )
+from lightning_pipeoffload.runtime.memory.host_memory import piece_sizes
 from lightning_pipeoffload.runtime.memory.saved_tensor import Cast, Resident, WrittenInPlaceError
-from lightning_pipeoffload.runtime.memory.stage_store import ActivationStore, OffloadSettings
 from tests.support.offloaded import there_and_back
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime.run.executor import Executor
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.step.stage import StageRunner
+from lightning_pipeoffload.runtime.run import Executor
+from lightning_pipeoffload.runtime.shapes import ShapeOnly
+from lightning_pipeoffload.runtime.step import StageRunner
 from lightning_pipeoffload.schedule import (
     Action,
     Kind,

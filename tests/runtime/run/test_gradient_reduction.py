@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.run.gradient_reduction import GradientReduction
-from lightning_pipeoffload.runtime.shapes.remote_gradient import RemoteGradient
-from lightning_pipeoffload.runtime.step.stage_gradients import stage_gradients
+from lightning_pipeoffload.runtime.run import GradientReduction
+from lightning_pipeoffload.runtime.shapes import RemoteGradient
+from lightning_pipeoffload.runtime.step import stage_gradients
 
 ANY = frozenset({0})
 

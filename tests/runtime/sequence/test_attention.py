@@ -7,9 +7,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.runtime.sequence.attention import BlockOnSlice, install_attention
-from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices, SequenceSlice
-from lightning_pipeoffload.runtime.weight_grad.kernels import remove_kernels
+from lightning_pipeoffload.runtime.sequence import (
+    BlockOnSlice,
+    EarlierSlices,
+    SequenceSlice,
+    install_attention,
+)
+from lightning_pipeoffload.runtime.weight_grad import remove_kernels
 
 ON_GPU = [
     pytest.mark.gpu,

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lightning_pipeoffload.runtime.sequence.slice_checks import SliceChecks
+from lightning_pipeoffload.runtime.sequence import SliceChecks
 
 
 def checked_in(checks, blocks, classes):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeoffload.runtime.sequence.slices import EarlierSlices
-from lightning_pipeoffload.runtime.step.stage import StageRunner
+from lightning_pipeoffload.runtime.sequence import EarlierSlices
+from lightning_pipeoffload.runtime.step import StageRunner
 from lightning_pipeoffload.schedule import Action, Costs, Kind, Schedule, build, offload_activations
 from tests.support.comparison import train_plain
 from tests.support.families import (

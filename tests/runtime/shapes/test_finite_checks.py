@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.step_rules import EVERYTHING, NO_ALARM, StepRules
+from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime.shapes import EVERYTHING, NO_ALARM, ShapeOnly, StepRules
 
 FINITE = {
     "isfinite": lambda x: torch.isfinite(x).all(),

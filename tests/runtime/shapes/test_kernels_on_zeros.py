@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.cut.block_chain import find_chain
-from lightning_pipeoffload.runtime.cut.step_records import StepRecords
-from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.cut import StepRecords, find_chain
+from lightning_pipeoffload.runtime.measure import measure_shapes
+from lightning_pipeoffload.runtime.run import trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.address_kernels import Cubed, Gate, Silu, memory, seeded, silu

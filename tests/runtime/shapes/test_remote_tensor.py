@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.shapes.remote_gradient import KnownSize
-from lightning_pipeoffload.runtime.shapes.remote_tensor import (
+from lightning_pipeoffload.runtime.shapes import (
     GradientChanges,
+    KnownSize,
     RemoteTensor,
+    ValueNeededError,
     explain_remote,
 )
-from lightning_pipeoffload.runtime.shapes.step_rules import ValueNeededError
-from lightning_pipeoffload.runtime.users_code.tensor_slots import Slot
+from lightning_pipeoffload.runtime.users_code import Slot
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import Regression, call_step, linear_blocks

@@ -4,12 +4,13 @@ from torch import nn
 from torch.cuda import _sanitizer
 from torch.nn import functional
 
-from lightning_pipeoffload.runtime.in_force import IN_FORCE
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, memory_of
-from lightning_pipeoffload.runtime.shapes.step_rules import (
+from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime.shapes import (
+    ShapeOnly,
     StepRules,
     ValueNeededError,
     describe_origins,
+    memory_of,
 )
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.runtime.cut.device_reads import ReadWatch
-from lightning_pipeoffload.runtime.step.answered_pass import install_answers, remove_answers
+from lightning_pipeoffload.runtime.cut import ReadWatch
+from lightning_pipeoffload.runtime.step import install_answers, remove_answers
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.families import TEXT, from_transformers

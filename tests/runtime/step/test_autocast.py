@@ -4,11 +4,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pipeoffload.runtime.step.autocast import (
-    sharing_casts,
-    without_fused_layers,
-)
-from lightning_pipeoffload.runtime.step.stage import backward_on
+from lightning_pipeoffload.runtime.step import backward_on, sharing_casts, without_fused_layers
 
 CPU = torch.device("cpu")
 

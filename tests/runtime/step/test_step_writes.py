@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code.attributes import PlaceholderError
-from lightning_pipeoffload.runtime.users_code.snapshot import fingerprint, is_unchanged
-from lightning_pipeoffload.runtime.users_code.step_call import copy_batch
+from lightning_pipeoffload.runtime.users_code import (
+    PlaceholderError,
+    copy_batch,
+    fingerprint,
+    is_unchanged,
+)
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.pairs import pairs

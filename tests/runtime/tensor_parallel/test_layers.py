@@ -21,32 +21,29 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import profile
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import (
-    install_split,
-    remove_split,
-    warn_once,
-)
-from lightning_pipeoffload.runtime.device.accelerator import make_lanes
-from lightning_pipeoffload.runtime.memory.host_memory import HostMemory
-from lightning_pipeoffload.runtime.memory.stage_store import (
+from lightning_pipeoffload.runtime.compiled import install_split, remove_split, warn_once
+from lightning_pipeoffload.runtime.device import make_lanes
+from lightning_pipeoffload.runtime.memory import (
     ActivationStore,
+    HostMemory,
     OffloadSettings,
     address_of,
 )
-from lightning_pipeoffload.runtime.shapes.sharding import (
-    has_gradient_in_parts,
-    is_shard,
-    sharding_of,
-)
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
+from lightning_pipeoffload.runtime.shapes import has_gradient_in_parts, is_shard, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
     install_collectives,
+    keep_local_parts,
     remove_collectives,
+    sharing_layers,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts, sharing_layers
 from lightning_pipeoffload.runtime.tensor_parallel.through_host import install_host_collectives
-from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.runtime.weight_grad import (
+    WeightGradQueue,
+    install_kernels,
+    mark,
+    remove_kernels,
+)
 from tests.support.offloaded import there_and_back
 from tests.support.pairs import slow
 

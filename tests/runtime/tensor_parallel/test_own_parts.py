@@ -6,17 +6,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_pipeoffload.runtime.making.construction import constructing, make_blueprint
-from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
-from lightning_pipeoffload.runtime.shapes.sharding import sharding_of
-from lightning_pipeoffload.runtime.tensor_parallel.absent_ranks import (
+from lightning_pipeoffload.runtime.making import constructing, make_blueprint
+from lightning_pipeoffload.runtime.shapes import ShapeOnly, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel import (
     absent_tensor_ranks,
+    keep_local_parts,
+    keeping_own_parts,
     mesh_of_absent_ranks,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
-from lightning_pipeoffload.runtime.tensor_parallel.own_parts import keeping_own_parts
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.users_code import find_slots
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.tensor_parallel.shard_draws import ShardDraws
+from lightning_pipeoffload.runtime.tensor_parallel import ShardDraws
 
 
 class Drops(nn.Module):

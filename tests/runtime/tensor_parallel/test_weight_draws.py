@@ -5,12 +5,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_pipeoffload.runtime.shapes.remote_tensor import RemoteTensor
-from lightning_pipeoffload.runtime.shapes.sharding import sharding_of
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import gather_whole
-from lightning_pipeoffload.runtime.tensor_parallel.layers import keep_local_parts
+from lightning_pipeoffload.runtime.shapes import RemoteTensor, sharding_of
+from lightning_pipeoffload.runtime.tensor_parallel import gather_whole, keep_local_parts
 from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
-from lightning_pipeoffload.runtime.users_code.tensor_slots import find_slots
+from lightning_pipeoffload.runtime.users_code import find_slots
 from tests.runtime.tensor_parallel.test_layers import Inner, mesh_of_two
 
 PLAN = {"up": ColwiseParallel(), "gate": ColwiseParallel(), "down": RowwiseParallel()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.compiled.block_compiler import warn_once
+from lightning_pipeoffload.runtime.compiled import warn_once
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
 from tests.support.small_modules import (

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code.replaced_methods import own_class, subclass_like
+from lightning_pipeoffload.runtime.users_code import own_class, subclass_like
 
 REGISTERED = []
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_pipeoffload.runtime.users_code.sources import Generators
+from lightning_pipeoffload.runtime.users_code import Generators
 
 
 def test_a_hook_may_take_generators_out_of_a_list():

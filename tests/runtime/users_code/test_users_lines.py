@@ -15,27 +15,29 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 import lightning_pipeoffload
-from lightning_pipeoffload.loop.hooks import users_hooks
-from lightning_pipeoffload.runtime.users_code.attributes import AttributeWatch, StepPoint
-from lightning_pipeoffload.runtime.users_code.replaced_methods import (
+from lightning_pipeoffload import strategy
+from lightning_pipeoffload.runtime.users_code import (
+    AttributeWatch,
+    StepPoint,
     WrappedHook,
+    calling_line,
+    fingerprint,
+    in_brackets,
+    is_opaque,
     own_class,
     subclass_like,
+    unchanged,
+    users_line,
 )
-from lightning_pipeoffload.runtime.users_code.snapshot import fingerprint, unchanged
 from lightning_pipeoffload.runtime.users_code.users_lines import (
-    calling_line,
-    in_brackets,
     is_librarys_file,
-    is_opaque,
     is_users,
     is_users_file,
-    users_line,
 )
 
 
 def test_libraries_python_and_this_package_are_not_the_users_and_all_else_is():
-    for module in (torch, L, random, lightning_pipeoffload, users_hooks):
+    for module in (torch, L, random, lightning_pipeoffload, strategy):
         assert not is_users(module.__name__)
         assert not is_users_file(module.__file__)
     for name in (__name__, "__main__"):
@@ -44,7 +46,7 @@ def test_libraries_python_and_this_package_are_not_the_users_and_all_else_is():
         assert is_users_file(name)
     assert not is_users("a.module.that.nobody.imported")
     assert is_librarys_file(torch.__file__)
-    assert is_librarys_file(users_hooks.__file__)
+    assert is_librarys_file(strategy.__file__)
     assert not is_librarys_file(contextlib.__file__)  # Python is no library
 
 

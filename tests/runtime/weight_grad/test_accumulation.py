@@ -12,13 +12,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy
-from lightning_pipeoffload.runtime.step.autocast import sharing_casts
-from lightning_pipeoffload.runtime.weight_grad.kernels import install_kernels, mark, remove_kernels
-from lightning_pipeoffload.runtime.weight_grad.queue import (
+from lightning_pipeoffload.runtime.step import sharing_casts
+from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
     add_product_in_float32,
     add_product_to_grad,
     adds_in_float32,
+    install_kernels,
+    mark,
+    remove_kernels,
 )
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline

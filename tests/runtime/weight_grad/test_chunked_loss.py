@@ -9,11 +9,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, pad
 
 from lightning_pipeoffload import chunked_loss
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.measure.live_bytes import LiveBytes
-from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.measure import LiveBytes, measure_shapes
+from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
 from lightning_pipeoffload.schedule import build
 from tests.support.comparison import evaluate, evaluate_plain, train, train_plain
 from tests.support.families import call_step

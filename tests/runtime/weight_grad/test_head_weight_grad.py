@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from lightning_pipeoffload.runtime.cut.partition import CutSettings
-from lightning_pipeoffload.runtime.measure.block_costs import with_head_in_b
-from lightning_pipeoffload.runtime.measure.shape_memory import measure_shapes
-from lightning_pipeoffload.runtime.run.pipeline import Pipeline
-from lightning_pipeoffload.runtime.run.traced_batch import trace_batch
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue
+from lightning_pipeoffload.runtime.cut import CutSettings
+from lightning_pipeoffload.runtime.measure import measure_shapes, with_head_in_b
+from lightning_pipeoffload.runtime.run import Pipeline, trace_batch
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue
 from lightning_pipeoffload.schedule import Costs
 from tests.runtime.weight_grad.test_chunked_loss import Model, tokens
 from tests.support.comparison import train

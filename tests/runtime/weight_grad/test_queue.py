@@ -13,15 +13,16 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload import defer_weight_grad
-from lightning_pipeoffload.runtime.weight_grad.calls import Linear
-from lightning_pipeoffload.runtime.weight_grad.kernels import (
-    _KERNELS,
+from lightning_pipeoffload.runtime.weight_grad import (
+    Linear,
+    RegroupedWeightGrads,
+    WeightGradQueue,
     install_kernels,
     mark,
     remove_kernels,
 )
-from lightning_pipeoffload.runtime.weight_grad.queue import WeightGradQueue, add_to_grad
-from lightning_pipeoffload.runtime.weight_grad.regrouping import RegroupedWeightGrads
+from lightning_pipeoffload.runtime.weight_grad.kernels import _KERNELS
+from lightning_pipeoffload.runtime.weight_grad.queue import add_to_grad
 
 
 class Product(nn.Module):

@@ -5,15 +5,15 @@ import pytest
 from examples.benchmarks.open_receives import Devices
 from lightning_pipeoffload.schedule import (
     COMPUTE,
+    RECVS,
     Action,
     Costs,
     build,
     expected_during,
     forward_only,
     lower,
+    recv_before,
 )
-from lightning_pipeoffload.schedule.actions import RECVS
-from lightning_pipeoffload.schedule.messages import recv_before
 from tests.support.plans import SHAPES
 
 

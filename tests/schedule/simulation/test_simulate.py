@@ -20,7 +20,7 @@ from lightning_pipeoffload.schedule import (
     split_fused_backward,
     steady_period,
 )
-from lightning_pipeoffload.schedule.simulation.memory import host_memory_curves, memory_curves
+from lightning_pipeoffload.schedule.simulation import host_memory_curves, memory_curves
 from lightning_pipeoffload.schedule.timeline import disjoint, earliest
 from tests.support.plans import SHAPES, plan
 

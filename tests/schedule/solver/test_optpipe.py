@@ -11,9 +11,7 @@ from lightning_pipeoffload.schedule import (
     simulate,
     steady_period,
 )
-from lightning_pipeoffload.schedule.solver import optpipe, plan_model
-from lightning_pipeoffload.schedule.solver.optpipe import best_of_families
-from lightning_pipeoffload.schedule.solver.plan_problem import PlanProblem
+from lightning_pipeoffload.schedule.solver import PlanProblem, best_of_families, optpipe, plan_model
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 20.0, 20.0, copy_lanes=2)
 
