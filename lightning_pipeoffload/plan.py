@@ -24,8 +24,6 @@ from lightning_pipeoffload.schedule import ScheduleError, check_sizes
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["main", "plan"]
-
 _FORMATS = ("text", "json")
 _NUM_RANKS = 4  # of conf/plan.yaml
 # What counts only with a device, with the values of conf/plan.yaml.

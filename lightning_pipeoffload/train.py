@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from omegaconf import DictConfig
 
-__all__ = ["main", "train"]
-
 
 def train(config: DictConfig) -> None:
     """Build the module, the data and the trainer that ``config`` describes; fit, and maybe test.

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 NAME = "lightning_pipeoffload"
@@ -71,19 +72,22 @@ def layer_of(name):
     return room if room in LAYERS else first
 
 
+@cache
 def imports_of(path):
-    """Yield the absolute name of everything that a module imports, wherever in the file."""
+    """Return the absolute names of everything that a module imports, wherever in the file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = list(parts[: -node.level]) if node.level else []
             base += node.module.split(".") if node.module else []
-            yield from (".".join([*base, alias.name]) for alias in node.names)
+            names += [".".join([*base, alias.name]) for alias in node.names]
+    return names
 
 
-IMPORTS = {name_of(module): [*imports_of(module)] for module in MODULES}
+IMPORTS = {name_of(module): imports_of(module) for module in MODULES}
 
 
 def own_imports_of(name):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MemoryPicture"]
-
 _WIDTH, _PANEL, _AROUND = 1090.0, 62.0, 96.0  # pixels
 _DEVICE, _HOST, _MOVING = "#5c6784", "#8e5bb5", "#d9822b"
 

@@ -37,8 +37,6 @@ from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule, seconds_text, share_text, simulate
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
 
-__all__ = ["PipelineMonitor"]
-
 _ENDINGS = (".svg", ".png", ".json")
 
 

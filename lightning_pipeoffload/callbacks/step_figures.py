@@ -10,8 +10,6 @@ from typing import Any
 from lightning_pipeoffload.runtime.batch import batch_size, tokens_in
 from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep
 
-__all__ = ["OptimizerStep", "count_batch", "figures_to_log"]
-
 # The counts of each replica's root in a step, with the names of their rates in logs.
 _COUNTS = {
     "samples": "samples_per_second",

@@ -20,15 +20,6 @@ from lightning_pipeoffload.schedule import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = [
-    "ABOUT_EQUAL",
-    "OPTIMIZERS",
-    "Proposal",
-    "simplest_proposal",
-    "step_time",
-    "with_optimizer",
-]
-
 ABOUT_EQUAL = 1.01
 """Of plans that take so little longer than the fastest, the simplest is taken."""
 OPTIMIZERS = "as it is", "masters", "on the host"

@@ -22,8 +22,6 @@ from lightning_pipeoffload.cli.job_folders import SweepJobError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["build", "configuration_directory", "load_package", "run_hydra_app"]
-
 REFUSED = 2
 """Exit status for a plan or a configuration that cannot be."""
 

@@ -21,16 +21,6 @@ from typing import Any, NamedTuple
 from lightning_pipeoffload.planning.limits import parse_bytes
 from lightning_pipeoffload.schedule import ScheduleError
 
-__all__ = [
-    "DEVICES",
-    "FP16_SUMS",
-    "Device",
-    "device_named",
-    "joined",
-    "kind_of_precision",
-    "kind_of_product",
-]
-
 
 class Device(NamedTuple):
     """The peak rates of a device.

@@ -58,15 +58,6 @@ from lightning_pipeoffload.schedule.solver import PlanProblem, solved
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = [
-    "GivenPlans",
-    "has_barrier",
-    "mapping",
-    "needs_all_gradients",
-    "parse_name",
-    "write_costs",
-]
-
 _COSTS = tuple(field.name for field in fields(Costs))
 _SLICES = tuple(field.name for field in fields(Slices) if field.name != "units")
 _LAYER = ("hidden_size", "sequence_length", "compute_rate", "copy_rate")

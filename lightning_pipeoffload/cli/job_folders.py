@@ -19,14 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = [
-    "SweepJobError",
-    "is_job_of_sweep",
-    "name_folder_by_step",
-    "removing_unused_folder",
-    "run_job_apart",
-]
-
 _OF_SWEEP = ("hydra.mode=", "hydra.sweep", "hydra.run.dir=")
 _RUN = "PIPEOFFLOAD_RUN"
 """The environment variable by which conf/train.yaml names a run's folder; else by the time."""

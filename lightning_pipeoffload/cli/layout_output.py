@@ -15,8 +15,6 @@ from lightning_pipeoffload.schedule import FAMILIES, bytes_text, seconds_text
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["about_layouts", "describe_layouts", "how_to_train"]
-
 _MOST_ROWS = 10
 _HEADS = ("ranks", "tensor\nranks", "repli-\ncas", "re-\ncompute", "of-\nfload")
 

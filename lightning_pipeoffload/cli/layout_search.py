@@ -58,8 +58,6 @@ from lightning_pipeoffload.schedule import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["NEAR", "QUICK", "SHOWN", "LayoutSearch", "tensor_sizes"]
-
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
 SHOWN = 1.2
 """Layouts are shown that take up to so many times as long as the fastest."""

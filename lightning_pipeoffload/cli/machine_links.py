@@ -9,8 +9,6 @@ from lightning_pipeoffload.cli.devices import Device
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.comm import cells_of
 
-__all__ = ["Links"]
-
 
 class Links:
     """The links of replicas of a pipeline, whose global ranks fill one machine after the other.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from omegaconf import DictConfig
 
-__all__ = ["balance", "main"]
-
 WAYS = (
     ("collective", "local_sort"),
     ("collective", "lb_micro"),

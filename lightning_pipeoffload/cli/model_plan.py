@@ -42,8 +42,6 @@ from lightning_pipeoffload.schedule import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["estimate_model", "plan_for_device"]
-
 _GIB, _MIB = 1 << 30, 1 << 20
 # Slices of sequences are proposed for a gain of this share, and not if shorter than so many tokens.
 _NUMBERS_OF_SLICES, _LEAST_GAIN, _LEAST_TOKENS = (2, 4, 8, 16), 0.05, 512

@@ -62,8 +62,6 @@ from lightning_pipeoffload.schedule import (
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["Estimate", "ModelPlanner", "Show"]
-
 Show = Callable[[str], None]
 """Shows what is being done."""
 

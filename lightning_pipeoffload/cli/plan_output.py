@@ -34,21 +34,6 @@ from lightning_pipeoffload.schedule import (
     simulate_steps,
 )
 
-__all__ = [
-    "Answer",
-    "Part",
-    "about_choice",
-    "about_comparison",
-    "comparison_table",
-    "described",
-    "drawn",
-    "plan_answer",
-    "print_answer",
-    "print_json",
-    "progress",
-    "step_figures",
-]
-
 Part = str | Table
 """A paragraph of the text, or a table."""
 

@@ -13,8 +13,6 @@ from lightning_pipeoffload.schedule import ScheduleError, check_sizes
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["main", "rehearse"]
-
 _FORMATS = ("text", "json")
 
 

@@ -21,8 +21,6 @@ from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from lightning_pipeoffload.cli.job_folders import SweepJobError
 
-__all__ = ["QueueWatcher", "SubmittedJobs"]
-
 _SECONDS_BETWEEN_QUERIES = 5.0
 _ENDED_BADLY = {
     *("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),

@@ -12,16 +12,6 @@ from lightning_pipeoffload.schedule import ScheduleError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "MISSING",
-    "MOST_PIXELS",
-    "SMALL",
-    "has_matplotlib",
-    "lighter",
-    "new_figure",
-    "save_figure",
-]
-
 MISSING = "it needs matplotlib; pip install lightning-pipeoffload[plot]"
 SMALL = 8.0
 """Points of a picture's text."""

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from lightning_pipeoffload.schedule import COMPUTE_LANE, Action, Event, Kind, Timeline
 from lightning_pipeoffload.schedule.simulation import Curve
 
-__all__ = ["MeasuredStep", "RankStep", "Wait", "join_ranks"]
-
 _FORWARD = (Kind.F,)
 _BACKWARD = (Kind.B, Kind.BW)
 

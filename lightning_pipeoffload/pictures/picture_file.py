@@ -20,9 +20,6 @@ from .figures import MISSING, has_matplotlib, save_figure
 from .measured_step import MeasuredStep, Wait
 from .timelines import TimelinePanel, Window, draw_timelines
 
-__all__ = ["Drawn", "PictureFile", "parse_window", "to_measured_trace", "to_trace"]
-
-
 MICROSECONDS = 1e6
 _ENDINGS = (".svg", ".png", ".json")
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["TimelinePanel", "Window", "draw_measured", "draw_timelines"]
-
 _COLORS = {
     Kind.F: ("#2f6fc4", "F: forward"),
     Kind.B: ("#1497ad", "B: gradient of the input"),

@@ -25,8 +25,6 @@ from lightning_pipeoffload.schedule import (
     places_of,
 )
 
-__all__ = ["Fixed", "Machines", "Work", "fill_request", "options_of"]
-
 
 @dataclass(frozen=True)
 class Work:

@@ -14,34 +14,6 @@ from dataclasses import dataclass
 from enum import Enum, IntFlag
 from typing import NamedTuple
 
-__all__ = [
-    "ACTIVATION",
-    "COMPUTE",
-    "COMPUTE_LANE",
-    "COPIES",
-    "COPY_LANES",
-    "FINAL",
-    "HOST_EFFECTS",
-    "HOST_LANE",
-    "KINDS",
-    "MEMORY_EFFECTS",
-    "OFFLOAD_LANE",
-    "RECVS",
-    "REDUCE_LANE",
-    "RELOADS",
-    "RELOAD_LANE",
-    "SENDS",
-    "TRANSFERS",
-    "WAITING",
-    "Action",
-    "Kind",
-    "KindRow",
-    "MemoryEffect",
-    "MemoryLimitError",
-    "Part",
-    "ScheduleError",
-]
-
 
 class ScheduleError(ValueError):
     """A schedule, or a request for one, is not possible; the message names an alternative."""

@@ -11,8 +11,6 @@ from .families import FAMILIES, Recipe, build_by
 from .schedule import Schedule
 from .solver.optpipe import optpipe, optpipe_placement
 
-__all__ = ["SCHEDULES", "build", "check_name"]
-
 DEFAULT_SCHEDULE = "zb_h1"
 """In place of ``"auto"`` where nothing can be measured: 1F1B's memory, a third of its bubble."""
 

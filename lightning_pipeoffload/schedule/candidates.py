@@ -12,8 +12,6 @@ from .passes.offload import OffloadReport
 from .schedule import Schedule
 from .text import share_text
 
-__all__ = ["RECOMPUTATIONS", "Candidate", "Option", "best_of", "options", "period_to_compare"]
-
 RECOMPUTATIONS = ("none", "cheap", "full")
 """The values of ``recompute``; each saves more memory than the one before."""
 

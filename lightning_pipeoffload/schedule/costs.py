@@ -16,18 +16,6 @@ from typing import Any
 from .actions import Kind, ScheduleError
 from .slices import PerStage, Slices, check_fields, cut_positions, of_every_stage
 
-__all__ = [
-    "COMPUTE_TIMES",
-    "Costs",
-    "PerStage",
-    "copy_ratios",
-    "estimated_copy_ratio",
-    "free_share",
-    "layer_bytes",
-    "layer_flops",
-    "with_copy_ratio",
-]
-
 _LEAST, _MOST = 1e-100, 1e100
 
 _MANY_TOKENS = 1 << 20

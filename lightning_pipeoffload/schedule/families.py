@@ -23,17 +23,6 @@ from .search.problem import ROUNDING
 from .simulation.memory import peak_memory
 from .validate import validate
 
-__all__ = [
-    "FAMILIES",
-    "Recipe",
-    "accept",
-    "build_by",
-    "check_limit",
-    "check_sizes",
-    "check_slices",
-]
-
-
 log = logging.getLogger(__name__)
 
 _MANY_PASSES = 100_000

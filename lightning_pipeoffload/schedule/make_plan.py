@@ -42,8 +42,6 @@ from .solver.plan_problem import (
 )
 from .text import bytes_text, share_text
 
-__all__ = ["HostShortageError", "Plan", "PlanRequest", "least_score", "make_plan"]
-
 # A builder that searches for seconds must promise to gain this share of the best plan's period.
 _WORTH_SEARCHING = 0.02
 # Each phase plans so many times as many options as the one before, which may show that the others

@@ -8,19 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from .actions import RECVS, SENDS, Action, Kind
 from .schedule import Schedule
 
-__all__ = [
-    "OpenReceives",
-    "PendingSends",
-    "actions_ahead",
-    "arrived_before",
-    "most_pending",
-    "recv_before",
-    "recv_of",
-    "send_after",
-    "send_of",
-    "sends_before",
-]
-
 
 def send_after(schedule: Schedule, action: Action) -> Action | None:
     """Return the SEND of an action's result; None if no other rank needs it."""

@@ -22,8 +22,6 @@ from .costs import COMPUTE_TIMES, Costs
 from .schedule import Schedule
 from .validate import validate
 
-__all__ = ["CachedPlan", "PlanCache", "PlanQuestion", "store_text"]
-
 log = logging.getLogger(__name__)
 
 _TIMES = (*COMPUTE_TIMES, "communication", "offload", "reload")

@@ -18,8 +18,6 @@ from typing import Any
 from .actions import MemoryLimitError
 from .costs import Costs
 
-__all__ = ["RankLimits"]
-
 _SIZES = "activation", "weight_input", "weight_residue"
 _LEAST = 1e-12  # of the largest limit, for a rank that has nothing left
 

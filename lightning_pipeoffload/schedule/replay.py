@@ -17,8 +17,6 @@ from .actions import RECVS, Action, Kind, ScheduleError
 from .messages import recv_before, send_of
 from .schedule import Schedule
 
-__all__ = ["Replay", "grid_around", "operations_of", "replay", "replay_numbers"]
-
 
 @dataclass
 class Replay:

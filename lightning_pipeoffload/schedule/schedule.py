@@ -17,15 +17,6 @@ from pathlib import Path
 
 from .actions import COPIES, FINAL, TRANSFERS, Action, Kind, ScheduleError
 
-__all__ = [
-    "Schedule",
-    "loop_placement",
-    "places_of",
-    "stages_on",
-    "sums_alike",
-    "v_placement",
-]
-
 _TORCH_NAMES = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _KINDS_OF_TORCH = {name: kind for kind, name in _TORCH_NAMES.items()}
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from .actions import ScheduleError
 
-__all__ = ["LEAST_TOKENS", "PerStage", "Slices", "check_fields", "cut_positions", "of_every_stage"]
-
 PerStage = float | Sequence[float]
 
 LEAST_TOKENS = 2

@@ -12,8 +12,6 @@ from .schedule import Schedule
 from .simulation.simulate import simulate
 from .timeline import Event, Timeline
 
-__all__ = ["bytes_text", "draw", "seconds_text", "share_text"]
-
 _SECONDS: dict[str, Any] = {
     name: 1.0 for row in KINDS.values() if row.lane not in COPY_LANES for name in row.seconds
 }

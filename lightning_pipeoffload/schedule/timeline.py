@@ -10,15 +10,6 @@ from typing import NamedTuple
 
 from .actions import COMPUTE_LANE, COPY_LANES, Action
 
-__all__ = [
-    "Event",
-    "Interval",
-    "TOLERANCE",
-    "Timeline",
-    "disjoint",
-    "earliest",
-]
-
 TOLERANCE = 1e-9
 """Seconds by which two times may differ and still be one: sums of others in another order."""
 

@@ -31,8 +31,6 @@ from .messages import recv_of, send_after, send_of
 from .replay import grid_around, replay
 from .schedule import Schedule
 
-__all__ = ["validate"]
-
 _FORWARD_ALONE = ((Kind.F,),)
 _FORWARD_AND_BACKWARD = ((Kind.F, Kind.BW), (Kind.F, Kind.B, Kind.W))
 _COMPUTED = {Kind.F, Kind.B, Kind.W, Kind.BW}

@@ -11,16 +11,6 @@ from collections.abc import Sequence
 from ..actions import Action, Kind, ScheduleError
 from ..schedule import Schedule, loop_placement, stages_on
 
-__all__ = [
-    "delayed_weights",
-    "gpipe",
-    "interleaved_1f1b",
-    "late_weight_gradients",
-    "one_f_one_b",
-    "one_forward_one_backward",
-    "one_stage_per_rank",
-]
-
 
 def one_forward_one_backward(
     forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], num_warm_up: int

@@ -28,8 +28,6 @@ from ..search.order_rules import FixedOrder
 from ..search.problem import Problem
 from ..simulation.memory import peak_memory
 
-__all__ = ["UNMEASURED", "equal_groups", "grouped", "offloaded"]
-
 
 def equal_groups(num_ranks: int, num_microbatches: int, num_chunks: int, *, group: str) -> Schedule:
     """Groups of one size: GIS, GIS-H, and PipeOffload's uniform block.

@@ -25,8 +25,6 @@ from ..search.problem import ROUNDING, Problem
 from ..simulation.memory import peak_memory
 from .classic import delayed_weights, one_stage_per_rank
 
-__all__ = ["seq_1f1b", "seq_v", "seq_zb"]
-
 # The search varies the share that a rank holds of what the limit allows beyond one microbatch, and,
 # in shares of an F, how long it waits through short gaps, and to start a B in time.
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)

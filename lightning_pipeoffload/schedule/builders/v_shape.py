@@ -32,8 +32,6 @@ from ..search.building_block import (
     walk,
 )
 
-__all__ = ["fitting_blocks", "one_f_one_b_v", "v", "v_half", "v_min"]
-
 HOPS = ((5, 5), (5, 3), (5, 1), (3, 3), (3, 1), (1, 1))
 """Slots between two ranks on the way down: on the first ranks, and on those after."""
 

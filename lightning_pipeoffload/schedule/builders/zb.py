@@ -16,8 +16,6 @@ from ..search.list_schedule import Search
 from ..search.order_rules import AlternatingOrder
 from ..search.problem import Problem
 
-__all__ = ["zb", "zb_in_activations"]
-
 # Shares of an F that a rank may idle before its first B instead of delaying it by one more F.
 # Rounding down leaves a small wait on every rank; rounding up accumulates from rank to rank.
 IDLE_SHARES = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)

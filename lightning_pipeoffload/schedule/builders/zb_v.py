@@ -21,9 +21,6 @@ from ..search.order_rules import AlternatingOrder, FixedOrder
 from ..search.problem import ROUNDING, Problem
 from ..simulation.simulate import simulate
 
-__all__ = ["lengthen", "zb_v"]
-
-
 # Microbatches that one round of the steady middle may hold; it is that of a few ranks together.
 ROUNDS = (1, 2, 4)
 

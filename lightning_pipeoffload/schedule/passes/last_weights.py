@@ -23,9 +23,6 @@ from ..actions import FINAL, Action, Kind, ScheduleError
 from ..costs import Costs
 from ..schedule import Schedule
 
-__all__ = ["Tail", "add_final_actions", "postpone_weights", "tails", "with_final_actions"]
-
-
 _WEIGHT_GRADIENTS = {Kind.W, Kind.BW}
 
 

@@ -38,8 +38,6 @@ from ..simulation.simulate import simulate
 from .rank_offload import RankOffload, RankPlan, postponed
 from .transfer import split_every_backward
 
-__all__ = ["OffloadReport", "SLOWDOWN_ALLOWED", "offload_activations"]
-
 SLOWDOWN_ALLOWED = 1.03
 """The makespan may grow by this factor before less is offloaded."""
 

@@ -34,8 +34,6 @@ from ..schedule import Schedule
 from ..simulation.memory import UnitSizes, memory_changes
 from ..timeline import TOLERANCE, Event, Interval, Timeline, disjoint, earliest
 
-__all__ = ["RankOffload", "RankPlan", "postponed"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Leg:

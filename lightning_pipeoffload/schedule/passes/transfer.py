@@ -12,17 +12,6 @@ from ..schedule import Schedule
 from ..validate import validate
 from .last_weights import add_final_actions, with_final_actions
 
-__all__ = [
-    "add_transfers",
-    "as_it_runs",
-    "forward_only",
-    "keep_microbatches",
-    "lower",
-    "one_at_a_time",
-    "split_every_backward",
-    "split_fused_backward",
-]
-
 
 def lower(schedule: Schedule) -> Schedule:
     """Turn a schedule of compute actions into the plan that every rank executes."""

@@ -24,16 +24,6 @@ from ..schedule import Schedule
 from .problem import Operations, Order
 from .squeeze import POLICIES, Policy, squeeze
 
-__all__ = [
-    "BuildingBlock",
-    "INTERVAL",
-    "SearchSetting",
-    "best_schedule",
-    "simpler_times",
-    "v_block",
-    "walk",
-]
-
 
 @dataclass(frozen=True)
 class BuildingBlock:

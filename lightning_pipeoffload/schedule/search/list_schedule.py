@@ -18,16 +18,6 @@ from typing import NamedTuple, Protocol
 from ..schedule import Schedule
 from .problem import ROUNDING, Operations, Order, Pass, Problem
 
-__all__ = [
-    "Filled",
-    "ListScheduler",
-    "OrderRule",
-    "Search",
-    "Wanted",
-    "fill_gaps",
-    "fill_rounds",
-]
-
 
 class ListScheduler:
     """Runs F, B and W of all ranks; the rank with the lowest key, by default a time, comes first.

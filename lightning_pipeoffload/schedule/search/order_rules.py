@@ -10,8 +10,6 @@ from math import inf
 from .list_schedule import Filler, Wanted
 from .problem import ROUNDING, Order, Problem
 
-__all__ = ["FixedOrder", "AlternatingOrder", "AlternatingSlices"]
-
 
 class FixedOrder:
     """Every rank's F and B in a given order.

@@ -21,8 +21,6 @@ from ..replay import replay_numbers
 from ..schedule import Schedule, stages_on
 from ..simulation.memory import memory_changes, part_sizes
 
-__all__ = ["ROUNDING", "Operations", "Order", "Pass", "Problem"]
-
 # The rounding error of sums of memory, as a share of the limit.
 ROUNDING = 1e-12
 

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from .list_schedule import ListScheduler
 from .problem import Operations, Order, Pass
 
-__all__ = ["POLICIES", "Policy", "squeeze"]
-
 TOLERANCE = 1e-9
 
 

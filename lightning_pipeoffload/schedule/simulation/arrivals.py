@@ -12,8 +12,6 @@ from ..messages import recv_before, send_of
 from ..schedule import Schedule
 from .simulate import simulate
 
-__all__ = ["expected_during"]
-
 # Estimates of costs err: a message is expected by this share of its computation earlier.
 _MARGIN = 0.05
 

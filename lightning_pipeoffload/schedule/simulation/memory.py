@@ -34,20 +34,6 @@ from ..schedule import Schedule
 from ..slices import Slices
 from ..timeline import Event, Timeline
 
-__all__ = [
-    "Curve",
-    "UnitSizes",
-    "host_memory_curves",
-    "key_value_changes",
-    "memory_changes",
-    "memory_curves",
-    "part_sizes",
-    "peak_host_memory",
-    "peak_memory",
-    "peak_message_memory",
-]
-
-
 PartSizes = list[float]
 """Memory of every set of parts of a unit, by the set's number."""
 

@@ -33,8 +33,6 @@ from ..schedule import Schedule
 from ..timeline import TOLERANCE, Event, Interval, Timeline
 from .memory import memory_changes, part_sizes, peak_host_memory, peak_memory
 
-__all__ = ["Simulation", "period_bubble", "simulate", "simulate_steps", "steady_period"]
-
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Time a schedule of compute actions, with copies or without, or a lowered plan.

@@ -28,17 +28,6 @@ from ..validate import validate
 from .plan_model import PlanModel, check_solver
 from .plan_problem import PlanProblem, WholeCosts
 
-__all__ = [
-    "Improvement",
-    "SolvedPlans",
-    "best_of_families",
-    "check_solver_seconds",
-    "optpipe",
-    "optpipe_placement",
-    "solved",
-]
-
-
 _ABOUT_EQUAL = 1 + 1e-6
 _MOST_STEPS = 8  # orders between two families that are tried
 

@@ -29,8 +29,6 @@ from ..costs import Costs
 from ..schedule import Schedule, stages_on
 from .plan_problem import StartTimes, WholeCosts, earliest_end, earliest_starts, most_work
 
-__all__ = ["PlanModel", "check_solver"]
-
 
 def check_solver() -> None:
     """Check that the solver is installed, without loading it.

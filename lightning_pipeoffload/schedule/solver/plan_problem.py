@@ -19,19 +19,6 @@ from ..search.problem import ROUNDING
 from ..simulation.memory import part_sizes, peak_memory
 from ..simulation.simulate import Simulation, simulate, steady_period
 
-__all__ = [
-    "PlanProblem",
-    "StartTimes",
-    "WholeCosts",
-    "earliest_end",
-    "earliest_starts",
-    "least_copying",
-    "least_in_memory",
-    "least_span",
-    "most_work",
-]
-
-
 _Seconds = Mapping[Kind, Sequence[float]]
 """Seconds of F, B and W of every stage."""
 

@@ -25,8 +25,6 @@ from ..schedule import Schedule
 from .optpipe import Improvement, SolvedPlans
 from .plan_problem import PlanProblem
 
-__all__ = ["PlanSolver", "main"]
-
 log = logging.getLogger(__name__)
 
 _BOOT = """
