@@ -7,7 +7,7 @@ Its bases start and end the processes (``processes/``), save and load (``checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from os import PathLike
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from lightning_pipeoffload.loop import (
     explaining_shards,
     refuse_readers_of_shards,
 )
+from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers import MasterWeights, OptimizedParameters
 from lightning_pipeoffload.planning.limits import Limit
@@ -45,7 +46,14 @@ from lightning_pipeoffload.planning.settings import (
     check_start_method,
     check_timeout,
 )
-from lightning_pipeoffload.processes import gather_tensor
+from lightning_pipeoffload.processes import (
+    describe_module,
+    describe_optimizers,
+    describe_trainer,
+    gather_tensor,
+    refuse_differences,
+)
+from lightning_pipeoffload.runtime import draw_seed, forked_randomness
 from lightning_pipeoffload.schedule import Schedule
 
 
@@ -165,6 +173,7 @@ class PipeOffloadStrategy(CheckpointHooks):
 
     strategy_name = "pipeoffload"
     _split: Split | None = None
+    _making: ModelInParts  # from setup_environment on
     _fit: Fit | None = None
     _recalled: _Described | None = None  # in an interpreter that has forked the ranks
 
@@ -247,6 +256,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._at_end, self._after_hooks = ExitStack(), ExitStack()  # of the entry that runs
 
     @property
     def plan(self) -> Schedule:
@@ -364,9 +374,9 @@ class PipeOffloadStrategy(CheckpointHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the cut module and the run: a trainer may be saved after a fit."""
-        of_a_run = {"_split", "_fit", "_masters"}
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in of_a_run}
+        of_a_run = {"_split", "_making", "_fit", "_masters"}
+        kept = {k: value for k, value in super().__getstate__().items() if k not in of_a_run}
+        return kept | {"_at_end": ExitStack(), "_after_hooks": ExitStack()}
 
     # A run, in the order in which Lightning calls
 
@@ -388,9 +398,11 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._fit = Fit(self)
         self._forget_changed_module()
         self._masters = self._masters or self._no_masters()
+        run = self._module, self.group, self.settings
+        self._making = ModelInParts(*run, self.precision_plugin, self._fits)
+        self._after_hooks.callback(self._making.release_copies)
 
     def _no_masters(self) -> MasterWeights | None:
         has_masters = self.settings.master_weights is not None
@@ -399,12 +411,12 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        if self.settings.tensor_parallel_size > 1 and self.fit.trains:
+        if self.settings.tensor_parallel_size > 1 and self._fits:
             refuse_readers_of_shards(self._trainer)
         explaining = explaining_shards(self.settings.tensor_parallel_size)
-        with explaining, self.fit.making.making(self._split is None):
+        with explaining, self._making.making(self._split is None):
             yield
-        if self.fit.making.is_made:
+        if self._making.is_made:
             self._forget_module()
         self._forget_changed_module()
 
@@ -415,9 +427,58 @@ class PipeOffloadStrategy(CheckpointHooks):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
-        self._split = self.fit.attach(self._split, self._masters)
+        seed = self._begin_entry()
+        split = self._enter_split()
         _ = trainer.log_dir  # broadcast once: a step that reads it may run on one rank alone
-        self.fit.setup()
+        run = trainer, split, self.processes, self.cluster_environment, self._making
+        self._fit = Fit(*run, seed, self._resumed, self._at_end, self._after_hooks)
+        if self._fits:
+            self.setup_optimizers(trainer)
+        if self.world_size > 1:
+            refuse_differences(self._described(split), self.group.world.host_group)
+        self.setup_precision_plugin()
+
+    def _begin_entry(self) -> int:
+        """Return the seed of an entry's steps: drawn, or that of the fit that is resumed."""
+        self.agree_on_randomness()
+        with forked_randomness():  # the user's generators give what they give on one device
+            self.continued = self.continued.next(draw_seed(), self._resumed)
+        assert self.continued.seed is not None
+        return self.continued.seed
+
+    def _enter_split(self) -> Split:
+        """Cut the module, or return to the cut of an entry before."""
+        split = self._split
+        if split is not None:
+            split.pipeline.attach()
+        else:
+            split = self._split = Split(
+                self._module,
+                self.group,
+                self.settings,
+                self.root_device,
+                self.num_processes,
+                self._making.pop_parts(),
+                self._masters,
+                lambda: self.optimizers,
+            )
+            self._making.follow_copies()
+        self._at_end.callback(split.leave)
+        if self._resumed is not None:
+            split.cutter.resume(self._resumed.first_batch)
+        self.continued = self.continued._replace(first_batch=split.cutter.first_batch)
+        return split
+
+    def _described(self, split: Split) -> dict[str, str]:
+        """Return what all ranks have to set alike, by name."""
+        saving = {
+            "the strategy's save_distributed_checkpoint": str(self._save_distributed_checkpoint)
+        }
+        described = describe_trainer(self._trainer) | saving
+        if not split.pipeline.committed:  # training goes on with what each rank has written
+            described |= describe_module(self._module)
+        names = split.parameters.names
+        return described | describe_optimizers(self.optimizers, names, self.lr_scheduler_configs)
 
     @override
     def model_to_device(self) -> None:
@@ -430,12 +491,12 @@ class PipeOffloadStrategy(CheckpointHooks):
     def setup_optimizers(self, trainer: Trainer) -> None:
         with explaining_optimizers():
             super().setup_optimizers(trainer)
-        self.fit.narrow_optimizers()
+        self.split.narrow_optimizers()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._fit is not None and self._fit.is_running:
-            self._fit.note_loader(dataloader)
+        if self._fit is not None:
+            self.split.cutter.note_loader(dataloader, self._trainer)
         return dataloader
 
     @override
@@ -449,20 +510,20 @@ class PipeOffloadStrategy(CheckpointHooks):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.fit.stepping():  # NarrowedOptimizer leaves other ranks' parameters out
+        with self.fit.boundary.stepping():  # NarrowedOptimizer leaves other ranks' parameters out
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def wait_for_parameters(self) -> None:
         super().wait_for_parameters()
-        if self._fit is not None and self._fit.is_running:
+        if self._fit is not None:
             self._fit.boundary.wait_for_parameters()
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self._fit is not None and self._fit.is_running:
+        if self._fit is not None:
             self._fit.batch_end.compare()  # before anything is saved
-            self._fit.note_read()
+            self._note_read()
         super().save_checkpoint(*args, **kwargs)
 
     @override
@@ -485,6 +546,13 @@ class PipeOffloadStrategy(CheckpointHooks):
     @override
     def on_train_end(self) -> None:
         self.fit.end_training()
+        self._note_read()
+
+    def _note_read(self) -> None:
+        """Note for a checkpoint what the readers have read; all ranks call it together."""
+        if self._fits:
+            read = self.fit.read_states()
+            self.continued = self.continued._replace(read=read or self.continued.read)
 
     @override
     def _break_off(self, is_of_all: bool) -> None:
@@ -493,16 +561,15 @@ class PipeOffloadStrategy(CheckpointHooks):
         if isinstance(connector, SharedMetricsConnector):
             connector.abandon()
 
-    # The run's end and that of its last hooks come in either order; the second drops the run.
+    # The run's end and that of its last hooks come in either order.
 
     @override
     def teardown(self) -> None:
-        if self._fit is not None and self._fit.leave():
-            self._fit = None
+        self._fit = None
+        self._at_end.close()
         super().teardown()
 
     @override
     def restore_user_objects(self) -> None:
         super().restore_user_objects()
-        if self._fit is not None and self._fit.restore():
-            self._fit = None
+        self._after_hooks.close()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -14,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeoffload.checkpoints.continued import Continued
 from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, present
 from lightning_pipeoffload.checkpoints.folder import (
     META_FILE,
@@ -44,37 +44,18 @@ from lightning_pipeoffload.processes import PipelineProcesses
 from lightning_pipeoffload.runtime import without_collection
 from lightning_pipeoffload.runtime.cut import load_quantization
 
-_SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
-_NUM_ENTRIES, _READ = "pipeoffload_num_entries", "pipeoffload_read"
 _BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
-
-
-class Continued(NamedTuple):
-    """What a fit that resumes another one continues.
-
-    Attributes:
-        seed: The seed of the steps; None before there is one.
-        first_batch: What the first batch has decided for later ones; empty before it.
-        num_entries: The number of fits and evaluations of the trainer, this one included.
-        read: What the reader of each replica has read, and its generators; empty before a pass.
-    """
-
-    seed: int | None = None
-    first_batch: Mapping[str, Any] = MappingProxyType({})
-    num_entries: int = 0
-    read: Sequence[dict[str, Any]] = ()
 
 
 class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     """Saves and loads a module and its optimizers, before and after the module is split.
 
     Attributes:
-        continued: What is saved of the fit, or was loaded, for a fit that resumes it.
-        num_entries: The number of fits and evaluations so far, which their seeds depend on.
+        continued: What is saved of the entry that runs, or ran last, for a fit that resumes it.
     """
 
     continued = Continued()
-    num_entries = 0
+    _loaded = Continued()
     _masters: MasterWeights | None = None
 
     @property
@@ -87,6 +68,15 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
         return self._module.trainer
 
     @property
+    def _fits(self) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _resumed(self) -> Continued | None:
+        """What the fit that runs continues; None: it resumes no other."""
+        return self._loaded if self._fits and self._trainer.ckpt_path is not None else None
+
+    @property
     def _split_state(self) -> SplitState | None:
         """The state of a split module; None until the module is split."""
         raise NotImplementedError
@@ -95,11 +85,6 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
     def _parameters(self) -> OptimizedParameters:
         """The optimizers' parameters."""
         raise NotImplementedError
-
-    def describe_saving(self) -> dict[str, str]:
-        """Return what all ranks have to set alike to save together, by name."""
-        name = "the strategy's save_distributed_checkpoint"
-        return {name: str(self._save_distributed_checkpoint)}
 
     def wait_for_parameters(self) -> None:
         """Wait for the pending parameters, before anything reads them."""
@@ -131,7 +116,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             for key in loaded:
                 del plain[key]
             super().load_model_state_dict({**checkpoint, "state_dict": plain}, strict)
-        if self._masters is not None and self._trainer.state.fn == TrainerFn.FITTING:
+        if self._masters is not None and self._fits:
             self._masters.keep_loaded(parts_of(state, module))
 
     @override
@@ -160,12 +145,7 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
                 self._refuse_without_optimizers()
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        checkpoint[_SEED] = self.continued.seed
-        checkpoint[_NUM_ENTRIES] = self.continued.num_entries
-        if self.continued.read:
-            checkpoint[_READ] = self.continued.read
-        if self.continued.first_batch.keys() - {"lists"}:
-            checkpoint[_FIRST_BATCH] = copy.deepcopy(self.continued.first_batch)
+        self.continued.write_to(checkpoint)
         if self._split_state is None:  # what is not read yet may be in the file that is replaced
             for optimizer in self.optimizers:
                 read_states(optimizer)
@@ -200,14 +180,8 @@ class CheckpointHooks(WholeCheckpoints, PipelineProcesses):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         else:
             rest = self.checkpoint_io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
-            fits = self._trainer.state.fn == TrainerFn.FITTING
-            checkpoint = read_checkpoint_folder(folder, rest, weights_only, fits)
-        self.continued = Continued(
-            checkpoint.get(_SEED),
-            checkpoint.get(_FIRST_BATCH, {}),
-            checkpoint.get(_NUM_ENTRIES, 0),
-            checkpoint.get(_READ, ()),
-        )
+            checkpoint = read_checkpoint_folder(folder, rest, weights_only, self._fits)
+        self._loaded = Continued.read_from(checkpoint)
         return checkpoint
 
     @override

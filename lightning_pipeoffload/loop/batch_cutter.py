@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from lightning_pipeoffload.loop.data import (
     check_rows,
+    count_seen,
     group_sampler_of,
     is_collated_by_torch,
     loader_size,
@@ -39,6 +43,7 @@ class BatchCutter:
         self._collations: dict[bool, Collation] = {}  # of training, of evaluations
         self._training_sizes: set[int] = set()
         self._packed: dict[bool, bool] = {}  # of training, of evaluations
+        self._num_loaders: Counter[int] = Counter()  # of training, by epoch
         self._structures: dict[str, BatchStructure] = {}
         self._traced: set[str] = set()  # kinds of step
         self.first_batch: dict[str, Any] = {"lists": {}}
@@ -48,12 +53,13 @@ class BatchCutter:
         """Whether the strategy has ``make_microbatches``."""
         return self._settings.make_microbatches is not None
 
-    def note_loader(self, loader: Any, is_training: bool, predicts: bool = False) -> None:
-        """Note who makes the batches of a loader of training, or of evaluations.
+    def note_loader(self, loader: Any, trainer: Trainer) -> None:
+        """Note who makes the batches of a loader that the trainer is about to read.
 
         Raises:
             ValueError: It does not go with the settings, or with the entry's loader before it.
         """
+        is_training = trainer.training
         by_torch = is_collated_by_torch(loader)
         collation = self._collations.setdefault(is_training, Collation(by_torch))
         collation.by_torch &= by_torch
@@ -62,14 +68,18 @@ class BatchCutter:
             collation.sizes.add(size)
         if size is not None and is_training:
             self._training_sizes.add(size)
-        packs = check_rows(loader, self._settings, is_training, predicts)
+        packs = check_rows(loader, self._settings, is_training, trainer.predicting)
         if packs != self._packed.setdefault(is_training, packs):
             raise ValueError(
                 "some loaders of a run make packed rows with PackedRows, and others of it do not; "
                 "give all of them collate_fn=PackedRows(...), or run the others apart"
             )
+        if is_training:
+            epoch = trainer.current_epoch
+            self._note_packed_rows(loader, self._num_loaders[epoch], count_seen(trainer))
+            self._num_loaders[epoch] += 1
 
-    def note_packed_rows(self, loader: Any, position: int, num_seen: int) -> None:
+    def _note_packed_rows(self, loader: Any, position: int, num_seen: int) -> None:
         """Note the packed rows of a training batch, before an epoch goes on after ``num_seen``.
 
         Args:
@@ -103,8 +113,9 @@ class BatchCutter:
         return self._packed.get(kind == "training_step", False)
 
     def leave(self) -> None:
-        """Forget which loaders pack rows, at an entry's end."""
+        """Forget the loaders of an entry, at its end."""
         self._packed.clear()
+        self._num_loaders.clear()
 
     def resume(self, first_batch: Mapping[str, Any]) -> None:
         """Continue with what the first batches of a fit that was saved have decided."""

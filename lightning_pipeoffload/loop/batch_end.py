@@ -27,17 +27,20 @@ batch that has just ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeoffload.loop.data import Arrivals
 from lightning_pipeoffload.loop.exchange import Exchange, Flags
-from lightning_pipeoffload.loop.requeue import Requeue
+from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.split import Split
+from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.stops import Clocks, JointStop
 from lightning_pipeoffload.processes import StepOptions
+from lightning_pipeoffload.processes.processes import Processes
 
 
 class BatchEnd:
@@ -47,9 +50,13 @@ class BatchEnd:
         trainer: The trainer.
         split: The module.
         exchange: Sends and reads the vectors.
-        options: Returns what decides the optimizers' steps; None: nothing is trained.
+        boundary: Counts the optimizer's steps.
+        processes: This rank's connections to the others.
+        environment: What started the processes.
+        at_end: Closed when the trainer leaves the entry.
+
+    Attributes:
         stop: Stops all ranks; None on one rank, and in an evaluation.
-        arrivals: Compares the replicas' numbers of batches; None with one replica, and as above.
         clocks: Decides what goes by the clock; None as above.
         requeue: Saves and requeues the fit under Slurm; None elsewhere.
     """
@@ -59,20 +66,40 @@ class BatchEnd:
         trainer: Trainer,
         split: Split,
         exchange: Exchange,
-        options: Callable[[], StepOptions | None],
-        stop: JointStop | None,
-        arrivals: Arrivals | None,
-        clocks: Clocks | None,
-        requeue: Requeue | None,
+        boundary: StepBoundary,
+        processes: Processes,
+        environment: ClusterEnvironment | None,
+        at_end: ExitStack,
     ) -> None:
-        self._trainer, self._split, self._exchange = trainer, split, exchange
-        self._options, self._stop, self._arrivals = options, stop, arrivals
-        self.clocks, self.requeue = clocks, requeue
+        self._trainer, self._split = trainer, split
+        self._exchange, self._boundary = exchange, boundary
+        self._trains = trainer.state.fn == TrainerFn.FITTING
+        self.stop = self.clocks = self._arrivals = self.requeue = None
+        group, board = split.group, processes.board
+        if board is not None and self._trains:
+            assert processes.metrics_store is not None
+            self.stop = JointStop(trainer, exchange, group.is_root)
+            self.clocks = Clocks(trainer, exchange)
+            at_end.callback(self.clocks.remove)
+            if group.num_replicas > 1:
+                self._arrivals = Arrivals(processes.metrics_store, group)
+                board.add_poll(self._arrivals.poll)
+        if requeues(environment):
+            self.requeue = Requeue(trainer, environment)
+            if board is not None:
+                board.add_poll(self.requeue.poll)
+
+    def _options(self) -> StepOptions | None:
+        """Return what decides the optimizers' steps; None: nothing is trained."""
+        if not self._trains:
+            return None
+        trained = self._split.pipeline.trained
+        return StepOptions(self._trainer.optimizers, trained, self._boundary.num_steps)
 
     def start_batch(self, num_microbatches: int) -> None:
         """Begin a training batch."""
-        if self._stop is not None:
-            self._stop.start_batch(num_microbatches)
+        if self.stop is not None:
+            self.stop.start_batch(num_microbatches)
 
     def counted(self) -> AbstractContextManager[None]:
         """Return the context of a batch's run, which is counted."""
@@ -85,14 +112,14 @@ class BatchEnd:
             due = 0 if self.clocks is None else self.clocks.end_batch()
             self._exchange.end_batch(plans.flags(wants_stop, due), self._options())
             of_all = self._exchange.pop_flags()
-            if self._stop is not None:
-                self._stop.end_batch(wants_stop, of_all.stops)
+            if self.stop is not None:
+                self.stop.end_batch(wants_stop, of_all.stops)
             plans.receive(of_all)
         if self.requeue is not None:
             self.requeue.end_batch()
 
     def _wants_stop(self) -> bool:
-        return self._stop is not None and self._stop.wants()
+        return self.stop is not None and self.stop.wants()
 
     def arrive(self) -> None:
         """Check that all ranks reach a milestone after the same number of batches."""
@@ -102,19 +129,24 @@ class BatchEnd:
     def agree_on_stop(self) -> None:
         """Stop all ranks if one of them has set ``trainer.should_stop``; they wait here."""
         self.arrive()
-        if self._stop is not None:
-            self._stop.apply(self._flush())
+        if self.stop is not None:
+            self.stop.apply(self._flush())
 
     def compare(self) -> None:
         """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
         any_stops = self._flush()
-        if self._stop is not None:
-            self._stop.note(any_stops)
+        if self.stop is not None:
+            self.stop.note(any_stops)
 
     def finish(self) -> None:
         """Compare what is not compared yet, after the last batch."""
         self._flush()
         self._split.loss_weights.check()
+
+    def end_training(self) -> None:
+        """Save and requeue if that is still to be done, after the last batch."""
+        if self.requeue is not None:
+            self.requeue.end_training(self._split.group)
 
     def _flush(self) -> bool:
         """Compare now, and wait; returns whether any rank wants to stop."""

@@ -24,14 +24,14 @@ from lightning.pytorch.loops.optimization.automatic import (
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_pipeoffload.loop.backward import GradientTotals, scaler_of
 from lightning_pipeoffload.loop.data import group_sampler_of
-from lightning_pipeoffload.loop.hooks import OutputsElsewhere
+from lightning_pipeoffload.loop.hooks import EndHooks, OutputsElsewhere, refuse_other_callbacks
 from lightning_pipeoffload.metrics import SharedMetricsConnector
+from lightning_pipeoffload.processes.processes import Processes
 from lightning_pipeoffload.runtime.comm import RankMesh
 from lightning_pipeoffload.runtime.shapes import EqualIsSame
 
@@ -82,23 +82,25 @@ def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
 
 
 def join_metrics(
-    trainer: Trainer,
-    mesh: RankMesh,
-    store: Store | None,
-    fail: Callable[[Exception], None],
-    at_end: ExitStack,
+    trainer: Trainer, mesh: RankMesh, processes: Processes, at_end: ExitStack
 ) -> SharedMetricsConnector:
     """Put in the connector by which all ranks have the root's metrics.
 
     Lightning's loops call it at the ends of batches and epochs; until ``at_end`` is closed, the
     entry that runs is called there too.
     """
-    connector = SharedMetricsConnector.from_plain(trainer._logger_connector, mesh, store, fail)
+    store = processes.metrics_store
+    plain = trainer._logger_connector
+    connector = SharedMetricsConnector.from_plain(plain, mesh, store, processes.fail)
     trainer._logger_connector = connector
     replace = partial(_replace_until, at_end)
     replace(connector, "on_batch_end", _end_batch, trainer)
     replace(connector, "epoch_end_reached", _reach_epoch_end, trainer)
     replace(connector, "reset_results", _reset_logged, trainer)
+    at_end.callback(lambda: connector.leave() if processes.board is not None else None)
+    if store is not None:
+        refuse_other_callbacks(trainer)
+        at_end.callback(EndHooks(trainer, connector.publish).remove)
     return connector
 
 

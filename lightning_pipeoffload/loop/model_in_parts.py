@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pipeoffload.checkpoints import CheckpointHooks, make_whole
+from lightning_pipeoffload.checkpoints import make_whole
+from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.runtime.cut import ModuleCopies, absent_in
 from lightning_pipeoffload.runtime.making import (
     Blueprint,
@@ -30,12 +34,26 @@ _ONE_RANK = (
 
 
 class ModelInParts:
-    """Makes the layers that a module has in ``configure_model`` where their stages are."""
+    """Makes the layers that a module has in ``configure_model`` where their stages are.
 
-    def __init__(self, strategy: CheckpointHooks, trains: bool) -> None:
-        assert strategy.lightning_module is not None
-        self._strategy, self._module = strategy, strategy.lightning_module
-        self._group, self._settings = strategy.group, strategy.settings
+    Args:
+        module: The user's module.
+        group: The run's processes.
+        settings: The strategy's settings.
+        precision: The plugin in whose context layers are made.
+        trains: Whether the entry is a fit.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        group: PipelineGroup,
+        settings: PipelineSettings,
+        precision: Precision,
+        trains: bool,
+    ) -> None:
+        self._module, self._group = module, group
+        self._settings, self._precision = settings, precision
         self._blueprint: Blueprint | None = None
         # Deep copies of the module that hooks make before it is split.
         mesh = self._group.device_mesh
@@ -152,7 +170,7 @@ class ModelInParts:
         return blueprint
 
     def _try_out(self) -> Blueprint | None:
-        with _without_advice(), self._strategy.precision_plugin.module_init_context():
+        with _without_advice(), self._precision.module_init_context():
             return make_blueprint(
                 self._module,
                 self._configure,

@@ -151,6 +151,12 @@ class Split:
         kind = action.kind.value
         return f"{replica}stage {action.stage}, {kind} of {of_slice}microbatch {microbatch}"
 
+    def narrow_optimizers(self) -> None:
+        """Narrow new optimizers to this rank's parameters."""
+        self.parameters.narrow_steps()
+        if self.state.is_split:  # by a fit before this one
+            self.parameters.forget_remote()
+
     # Cutting a training batch
 
     def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:

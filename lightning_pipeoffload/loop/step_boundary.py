@@ -8,7 +8,7 @@ watched: a call of torch that is given such a weight waits for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_pipeoffload.loop.backward import scaler_of
 from lightning_pipeoffload.loop.hooks import (
     GradientHooks,
     has_forward_hooks,
+    share_gradient_sizes,
     users_hooks,
     without_forward_hooks,
 )
@@ -62,10 +63,12 @@ class StepBoundary:
 
     Attributes:
         validation: What takes steps back that were wrong.
+        num_steps: The number of calls of ``optimizer.step``.
         may_step_early: Whether a parameter may step on the host before the gradients of others are
             final; known once training starts.
     """
 
+    num_steps = 0
     may_step_early = False
 
     def __init__(
@@ -78,16 +81,19 @@ class StepBoundary:
         self._module = trainer.lightning_module
         group = pipeline.group
         self._group, self._masters = group, masters
-        self._gradients = pipeline.gradients
+        self._pipeline, self._gradients = pipeline, pipeline.gradients
         self.validation = PostValidation(trainer, group, pipeline.gradient_changes)
-        self._gradient_hooks: GradientHooks | None = None
+        self._gradient_hooks = None
+        if group.num_ranks > 1 or self._gradients.owner_of is not None:
+            self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
         self._of_replicas = group.replicas.pending
         self._mode = WaitingMode(self._of_replicas, self.validation.pending)
         self._may_watch = self._is_watching = self._has_forward_hooks = False
 
-    def share_before_hooks(self, share: Callable[[], None]) -> None:
+    def _share_gradient_sizes(self) -> None:
         """Exchange gradients' sizes before each hook that may read them; all ranks call it."""
-        self._gradient_hooks = GradientHooks(self._trainer, share)
+        if self._pipeline.is_split:
+            share_gradient_sizes(self._pipeline)
 
     def has_barrier(self) -> bool:
         """Whether all ranks wait for each other between two steps."""
@@ -143,6 +149,7 @@ class StepBoundary:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """The optimizer steps in here, with final weights; the new ones become final later."""
+        self.num_steps += 1
         self.stop_watching()  # the optimizer's own hooks read weights
         yield
         if self.validation.is_on:

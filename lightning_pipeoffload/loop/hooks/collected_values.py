@@ -78,6 +78,7 @@ class CollectedValues:
             else None
         )
         self._exchanged_kinds = {""}
+        self._has_trained = False  # since values were sent before a step
         self._takes_outputs: dict[str, bool] = {}
         for path, part in module.named_modules():  # placeholders that an earlier run has left
             for name, value in vars(part).items():
@@ -92,6 +93,7 @@ class CollectedValues:
         ``kind`` is the name of the step; "" for remaining actions of earlier steps.
         """
         self._kind, self._records = kind, []
+        self._has_trained |= kind == "training_step"
         self._begin_step()
         try:
             yield
@@ -257,9 +259,11 @@ class CollectedValues:
         self._hide()
 
     def send_in_step(self) -> None:
-        """Send them before a step that runs whole on each rank; all ranks call it."""
-        self.send()
-        self._show()
+        """Send what training steps have written before a step runs whole; all ranks call it."""
+        if self._has_trained:
+            self._has_trained = False
+            self.send()
+            self._show()
 
     def _report(self, label: str) -> VariableState:
         end = None if label in self._lacking else self._end
