@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.cut_costs import CutCosts
 from lightning_pipeoffload.loop.device_orders import BetterOrder, find_better_order
@@ -104,7 +103,7 @@ class AutoChoice:
         settings: The strategy's settings.
         pipeline: This rank's part of the module, in a first cut.
         measurements: Measures copies, and the limits of the machines.
-        cutter: Cuts the first batch.
+        cut: Cuts the first batch into as many microbatches.
         has_step_barrier: Whether all ranks wait for each other between two optimizer steps.
     """
 
@@ -113,13 +112,13 @@ class AutoChoice:
         settings: PipelineSettings,
         pipeline: Pipeline,
         measurements: Measurements,
-        cutter: BatchCutter,
+        cut: Callable[[StepInputs, int], list[Microbatch]],
         has_step_barrier: bool,
     ) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._group = pipeline.group
-        self._measurements, self._cutter = measurements, cutter
+        self._measurements, self._cut = measurements, cut
         self._has_step_barrier = has_step_barrier
         self._trial: BlockMeasurement | None = None
         self._obstacle = ""  # to measuring some of the blocks
@@ -145,7 +144,7 @@ class AutoChoice:
 
         def cut_batch(count: int) -> list[Microbatch]:
             copied = replace(inputs, batch=copy_batch(inputs.batch))
-            microbatches = self._cutter.cut_into(copied, count, batch_size)
+            microbatches = self._cut(copied, count)
             # As they are made before they are compiled and measured.
             self._blocks = self._blocks or describe_blocks(self._pipeline.chain)
             self._works[count] = digest_work(self._blocks, microbatches[0].record)

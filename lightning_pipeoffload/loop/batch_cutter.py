@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,10 +17,17 @@ from lightning_pipeoffload.loop.data import (
     is_collated_by_torch,
     loader_size,
 )
+from lightning_pipeoffload.loop.microbatches import (
+    MicrobatchWeights,
+    least_samples,
+    may_follow_samples,
+)
+from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.report import Progress
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch import BatchParts, BatchStructure, Collation, batch_size
+from lightning_pipeoffload.runtime.batch.structure import Samples
 from lightning_pipeoffload.runtime.cut import StepRecord
 from lightning_pipeoffload.runtime.run import Pipeline, trace_parts
 from lightning_pipeoffload.runtime.step import Microbatch
@@ -30,22 +37,38 @@ from lightning_pipeoffload.texts.packed_rows import PackedRowsSampler
 class BatchCutter:
     """Cuts the batches of one module's steps.
 
+    Args:
+        pipeline: This rank's part of the module, which is cut at the first batch.
+        settings: The strategy's settings.
+        plans: Makes the plan at the first training batch, whose microbatches are of the size that
+            all later ones have.
+        loss_weights: Warns where that size changes the loss.
+
     Attributes:
+        microbatch_size: Samples of a microbatch of training; 0 before the first batch.
         first_batch: What first batches have decided for later ones, to be saved with a fit: the
             samples of the first training batch, with the batch sizes of the loaders, what lists
             are, by kind of step and loader, the blocks that are found by a step's calls, and how
             many packed rows all replicas read at once of each loader.
     """
 
-    def __init__(self, pipeline: Pipeline, settings: PipelineSettings) -> None:
-        self._pipeline = pipeline
-        self._settings = settings
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        settings: PipelineSettings,
+        plans: Plans,
+        loss_weights: MicrobatchWeights,
+    ) -> None:
+        self._pipeline, self._settings = pipeline, settings
+        self._plans, self._loss_weights = plans, loss_weights
+        self.microbatch_size = 0
         self._collations: dict[bool, Collation] = {}  # of training, of evaluations
         self._training_sizes: set[int] = set()
         self._packed: dict[bool, bool] = {}  # of training, of evaluations
         self._num_loaders: Counter[int] = Counter()  # of training, by epoch
         self._structures: dict[str, BatchStructure] = {}
         self._traced: set[str] = set()  # kinds of step
+        self._cuts_predictions: dict[int, bool] = {}  # of each loader
         self.first_batch: dict[str, Any] = {"lists": {}}
 
     @property
@@ -116,6 +139,7 @@ class BatchCutter:
         """Forget the loaders of an entry, at its end."""
         self._packed.clear()
         self._num_loaders.clear()
+        self._cuts_predictions.clear()
 
     def resume(self, first_batch: Mapping[str, Any]) -> None:
         """Continue with what the first batches of a fit that was saved have decided."""
@@ -124,8 +148,47 @@ class BatchCutter:
         if "blocks" in self.first_batch:
             self._pipeline.resume_with(self.first_batch["blocks"])
 
-    def count_first(self, total: int) -> int:
-        """Return the samples of the fit's first batch, on which the microbatch size depends.
+    # A training batch
+
+    def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
+        """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
+
+        Raises:
+            ValueError: The batch has no samples, or it or the step cannot be cut.
+        """
+        is_first = not self.microbatch_size
+        if self.by_user:
+            microbatches = self.trace(inputs, self._parts_by_user(inputs, is_first))
+        else:
+            microbatches = self._cut_by_size(inputs)
+        if is_first and len(microbatches) > 1:
+            self._note_differences(inputs, microbatches)
+        return microbatches
+
+    def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
+        samples = self._structure(inputs).samples_of(inputs.batch)
+        if not samples.num:
+            raise ValueError(
+                f"{inputs.kind} got a batch without samples, which makes no microbatch; leave it "
+                f"out where batches are made (batch_sampler, collate_fn, or the dataset)"
+            )
+        if not self.microbatch_size:
+            self.microbatch_size = self._choose_size(inputs, samples.num)
+        size = max(self.microbatch_size, self._smallest_size(inputs, samples.num))
+        if samples.num % size == 1 < samples.num and least_samples(self._pipeline.module) > 1:
+            # The last one would have no statistics.
+            larger = range(size, samples.num + 1)
+            size = next(more for more in larger if samples.num % more != 1)
+        parts = samples.split(size)
+        try:
+            return self.trace(inputs, parts)
+        except Exception as error:
+            if size < samples.num:
+                self._blame_cutting(error, inputs, samples, size)
+            raise
+
+    def _choose_size(self, inputs: StepInputs, total: int) -> int:
+        """Return the microbatch size of the fit, by its first batch.
 
         ``total`` is the samples of the first batch since the fit was started or resumed: of one
         that goes on within an epoch it may be the short last one.
@@ -133,69 +196,93 @@ class BatchCutter:
         sizes = sorted(self._training_sizes)
         if self.first_batch.get("loader_sizes") != sizes:
             self.first_batch |= {"num_samples": total, "loader_sizes": sizes}
-        return self.first_batch["num_samples"]
+        of_first = self.first_batch["num_samples"]
 
-    def count(self, inputs: StepInputs) -> int:
-        """Return the samples of a batch; raises a ValueError where that is unclear."""
-        return self._structure(inputs).count(inputs.batch)
+        def cut(batch: StepInputs, count: int) -> list[Microbatch]:
+            parts, sizes, are_alike = self._split(batch, of_first // count)
+            num = sizes.count(sizes[0])  # a fit may resume before a short batch
+            return self.trace(batch, BatchParts(parts[:num], sizes[:num], are_alike))
 
-    def cut(self, inputs: StepInputs, size: int) -> list[Microbatch]:
-        """Cut a batch into microbatches of ``size`` samples, the last one possibly smaller."""
-        return self.trace(inputs, self.split(inputs, size))
+        is_packed = self.packs_rows(inputs.kind)
+        size = of_first // self._plans.choose(inputs, of_first, is_packed, cut)
+        if size < total and self._pipeline.group.reports:
+            self._loss_weights.note_ignored_labels(inputs.batch)
+        return size
 
-    def split(self, inputs: StepInputs, size: int | Callable[[int], int]) -> BatchParts:
-        """Return parts as :meth:`.BatchStructure.split` does."""
-        return self._structure(inputs).split(inputs.batch, size)
+    def _smallest_size(self, inputs: StepInputs, total: int) -> int:
+        """Return the microbatch size by which a batch has no more microbatches than the plan has.
 
-    def cut_into(self, inputs: StepInputs, count: int, total: int) -> list[Microbatch]:
-        """Cut a batch, of ``total`` samples if it is the fit's first, into ``count`` microbatches.
-
-        Of a shorter one as many are made as there are of the same size.
+        Of packed rows each is one slice.
         """
-        if self.by_user:
-            return self.trace(inputs, self.make_parts(inputs, count))
-        parts, sizes, are_alike = self.split(inputs, total // count)
-        num = sizes.count(sizes[0])  # a fit may resume before a short batch
-        return self.trace(inputs, BatchParts(parts[:num], sizes[:num], are_alike))
+        if self.packs_rows(inputs.kind):
+            return 1
+        return -(-total // self._plans.training.schedule.num_microbatches)
 
-    def trace(self, inputs: StepInputs, cut: BatchParts) -> list[Microbatch]:
-        """Trace the step for the parts of a batch with new shapes."""
-        parts = self._pipeline.parts
-        if parts is not None:
-            parts.check_filled()
-        arguments = self._pipeline, cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
-        is_first = inputs.kind not in self._traced
-        self._traced.add(inputs.kind)
-        with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
-            microbatches = trace_parts(*arguments)
-        blocks = self._pipeline.called_blocks
-        if blocks is not None:
-            self.first_batch["blocks"] = blocks
-        return microbatches
+    def _blame_cutting(
+        self, error: Exception, inputs: StepInputs, samples: Samples, size: int
+    ) -> None:
+        """Raise an error that says so where the step fails only with a microbatch."""
+        try:
+            self.trace(inputs, samples.split(samples.num))
+        except Exception:
+            return  # the first error counts, which is the caller's
+        raise ValueError(
+            f"{inputs.kind} fails with a microbatch, and not with the whole batch of {samples.num} "
+            f"samples that was cut into {-(-samples.num // size)}: {type(error).__name__}: "
+            f"{error}; set a smaller num_microbatches or a larger batch_size, or leave out a short "
+            f"last batch with drop_last=True"
+        ) from error
 
-    def record_of_first(self, inputs: StepInputs, size: int) -> StepRecord | None:
+    def _note_differences(self, inputs: StepInputs, microbatches: list[Microbatch]) -> None:
+        """Warn where microbatches give other numbers than the whole batch.
+
+        A trace with more samples tells what follows their number from what is as large by chance.
+        """
+        size, larger = microbatches[0].num_samples, None
+        more = min(2 * size + 1, sum(each.num_samples for each in microbatches))
+        if not self.by_user and may_follow_samples(microbatches[0].record, size):
+            larger = self._record_of_first(inputs, more)
+        if self._pipeline.group.reports:
+            self._loss_weights.note_differences(microbatches, larger, more)
+
+    def _record_of_first(self, inputs: StepInputs, size: int) -> StepRecord | None:
         """Return the step on the first ``size`` samples; None if it fails with so many.
 
         No batch is cut so: the error is of no microbatch that runs.
         """
         try:
-            part = self.split(inputs, size).parts[0]
+            part = self._split(inputs, size).parts[0]
             return self._pipeline.records.find(inputs.kind, part, inputs.step, inputs.seed)
         except Exception:
             return None
 
-    def make_parts(self, inputs: StepInputs, count: int, may_be_fewer: bool = False) -> BatchParts:
-        """Return the batches that ``make_microbatches`` makes of one.
+    # By make_microbatches
 
-        Args:
-            inputs: The batch.
-            count: The number of microbatches.
-            may_be_fewer: Whether fewer suffice: of a batch that is not the first.
+    def _parts_by_user(self, inputs: StepInputs, is_first: bool) -> BatchParts:
+        if not is_first:
+            return self.make_parts(inputs)
+
+        def cut(batch: StepInputs, count: int) -> list[Microbatch]:
+            return self.trace(batch, self._make_parts(batch, count))
+
+        count = self._plans.choose(inputs, 0, self.packs_rows(inputs.kind), cut)
+        parts = self._make_parts(inputs, count)
+        self.microbatch_size = -(-sum(parts.sizes) // len(parts.parts))
+        if self._pipeline.group.reports:
+            self._loss_weights.note_ignored_labels(inputs.batch)
+        return parts
+
+    def make_parts(self, inputs: StepInputs) -> BatchParts:
+        """Return the batches that ``make_microbatches`` makes of one that is not the first.
 
         Raises:
-            ValueError: They are not so many, or their samples cannot be counted.
+            ValueError: They are more than the plan has, or their samples cannot be counted.
             TypeError: They are no list.
         """
+        count = self._plans.training.schedule.num_microbatches
+        return self._make_parts(inputs, count, may_be_fewer=True)
+
+    def _make_parts(self, inputs: StepInputs, count: int, may_be_fewer: bool = False) -> BatchParts:
         make = self._settings.make_microbatches
         assert make is not None
         batches = make(inputs.batch, count)
@@ -225,6 +312,45 @@ class BatchCutter:
                 f"returned ({reason}); give microbatch_weight a callable of the microbatch that "
                 f"returns how many samples its loss is a mean of"
             ) from None
+
+    # A batch of an evaluation
+
+    def cut_evaluation_batch(self, inputs: StepInputs) -> list[Microbatch]:
+        """Cut a batch into no more microbatches than the plan has; see :meth:`make_parts` too.
+
+        Predictions stay in one part unless they have a row for each sample.
+        """
+        samples = self._structure(inputs).samples_of(inputs.batch)
+        size = self._smallest_size(inputs, samples.num)
+        if inputs.kind == "predict_step" and size < samples.num:
+            whole = samples.split(samples.num)
+            if inputs.loader not in self._cuts_predictions:
+                # A number may count samples.
+                counts = self.trace(inputs, whole)[0].record.result_counts
+                self._cuts_predictions[inputs.loader] = counts is None or samples.num in counts
+            if not self._cuts_predictions[inputs.loader]:
+                return self.trace(inputs, whole)
+        return self.trace(inputs, samples.split(size))
+
+    # Of both
+
+    def trace(self, inputs: StepInputs, cut: BatchParts) -> list[Microbatch]:
+        """Trace the step for the parts of a batch with new shapes."""
+        parts = self._pipeline.parts
+        if parts is not None:
+            parts.check_filled()
+        arguments = self._pipeline, cut, inputs.batch, inputs.step, inputs.kind, inputs.seed
+        is_first = inputs.kind not in self._traced
+        self._traced.add(inputs.kind)
+        with Progress.of(self._pipeline).during("tracing") if is_first else nullcontext():
+            microbatches = trace_parts(*arguments)
+        blocks = self._pipeline.called_blocks
+        if blocks is not None:
+            self.first_batch["blocks"] = blocks
+        return microbatches
+
+    def _split(self, inputs: StepInputs, size: int) -> BatchParts:
+        return self._structure(inputs).split(inputs.batch, size)
 
     def _structure(self, inputs: StepInputs) -> BatchStructure:
         key = f"{inputs.kind} {inputs.loader}"

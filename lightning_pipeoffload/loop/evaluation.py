@@ -41,7 +41,6 @@ class Evaluation:
         self._split, self._group = split, split.group
         self._exchange, self._note, self._send_written = exchange, note, send_written
         self._runs_whole = split.runs_whole
-        self._cuts_predictions: dict[int, bool] = {}  # of each loader
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Run the forwards of a batch of any size, in no more microbatches than in training."""
@@ -75,10 +74,12 @@ class Evaluation:
     def _cut(self, inputs: StepInputs, key: Hashable) -> list[Microbatch] | None:
         """Cut a batch, and decide whether batches of its key run in microbatches; None: not cut."""
         cutter, microbatches, obstacle = self._split.cutter, None, ""
-        parts = self._split.make_parts(inputs) if cutter.by_user else None
+        parts = cutter.make_parts(inputs) if cutter.by_user else None
         try:
             microbatches = (
-                self._cut_by_size(inputs) if parts is None else cutter.trace(inputs, parts)
+                cutter.cut_evaluation_batch(inputs)
+                if parts is None
+                else cutter.trace(inputs, parts)
             )
         except GlobalWriteError:
             raise
@@ -95,19 +96,6 @@ class Evaluation:
             if obstacle and self._group.reports:
                 log.info(_WHOLE, inputs.kind, obstacle)
         return microbatches
-
-    def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
-        cutter = self._split.cutter
-        total = cutter.count(inputs)
-        size = self._split.smallest_size(inputs, total)
-        if inputs.kind != "predict_step" or size == total:
-            return cutter.cut(inputs, size)
-        if inputs.loader not in self._cuts_predictions:
-            # A number may count samples, so a batch's predictions need a row for each to be cut.
-            (whole,) = cutter.cut(inputs, total)
-            counts = whole.record.result_counts
-            self._cuts_predictions[inputs.loader] = counts is None or total in counts
-        return cutter.cut(inputs, size if self._cuts_predictions[inputs.loader] else total)
 
     def _num_shared_calls(self, kind: str, microbatches: list[Microbatch] | None) -> int:
         """Return in how many calls of blocks all ranks get what these keep in their arguments.

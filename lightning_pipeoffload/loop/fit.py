@@ -4,7 +4,7 @@ A training batch, in the order of the calls; ``batch_end.py`` goes on where this
 
     strategy.optimizer_step  StepBoundary       pending weights are watched no more
       the closure: Lightning runs training_step within the optimizer's step (BackwardInStep)
-        Fit.train            StepCalls.inputs, Split.cut_training_batch
+        Fit.train            StepCalls.inputs, BatchCutter.cut_training_batch
                              Fit._run           the plan, measured anew; the executor: F, B, W
                              LogCapture.replay  each name that steps have logged, once
                              BatchBackward.end  sums over ranks, on_after_backward
@@ -181,7 +181,8 @@ class Fit:
         split = self._split
         with self._precision.train_step_context(), self._between_hooks("training_step"):
             inputs = self._steps.inputs("training_step", args, kwargs)
-            microbatches = split.cut_training_batch(inputs)
+            microbatches = split.cutter.cut_training_batch(inputs)
+            split.report.count(inputs.batch, microbatches)
             accumulation = self._accumulation(steps_later)
             if not split.pipeline.committed:
                 self._begin_training(microbatches[0], accumulation)

@@ -12,12 +12,11 @@ new plan before the next batch that starts a step::
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning_pipeoffload.loop.auto_choice import AutoChoice, Chosen
-from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.exchange import Flags
 from lightning_pipeoffload.loop.microbatches import least_samples
 from lightning_pipeoffload.loop.solver_search import SolverSearch
@@ -68,7 +67,6 @@ class Plans:
         training: The plan in use.
         chosen: The decision of ``schedule="auto"``; None where a schedule was named.
         needs: The memory that stages need by their shapes; None while that is not known.
-        microbatch_size: Samples of a microbatch; 0 before the first batch.
         boundary: What ranks wait for between steps; None before the first fit.
     """
 
@@ -78,9 +76,8 @@ class Plans:
         pipeline: Pipeline,
         executor: Executor,
         measurements: Measurements,
-        cutter: BatchCutter,
     ) -> None:
-        self._pipeline, self._executor, self._cutter = pipeline, executor, cutter
+        self._pipeline, self._executor = pipeline, executor
         group = pipeline.group
         self._group, self._measurements = group, measurements
         self._on_accelerator = pipeline.device.type != "cpu"
@@ -94,7 +91,6 @@ class Plans:
             self._final_kind,
         )
         self.needs: MemoryNeeds | None = None
-        self.microbatch_size = 0
         self._search = SolverSearch(group, self.training, measurements, self._replace)
         self._flags = Flags()
         self._largest: dict[str, dict[int, int]] = {}
@@ -111,10 +107,6 @@ class Plans:
     def enter(self, boundary: StepBoundary) -> None:
         """Plan for the steps of another fit or evaluation."""
         self.boundary = boundary
-
-    def fix_size(self, num_samples: int) -> None:
-        """Cut this and later batches into microbatches of so many samples."""
-        self.microbatch_size = num_samples
 
     def _has_barrier(self) -> bool:
         """Whether the ranks wait for each other at a step's end, be it for tied weights.
@@ -133,17 +125,34 @@ class Plans:
         may_step = self.boundary is not None and self.boundary.may_step_early
         return Kind.STEP if may_step and self.settings.optimizer_offload else None
 
-    def choose(self, inputs: StepInputs, total: int = 0) -> int:
-        """Make the plan of the first steps, by a first batch of ``total`` samples.
+    def choose(
+        self,
+        inputs: StepInputs,
+        total: int,
+        is_packed: bool,
+        cut: Callable[[StepInputs, int], list[Microbatch]],
+    ) -> int:
+        """Make the plan of the first steps.
 
-        0: its samples are not counted, since ``make_microbatches`` cuts it.
+        Args:
+            inputs: The first batch.
+            total: Its samples; 0: they are not counted, since ``make_microbatches`` cuts it.
+            is_packed: Whether each of its rows is a microbatch.
+            cut: Cuts it into as many microbatches, to measure them.
 
         Returns:
             The number of microbatches that the batch is cut into.
         """
-        is_chosen = self.settings.is_chosen
-        settings = self._choose_automatically(inputs, total) if is_chosen else self.settings
-        count = self._choose_count(settings, total)
+        least = least_samples(self._pipeline.module)
+        sizes = self._group.num_ranks, total, least, is_packed
+        settings, is_chosen = self.settings, self.settings.is_chosen
+        count = settings.choose_num_microbatches(*sizes)
+        if is_chosen:
+            run = self._pipeline, self._measurements
+            choice = AutoChoice(settings, *run, cut, self._has_step_barrier)
+            self.chosen = choice.choose(inputs, count, total)
+            settings = self.chosen.settings
+            count = settings.choose_num_microbatches(*sizes)
         schedule, offloaded = first_plan(
             settings, self._group.num_ranks, count, self._on_accelerator
         )
@@ -153,19 +162,6 @@ class Plans:
             self._pipeline.cut_anew(self._group.rank, settings.cut_settings(self._group))
             self._executor.place(self._group.rank, self._group.transport)
         return count
-
-    def _choose_count(self, settings: PipelineSettings, total: int) -> int:
-        least = least_samples(self._pipeline.module)
-        packed = self._cutter.packs_rows("training_step")
-        return settings.choose_num_microbatches(self._group.num_ranks, total, least, packed)
-
-    def _choose_automatically(self, inputs: StepInputs, total: int) -> PipelineSettings:
-        """Return the settings with the schedule that is chosen for "auto" or "optpipe"."""
-        count = self._choose_count(self.settings, total)
-        arguments = self.settings, self._pipeline, self._measurements, self._cutter
-        choice = AutoChoice(*arguments, self._has_step_barrier)
-        self.chosen = choice.choose(inputs, count, total)
-        return self.chosen.settings
 
     def estimate_memory(
         self, first: Microbatch, optimizers: Sequence[Any], metric_bytes: int

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.optimizers import bytes_usable
 from lightning_pipeoffload.planning.balance import describe_cut
@@ -35,10 +36,16 @@ from lightning_pipeoffload.schedule import Schedule, places_of
 class Report:
     """Describes the fits of a module that is cut; one process of all prints."""
 
-    def __init__(self, pipeline: Pipeline, plans: Plans, measurements: Measurements) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        plans: Plans,
+        measurements: Measurements,
+        cutter: BatchCutter,
+    ) -> None:
         self._pipeline, self._group = pipeline, pipeline.group
         self._plans, self._training = plans, plans.training
-        self._measurements = measurements
+        self._measurements, self._cutter = measurements, cutter
         self._num_samples = 0  # of batches that have tokens
         self._num_tokens: int | Tensor = 0
 
@@ -77,7 +84,7 @@ class Report:
             if not live_bytes:
                 del report["measured"]["live_bytes"]
             num_microbatches = plan.num_microbatches * self._group.num_replicas
-            num_samples = num_microbatches * self._plans.microbatch_size
+            num_samples = num_microbatches * self._cutter.microbatch_size
             seconds = max(filter(None, measured["step_seconds"]))
             report["samples_per_second"] = num_samples / seconds
             if self._num_samples:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +21,13 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.checkpoints import SplitState
 from lightning_pipeoffload.loop.batch_cutter import BatchCutter
 from lightning_pipeoffload.loop.compilation import compile_ahead
-from lightning_pipeoffload.loop.microbatches import (
-    MicrobatchWeights,
-    least_samples,
-    may_follow_samples,
-)
+from lightning_pipeoffload.loop.microbatches import MicrobatchWeights
 from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.report import Report
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.optimizers import MasterWeights, OptimizedParameters
 from lightning_pipeoffload.planning.measurements import Measurements
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch import BatchParts
 from lightning_pipeoffload.runtime.comm import PipelineGroup, SavedBuffers
 from lightning_pipeoffload.runtime.device import ActionTimer
 from lightning_pipeoffload.runtime.making import PartedModule
@@ -119,10 +113,10 @@ class Split:
         seconds = self.parameters.host_step_seconds
         self.whole_runs = WholeRuns(self.pipeline)
         self.measurements = Measurements(self.executor, self.pipeline, seconds, self.whole_runs)
-        self.cutter = BatchCutter(self.pipeline, settings)
-        self.plans = Plans(settings, self.pipeline, self.executor, self.measurements, self.cutter)
-        self.report = Report(self.pipeline, self.plans, self.measurements)
+        self.plans = Plans(settings, self.pipeline, self.executor, self.measurements)
         self.loss_weights = MicrobatchWeights(module, settings.microbatch_weight)
+        self.cutter = BatchCutter(self.pipeline, settings, self.plans, self.loss_weights)
+        self.report = Report(self.pipeline, self.plans, self.measurements, self.cutter)
         self.reduction: GradientReduction | None = None
         self.runs_whole: dict[Hashable, bool] = {}
         self.generating: set[str] = set()
@@ -157,98 +151,7 @@ class Split:
         if self.state.is_split:  # by a fit before this one
             self.parameters.forget_remote()
 
-    # Cutting a training batch
-
-    def cut_training_batch(self, inputs: StepInputs) -> list[Microbatch]:
-        """Cut a batch into microbatches of the first batch's size; a shorter one into fewer.
-
-        Raises:
-            ValueError: The batch has no samples, or it or the step cannot be cut.
-        """
-        is_first = not self.plans.microbatch_size
-        microbatches = (
-            self._cut_by_user(inputs) if self.cutter.by_user else self._cut_by_size(inputs)
-        )
-        self.report.count(inputs.batch, microbatches)
-        if is_first and len(microbatches) > 1:
-            self._note_differences(inputs, microbatches)
-        return microbatches
-
-    def _note_differences(self, inputs: StepInputs, microbatches: list[Microbatch]) -> None:
-        """Warn where microbatches give other numbers than the whole batch.
-
-        A trace with more samples tells what follows their number from what is as large by chance.
-        """
-        size, larger = microbatches[0].num_samples, None
-        more = min(2 * size + 1, sum(each.num_samples for each in microbatches))
-        if not self.cutter.by_user and may_follow_samples(microbatches[0].record, size):
-            larger = self.cutter.record_of_first(inputs, more)
-        if self.group.reports:
-            self.loss_weights.note_differences(microbatches, larger, more)
-
-    def _cut_by_size(self, inputs: StepInputs) -> list[Microbatch]:
-        parts = self.cutter.split(inputs, partial(self._size_of_part, inputs))
-        try:
-            return self.cutter.trace(inputs, parts)
-        except Exception as error:
-            if len(parts.sizes) > 1:
-                self._blame_cutting(error, inputs, sum(parts.sizes), parts.sizes[0])
-            raise
-
-    def _size_of_part(self, inputs: StepInputs, total: int) -> int:
-        if not total:
-            raise ValueError(
-                f"{inputs.kind} got a batch without samples, which makes no microbatch; leave it "
-                f"out where batches are made (batch_sampler, collate_fn, or the dataset)"
-            )
-        if not self.plans.microbatch_size:
-            first = self.cutter.count_first(total)
-            self.plans.fix_size(first // self.plans.choose(inputs, first))
-            if self.plans.microbatch_size < total and self.group.reports:
-                self.loss_weights.note_ignored_labels(inputs.batch)
-        size = max(self.plans.microbatch_size, self.smallest_size(inputs, total))
-        if total % size == 1 < total and least_samples(self.pipeline.module) > 1:
-            # The last one would have no statistics.
-            size = next(more for more in range(size, total + 1) if total % more != 1)
-        return size
-
-    def _cut_by_user(self, inputs: StepInputs) -> list[Microbatch]:
-        is_first = not self.plans.microbatch_size
-        if is_first:
-            self.plans.choose(inputs)
-        cut = self.make_parts(inputs, may_be_fewer=not is_first)
-        if is_first:
-            self.plans.fix_size(-(-sum(cut.sizes) // len(cut.parts)))
-            if self.group.reports:
-                self.loss_weights.note_ignored_labels(inputs.batch)
-        return self.cutter.trace(inputs, cut)
-
-    def make_parts(self, inputs: StepInputs, may_be_fewer: bool = True) -> BatchParts:
-        """Return the batches that ``make_microbatches`` makes of one."""
-        count = self.plans.training.schedule.num_microbatches
-        return self.cutter.make_parts(inputs, count, may_be_fewer)
-
-    def smallest_size(self, inputs: StepInputs, total: int) -> int:
-        """Return the microbatch size by which a batch has no more microbatches than the plan has.
-
-        Of packed rows each is one slice.
-        """
-        if self.cutter.packs_rows(inputs.kind):
-            return 1
-        return -(-total // self.plans.training.schedule.num_microbatches)
-
-    def _blame_cutting(self, error: Exception, inputs: StepInputs, total: int, size: int) -> None:
-        """Raise an error that says so where the step fails only with a microbatch."""
-        try:
-            self.cutter.cut(inputs, total)
-        except Exception:
-            return  # the first error counts, which is the caller's
-        raise ValueError(
-            f"{inputs.kind} fails with a microbatch, and not with the whole batch of {total} "
-            f"samples that was cut into {-(-total // size)}: {type(error).__name__}: {error}; set "
-            f"a smaller num_microbatches or a larger batch_size, or leave out a short last batch "
-            f"with drop_last=True"
-        ) from error
+    # The shares of microbatches in a batch
 
     def shares(
         self, inputs: StepInputs, microbatches: list[Microbatch]

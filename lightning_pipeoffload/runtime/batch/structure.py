@@ -11,7 +11,7 @@ each place, and later batches follow::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Complex
 from typing import Any, NamedTuple
@@ -131,28 +131,15 @@ class BatchStructure:
         Raises:
             ValueError: Lengths along dimension 0 differ, or nothing in the batch has a length.
         """
-        return self._look_at(batch).count()
+        return self.samples_of(batch).num
 
-    def split(self, batch: Any, size: int | Callable[[int], int]) -> BatchParts:
-        """Split a batch into parts of ``size`` samples, the last one possibly smaller.
+    def split(self, batch: Any, size: int) -> BatchParts:
+        """Split a batch into parts; see :meth:`Samples.split`."""
+        return self.samples_of(batch).split(size)
 
-        Args:
-            batch: The batch.
-            size: A number, or a function that returns it for the batch's number of samples.
-
-        Raises:
-            ValueError: The number of samples, or whether a list has an entry for each, cannot be
-                determined from the batch.
-        """
-        look = self._look_at(batch)
-        total = look.count()
-        if not isinstance(size, int):
-            size = size(total)
-        sizes = [min(size, total - start) for start in range(0, total, size)]
-        if len(sizes) < 2:
-            return BatchParts([batch], sizes, are_alike=True)
-        split = _Split(self.lists, size, total, look)
-        return BatchParts(split.parts(batch, "batch"), sizes, split.are_alike)
+    def samples_of(self, batch: Any) -> Samples:
+        """Return the samples of a batch; raises as :meth:`count` does."""
+        return Samples(batch, self.lists, self._look_at(batch))
 
     def _look_at(self, batch: Any) -> _Look:
         look = _Look(self.lists, batch, self._collation)
@@ -165,6 +152,30 @@ class BatchStructure:
                 self.lists["batch"] = True
                 return self._look_at(batch)
         return look
+
+
+class Samples:
+    """The samples of one batch.
+
+    Attributes:
+        num: Their number.
+    """
+
+    def __init__(self, batch: Any, lists: dict[str, bool], look: _Look) -> None:
+        self._batch, self._lists, self._look = batch, lists, look
+        self.num = look.count()
+
+    def split(self, size: int) -> BatchParts:
+        """Split the batch into parts of ``size`` samples, the last one possibly smaller.
+
+        Raises:
+            ValueError: Whether a list has an entry for each sample cannot be determined.
+        """
+        sizes = [min(size, self.num - start) for start in range(0, self.num, size)]
+        if len(sizes) < 2:
+            return BatchParts([self._batch], sizes, are_alike=True)
+        split = _Split(self._lists, size, self.num, self._look)
+        return BatchParts(split.parts(self._batch, "batch"), sizes, split.are_alike)
 
 
 class _Look:
