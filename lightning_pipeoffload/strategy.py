@@ -26,15 +26,14 @@ from typing_extensions import override
 
 from lightning_pipeoffload.checkpoints import CheckpointHooks, SplitState
 from lightning_pipeoffload.loop import (
-    BatchBackward,
     Fit,
+    ModelInParts,
     Split,
     check_run,
     explaining_optimizers,
     explaining_shards,
     refuse_readers_of_shards,
 )
-from lightning_pipeoffload.loop.model_in_parts import ModelInParts
 from lightning_pipeoffload.metrics import SharedMetricsConnector
 from lightning_pipeoffload.optimizers import MasterWeights, OptimizedParameters
 from lightning_pipeoffload.planning.limits import Limit
@@ -356,11 +355,6 @@ class PipeOffloadStrategy(CheckpointHooks):
         if self._fit is None:
             raise RuntimeError("there is no run before the trainer has set the strategy up")
         return self._fit
-
-    @property
-    def backward_of_batch(self) -> BatchBackward:
-        """Runs the backwards of a batch, in place of Lightning's loop."""
-        return self.fit.backward
 
     @property
     @override

@@ -25,7 +25,8 @@ The stand-ins are these: ShapeOnly (saved, from 1 on), LateTensor (in torch.save
 StoredTensor (loaded, up to 3 and 6). None of them is trained.
 """
 
-from .checkpoint_hooks import CheckpointHooks, Continued
+from .checkpoint_hooks import CheckpointHooks
+from .continued import Continued
 from .file import present
 from .folder import PartWriter, WholeCheckpoints, refuse_remote_folder, write_checkpoint_folder
 from .load_weights import load_weights

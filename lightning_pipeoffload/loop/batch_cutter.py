@@ -26,8 +26,13 @@ from lightning_pipeoffload.loop.plans import Plans
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.planning.report import Progress
 from lightning_pipeoffload.planning.settings import PipelineSettings
-from lightning_pipeoffload.runtime.batch import BatchParts, BatchStructure, Collation, batch_size
-from lightning_pipeoffload.runtime.batch.structure import Samples
+from lightning_pipeoffload.runtime.batch import (
+    BatchParts,
+    BatchStructure,
+    Collation,
+    Samples,
+    batch_size,
+)
 from lightning_pipeoffload.runtime.cut import StepRecord
 from lightning_pipeoffload.runtime.run import Pipeline, trace_parts
 from lightning_pipeoffload.runtime.step import Microbatch

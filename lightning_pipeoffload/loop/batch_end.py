@@ -39,8 +39,7 @@ from lightning_pipeoffload.loop.requeue import Requeue, requeues
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.stops import Clocks, JointStop
-from lightning_pipeoffload.processes import StepOptions
-from lightning_pipeoffload.processes.processes import Processes
+from lightning_pipeoffload.processes import Processes, StepOptions
 
 
 class BatchEnd:

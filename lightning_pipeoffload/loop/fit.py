@@ -43,8 +43,8 @@ from lightning_pipeoffload.loop.hooks import (
     users_hooks,
 )
 from lightning_pipeoffload.loop.lightning_patches import (
+    JoinedLoops,
     filtering_by_identity,
-    join_loops,
     join_metrics,
     joined_precision,
 )
@@ -58,7 +58,7 @@ from lightning_pipeoffload.loop.weight_readers import check_weight_readers
 from lightning_pipeoffload.metrics import MetricGroups
 from lightning_pipeoffload.optimizers import EarlyStep
 from lightning_pipeoffload.planning.training_plan import Accumulation
-from lightning_pipeoffload.processes.processes import Processes
+from lightning_pipeoffload.processes import Processes
 from lightning_pipeoffload.runtime import forked_randomness, mix_seed
 from lightning_pipeoffload.runtime.step import Microbatch, in_slices, placed, sharing_casts
 
@@ -80,7 +80,6 @@ class Fit:
     Attributes:
         boundary: The weights between two steps.
         batch_end: What ranks exchange at a batch's end.
-        backward: Runs a batch's backwards.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class Fit:
         at_end.enter_context(filtering_by_identity())
         totals = GradientTotals(self._precision, pipeline, self.boundary.validation)
         at_end.enter_context(joined_precision(self._precision, totals))
-        join_loops(trainer, group, at_end)
         self._connector = join_metrics(trainer, group, processes, at_end)
         self._hook_forwards = None
         if processes.meeting is not None:
@@ -144,7 +142,9 @@ class Fit:
         seed = mix_seed(seed, group.replica) if group.replica else seed
         self._steps = StepCalls(module, seed, self.batch_end.stop, group.replicas.tracing)
         self._packed_rows = PackedRowCheck(module, self._steps, split, self._evaluation.run)
-        self.backward = BatchBackward(module, self._precision, pipeline, self._collected)
+        self._backward = BatchBackward(module, self._precision, pipeline, self._collected)
+        loops = JoinedLoops(trainer, group, self.boundary, self.batch_end, self._collected)
+        loops.join(self._backward, at_end)
         at_end.callback(self.boundary.stop_watching)  # first: what follows may read weights
 
     def _refuse_metric(self, metric: Metric) -> None:
@@ -193,7 +193,7 @@ class Fit:
             self._log(done, self._trainer.accumulate_grad_batches)
         if accumulation.is_last and split.reduction is not None:
             split.finish_reduction(split.reduction)
-        return self.backward.end(done.value, accumulation)
+        return self._backward.end(done.value, accumulation)
 
     def _begin_training(self, first: Microbatch, accumulation: Accumulation) -> None:
         split = self._split
@@ -212,7 +212,7 @@ class Fit:
         self, inputs: StepInputs, microbatches: list[Microbatch], accumulation: Accumulation
     ) -> StepOutput:
         """Run the plan of a batch that was cut."""
-        split, training, backward = self._split, self._split.plans.training, self.backward
+        split, training, backward = self._split, self._split.plans.training, self._backward
         announces_to = split.reduction or (self._early_step if training.steps_early else None)
         self.batch_end.start_batch(len(microbatches))
         muted, wait_for_weights = self.boundary.start_ahead(microbatches)
@@ -248,7 +248,7 @@ class Fit:
         num_batches = self._trainer.accumulate_grad_batches
         return Accumulation(
             num_batches,
-            is_first=not self.backward.adds_up,
+            is_first=not self._backward.adds_up,
             is_last=not steps_later,
             gradient_hooks=hooks_between_batches(self._trainer) if num_batches > 1 else (),
         )
@@ -286,13 +286,6 @@ class Fit:
             self._log(done)
         return done.value if self._collected is None else self._collected.outputs(kind, done.value)
 
-    # Where Lightning's loops and connector call
-
-    def send_collected(self) -> None:
-        """Send the attributes that steps wrote to all ranks, before the hooks of an epoch's end."""
-        if self._collected is not None:
-            self._collected.send()
-
     def _note_microbatches(self, microbatches: Sequence[Microbatch]) -> None:
         if self._collected is not None:
             self._collected.note(microbatches)
@@ -300,8 +293,3 @@ class Fit:
     def _send_in_step(self) -> None:
         if self._collected is not None:
             self._collected.send_in_step()
-
-    def reset_logged(self) -> None:
-        """Reset metrics, when Lightning does on global rank 0."""
-        if self._collected is not None:
-            self._collected.reset_logged()

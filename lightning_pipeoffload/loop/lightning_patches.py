@@ -27,11 +27,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_pipeoffload.loop.backward import GradientTotals, scaler_of
+from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals, scaler_of
+from lightning_pipeoffload.loop.batch_end import BatchEnd
 from lightning_pipeoffload.loop.data import group_sampler_of
-from lightning_pipeoffload.loop.hooks import EndHooks, OutputsElsewhere, refuse_other_callbacks
+from lightning_pipeoffload.loop.hooks import (
+    CollectedValues,
+    EndHooks,
+    OutputsElsewhere,
+    refuse_other_callbacks,
+)
+from lightning_pipeoffload.loop.step_boundary import StepBoundary
+from lightning_pipeoffload.loop.stops import Clocks
 from lightning_pipeoffload.metrics import SharedMetricsConnector
-from lightning_pipeoffload.processes.processes import Processes
+from lightning_pipeoffload.processes import Processes
 from lightning_pipeoffload.runtime.comm import RankMesh
 from lightning_pipeoffload.runtime.shapes import EqualIsSame
 
@@ -52,51 +60,16 @@ def _replace_until(
     at_end.callback(owner.__dict__.pop, name, None)
 
 
-def join_loops(trainer: Trainer, mesh: RankMesh, at_end: ExitStack) -> None:
-    """Replace methods of the trainer's loops until ``at_end`` is closed."""
-    replace = partial(_replace_until, at_end)
-    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    epoch.automatic_optimization = BackwardInStep.from_plain(epoch.automatic_optimization)
-    replace(fit, "run", _fit, trainer)
-    replace(fit, "on_advance_start", _start_epoch, trainer)
-    replace(fit, "on_advance_end", _end_epoch, trainer)
-    # While the module still trains: Lightning calls no hook of the strategy that early.
-    replace(epoch.val_loop, "run", _validate, trainer)
-    for loop in (trainer.validate_loop, trainer.test_loop):
-        replace(loop, "run", _evaluate_alone, trainer, loop)
-    replace(trainer.predict_loop, "run", _predict, trainer, mesh.is_root)
-    # Before the hooks of a prediction's end, where Lightning calls no method of its connector.
-    replace(trainer.predict_loop, "on_run_end", _end_prediction, trainer)
-    # Before the hooks of an epoch's end, for schedulers are updated first.
-    replace(epoch, "update_lr_schedulers", _update_schedulers, trainer)
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        # Private: in Lightning's own every rank goes by its own clock.
-        replace(epoch, "_should_check_val_fx", _check_validation, trainer)
-    stop_without_waiting(trainer, replace)
-    leave_group_samplers(trainer, replace)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set at run time
-        if isinstance(callback, ThroughputMonitor):
-            throughputs = callback._throughputs  # private: nothing else has them
-            for stage, plain in throughputs.items():
-                throughputs[stage] = PipelineThroughput.from_plain(plain, mesh.num_ranks)
-
-
 def join_metrics(
     trainer: Trainer, mesh: RankMesh, processes: Processes, at_end: ExitStack
 ) -> SharedMetricsConnector:
-    """Put in the connector by which all ranks have the root's metrics.
+    """Put in the connector by which all ranks have the root's metrics, until ``at_end`` is closed.
 
-    Lightning's loops call it at the ends of batches and epochs; until ``at_end`` is closed, the
-    entry that runs is called there too.
+    Lightning's loops call it at the ends of batches and epochs.
     """
-    store = processes.metrics_store
-    plain = trainer._logger_connector
+    plain, store = trainer._logger_connector, processes.metrics_store
     connector = SharedMetricsConnector.from_plain(plain, mesh, store, processes.fail)
     trainer._logger_connector = connector
-    replace = partial(_replace_until, at_end)
-    replace(connector, "on_batch_end", _end_batch, trainer)
-    replace(connector, "epoch_end_reached", _reach_epoch_end, trainer)
-    replace(connector, "reset_results", _reset_logged, trainer)
     at_end.callback(lambda: connector.leave() if processes.board is not None else None)
     if store is not None:
         refuse_other_callbacks(trainer)
@@ -155,40 +128,39 @@ def leave_group_samplers(trainer: Trainer, replace: Callable[..., None] = replac
     replace(trainer._data_connector, "_requires_distributed_sampler", _requires_sampler)
 
 
-def answer_requeue(
-    trainer: Trainer, note_signal: Callable[[int, FrameType | None], None]
-) -> Callable[[Any], None]:
-    """Replace Lightning's signal handler under Slurm; return the object that saves and requeues."""
-    connector = trainer._signal_connector
-    # Private: Lightning's own saves there and then.
-    connector._slurm_sigusr_handler_fn = note_signal  # type: ignore[method-assign, assignment]
-    save: Any = partial(type(connector)._slurm_sigusr_handler_fn, connector)
-    return lambda signum: save(signum, None)
-
-
 class BackwardInStep(_AutomaticOptimization):
     """Leaves zero_grad and backward to the strategy, which runs them in its training step."""
 
+    _expect: Callable[[Callable[[], None] | None], None]
+    _outputs: Callable[[], Any] | None
+
     @classmethod
-    def from_plain(cls, plain: _AutomaticOptimization) -> Self:
-        """Make a loop with the progress of ``plain``."""
+    def from_plain(
+        cls,
+        plain: _AutomaticOptimization,
+        expect: Callable[[Callable[[], None] | None], None],
+        outputs: Callable[[], Any] | None = None,
+    ) -> Self:
+        """Make a loop with the progress of ``plain``.
+
+        Args:
+            plain: Lightning's loop.
+            expect: Called with the ``zero_grad`` of a batch; None while gradients accumulate.
+            outputs: Returns what hooks get in place of a step's outputs; None: these.
+        """
         loop = cls(plain.trainer)
         loop.optim_progress = plain.optim_progress
+        loop._expect, loop._outputs = expect, outputs
         return loop
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; hooks on other ranks than the root get the numbers of its outputs alone."""
-        outputs, connector = super().run(*args, **kwargs), self.trainer._logger_connector
-        if not isinstance(connector, SharedMetricsConnector) or connector.is_root:
-            return outputs
-        root = self.trainer.strategy.group.root  # type: ignore[attr-defined]
-        return OutputsElsewhere("training_step", root, connector.outputs)
+        outputs = super().run(*args, **kwargs)
+        return outputs if self._outputs is None else self._outputs()
 
     @override
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-        zero_grad = super()._make_zero_grad_fn(batch_idx, optimizer)
-        self.trainer.strategy.backward_of_batch.expect(zero_grad)  # type: ignore[attr-defined]
+        self._expect(super()._make_zero_grad_fn(batch_idx, optimizer))
         return None
 
     @override
@@ -227,59 +199,138 @@ class PipelineThroughput(Throughput):
         return metrics
 
 
-# The replacements; the trainer or the loop, and Lightning's own method come first.
+class JoinedLoops:
+    """What all ranks do together where Lightning's loops and their connector call.
+
+    Each method stands in place of Lightning's own, which it gets as ``plain``.
+
+    Args:
+        trainer: The trainer, with the connector of :func:`join_metrics`.
+        mesh: The ranks.
+        boundary: The weights between two steps.
+        batch_end: What ranks exchange at a batch's end.
+        collected: What steps write; None where one rank runs all of a step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        mesh: RankMesh,
+        boundary: StepBoundary,
+        batch_end: BatchEnd,
+        collected: CollectedValues | None,
+    ) -> None:
+        self._trainer: Any = trainer
+        self._mesh, self._boundary = mesh, boundary
+        self._end, self._collected = batch_end, collected
+
+    def join(self, backward: BatchBackward, at_end: ExitStack) -> None:
+        """Replace methods of the loops and the connector until ``at_end`` is closed."""
+        trainer, connector = self._trainer, self._trainer._logger_connector
+        replace = partial(_replace_until, at_end)
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        plain = epoch.automatic_optimization
+        outputs = None if self._mesh.is_root else partial(self._outputs, connector.outputs)
+        epoch.automatic_optimization = BackwardInStep.from_plain(plain, backward.expect, outputs)
+        at_end.callback(setattr, epoch, "automatic_optimization", plain)
+        replace(fit, "run", self._fit)
+        replace(fit, "on_advance_start", self._start_epoch)
+        replace(fit, "on_advance_end", self._end_epoch)
+        # While the module still trains: Lightning calls no hook of the strategy that early.
+        replace(epoch.val_loop, "run", self._validate)
+        for loop in (trainer.validate_loop, trainer.test_loop):
+            replace(loop, "run", self._evaluate_alone, loop)
+        replace(trainer.predict_loop, "run", self._predict)
+        # Before the hooks of a prediction's end, where Lightning calls no method of its connector.
+        replace(trainer.predict_loop, "on_run_end", self._end_prediction)
+        # Before the hooks of an epoch's end, for schedulers are updated first.
+        replace(epoch, "update_lr_schedulers", self._update_schedulers)
+        clocks = self._end.clocks
+        if clocks is not None and getattr(trainer, "_val_check_time_interval", None) is not None:
+            # Private: in Lightning's own every rank goes by its own clock.
+            replace(epoch, "_should_check_val_fx", _check_validation, clocks)
+        replace(connector, "on_batch_end", self._end_batch)
+        replace(connector, "epoch_end_reached", self._reach_epoch_end)
+        replace(connector, "reset_results", self._reset_logged)
+        stop_without_waiting(trainer, replace)
+        leave_group_samplers(trainer, replace)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ThroughputMonitor):
+                throughputs = callback._throughputs  # private: nothing else has them
+                for stage, counter in throughputs.items():
+                    throughputs[stage] = PipelineThroughput.from_plain(
+                        counter, self._mesh.num_ranks
+                    )
+
+    def _outputs(self, numbers: Callable[[], dict[str, Any]]) -> OutputsElsewhere:
+        """Return what hooks on other ranks than the root get of a training step."""
+        return OutputsElsewhere("training_step", self._mesh.root, numbers)
+
+    def _fit(self, plain: Callable[[], None]) -> None:
+        """Fit, unless a rank has set ``should_stop``, in on_fit_start for instance."""
+        self._end.agree_on_stop()
+        plain()
+
+    def _start_epoch(self, plain: Callable[[], None]) -> None:
+        """Run the hooks of an epoch's start, which may freeze parameters of every stage."""
+        plain()
+        self._end.agree_on_stop()
+
+    def _end_batch(self, plain: Callable[[], None]) -> None:
+        plain()
+        self._end.end_batch()
+
+    def _reach_epoch_end(self, plain: Callable[[], None]) -> None:
+        """Go on after the last batch of an epoch or an evaluation, before the hooks of its end."""
+        self._end.arrive()  # before anything waits for the other ranks
+        self._send_collected()
+        plain()
+
+    def _send_collected(self) -> None:
+        if self._collected is not None:
+            self._collected.send()
+
+    def _reset_logged(self, plain: Callable[[], None]) -> None:
+        plain()
+        if self._collected is not None:
+            self._collected.reset_logged()
+
+    def _end_epoch(self, plain: Callable[[], None]) -> None:
+        """Agree on whether to go on, after the hooks of an epoch's end."""
+        self._boundary.wait_on_all_ranks()
+        plain()
+        self._end.agree_on_stop()
+
+    def _validate(self, plain: Callable[[], Any]) -> Any:
+        self._boundary.wait_on_all_ranks()
+        self._end.arrive()
+        result = _evaluate(self._trainer.fit_loop.epoch_loop.val_loop, plain)
+        self._end.agree_on_stop()
+        return result
+
+    def _evaluate_alone(self, loop: Any, plain: Callable[[], Any]) -> Any:
+        results = _evaluate(loop, plain)
+        self._end.finish()
+        return results
+
+    def _predict(self, plain: Callable[[], Any]) -> Any:
+        """Predict; other ranks than the last stage's have nothing to return."""
+        predictions = self._evaluate_alone(self._trainer.predict_loop, plain)
+        return predictions if self._mesh.is_root else None
+
+    def _end_prediction(self, plain: Callable[[], Any]) -> Any:
+        self._send_collected()
+        return plain()
+
+    def _update_schedulers(self, plain: Any, interval: str, *args: Any, **kwargs: Any) -> None:
+        """Update learning rates; an epoch's scheduler may read attributes that its steps wrote."""
+        has_epochs = [config.interval == "epoch" for config in self._trainer.lr_scheduler_configs]
+        if interval == "epoch" and any(has_epochs):
+            self._send_collected()
+        plain(interval, *args, **kwargs)
 
 
-def _fit(trainer: Any, plain: Callable[[], None]) -> None:
-    """Fit, unless a rank has set ``should_stop``, in on_fit_start for instance."""
-    trainer.strategy.fit.batch_end.agree_on_stop()
-    plain()
-
-
-def _start_epoch(trainer: Any, plain: Callable[[], None]) -> None:
-    """Run the hooks of an epoch's start, which may freeze parameters of every stage."""
-    plain()
-    trainer.strategy.fit.batch_end.agree_on_stop()
-
-
-def _end_batch(trainer: Any, plain: Callable[[], None]) -> None:
-    plain()
-    trainer.strategy.fit.batch_end.end_batch()
-
-
-def _reach_epoch_end(trainer: Any, plain: Callable[[], None]) -> None:
-    """Go on after the last batch of an epoch or an evaluation, before the hooks of its end."""
-    fit = trainer.strategy.fit
-    fit.batch_end.arrive()  # before anything waits for the other ranks
-    fit.send_collected()
-    plain()
-
-
-def _reset_logged(trainer: Any, plain: Callable[[], None]) -> None:
-    plain()
-    trainer.strategy.fit.reset_logged()
-
-
-def _end_epoch(trainer: Any, plain: Callable[[], None]) -> None:
-    """Agree on whether to go on, after the hooks of an epoch's end."""
-    trainer.strategy.fit.boundary.wait_on_all_ranks()
-    plain()
-    trainer.strategy.fit.batch_end.agree_on_stop()
-
-
-def _validate(trainer: Any, plain: Callable[[], Any]) -> Any:
-    fit = trainer.strategy.fit
-    fit.boundary.wait_on_all_ranks()
-    fit.batch_end.arrive()
-    result = _evaluate(trainer.fit_loop.epoch_loop.val_loop, plain)
-    fit.batch_end.agree_on_stop()
-    return result
-
-
-def _evaluate_alone(trainer: Any, loop: Any, plain: Callable[[], Any]) -> Any:
-    results = _evaluate(loop, plain)
-    trainer.strategy.fit.batch_end.finish()
-    return results
+# Other replacements; what they need and Lightning's own method come first.
 
 
 def _evaluate(loop: Any, plain: Callable[[], Any]) -> Any:
@@ -292,29 +343,9 @@ def _evaluate(loop: Any, plain: Callable[[], Any]) -> Any:
         return plain()
 
 
-def _predict(trainer: Any, is_root: bool, plain: Callable[[], Any]) -> Any:
-    """Predict; other ranks than the last stage's have nothing to return."""
-    predictions = _evaluate_alone(trainer, trainer.predict_loop, plain)
-    return predictions if is_root else None
-
-
-def _end_prediction(trainer: Any, plain: Callable[[], Any]) -> Any:
-    trainer.strategy.fit.send_collected()
-    return plain()
-
-
-def _update_schedulers(trainer: Any, plain: Any, interval: str, *args: Any, **kwargs: Any) -> None:
-    """Update learning rates; an epoch's scheduler may read attributes that its steps wrote."""
-    has_epochs = [config.interval == "epoch" for config in trainer.lr_scheduler_configs]
-    if interval == "epoch" and any(has_epochs):
-        trainer.strategy.fit.send_collected()
-    plain(interval, *args, **kwargs)
-
-
-def _check_validation(trainer: Any, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
+def _check_validation(clocks: Clocks, plain: Callable[[Any], bool], data_fetcher: Any) -> bool:
     """Validate when global rank 0's clock says so."""
-    clocks = trainer.strategy.fit.batch_end.clocks
-    with nullcontext() if clocks is None else clocks.deciding():
+    with clocks.deciding():
         return plain(data_fetcher)
 
 

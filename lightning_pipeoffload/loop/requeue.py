@@ -9,8 +9,9 @@ these steps, which no rank can have passed.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import FrameType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -21,7 +22,6 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
     Store,
 )
 
-from lightning_pipeoffload.loop.lightning_patches import answer_requeue
 from lightning_pipeoffload.processes import say
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 
@@ -34,7 +34,10 @@ class Requeue:
 
     def __init__(self, trainer: Trainer, environment: SLURMEnvironment) -> None:
         self._trainer, self._environment = trainer, environment
-        self._save = answer_requeue(trainer, self.note_signal)
+        connector = trainer._signal_connector
+        # Private: Lightning's handler under Slurm, which saves there and then.
+        self._save_now: Any = partial(type(connector)._slurm_sigusr_handler_fn, connector)
+        connector._slurm_sigusr_handler_fn = self.note_signal  # type: ignore[method-assign, assignment]
         self._steps = [f"{_STEP}{rank}" for rank in range(trainer.world_size)]
         self._has_signal = False
         self._asks = False
@@ -80,7 +83,7 @@ class Requeue:
 
     def _save_and_requeue(self) -> None:
         self._is_over = True
-        self._save(self._environment.requeue_signal)
+        self._save_now(self._environment.requeue_signal, None)
 
 
 def requeues(environment: ClusterEnvironment | None) -> TypeGuard[SLURMEnvironment]:

@@ -113,12 +113,6 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
         self._at_end = ExitStack()
 
     @property
-    def backward_of_batch(self) -> MinibatchTraining:
-        """The object that runs the backwards of a batch in place of Lightning's loop."""
-        assert self._training is not None
-        return self._training
-
-    @property
     @override
     def is_in_step(self) -> bool:
         return self._training is not None and self._training.microbatch is not None
@@ -192,8 +186,8 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
 
     def _join_training(self, trainer: Trainer) -> None:
         """Run backwards within ``training_step``, and stop without waiting for other ranks."""
-        loop = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization = BackwardInStep.from_plain(loop.automatic_optimization)
+        loop, expect = trainer.fit_loop.epoch_loop, self._connected_training.expect
+        loop.automatic_optimization = BackwardInStep.from_plain(loop.automatic_optimization, expect)
         stop_without_waiting(trainer)
 
     @override
@@ -296,7 +290,7 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, *arguments = (*args, *kwargs.values())
-        return self.backward_of_batch.train(batch, arguments, is_last=not self._steps_later)
+        return self._connected_training.train(batch, arguments, is_last=not self._steps_later)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -336,6 +330,11 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
         """Publish weights that hooks before an evaluation may have changed."""
         type(loop).on_run_start(loop)
         self._connected_run.publish()
+
+    @property
+    def _connected_training(self) -> MinibatchTraining:
+        assert self._training is not None
+        return self._training
 
     @property
     def _connected_run(self) -> OnDemandRun:

@@ -3,6 +3,7 @@
 from .failure import say
 from .joint_strategy import JointStrategy
 from .pipeline_processes import PipelineProcesses
+from .processes import Processes
 from .rank_differences import (
     StepOptions,
     describe_module,

@@ -14,6 +14,7 @@ from .structure import (
     BatchParts,
     BatchStructure,
     Collation,
+    Samples,
     batch_size,
     refuse_unclear_list,
     split_batch,
