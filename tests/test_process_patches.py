@@ -87,7 +87,7 @@ LISTED = {
         "DTensor.from_local": "a trace: which values are of a shard",
         "DTensor.to_local": "as the former",
     },
-    "runtime/step/answered_pass.py": {
+    "runtime/step/read_cache.py": {
         "Tensor": "attached: reads of another stage's values are answered",
     },
     "runtime/step/checkpoint_replay.py": {
@@ -107,7 +107,7 @@ LISTED = {
     "runtime/tensor_parallel/through_host.py": {
         "torch.library.Library": "attached: collectives over gloo go by way of the host",
     },
-    "runtime/tensor_parallel/weight_draws.py": {
+    "runtime/tensor_parallel/shard_initialization.py": {
         "Tensor": "attached, and configure_model: draws into shards are parts of whole ones",
         "init": "as the former",
     },

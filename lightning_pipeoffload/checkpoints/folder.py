@@ -52,7 +52,7 @@ from lightning_pipeoffload.checkpoints.file import (
     showing_first_error,
 )
 from lightning_pipeoffload.runtime import StoredTensor
-from lightning_pipeoffload.runtime.comm import HostGroup, blaming_peers
+from lightning_pipeoffload.runtime.comm import HostGroup, reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 META_FILE = "meta.pt"
@@ -197,7 +197,7 @@ def _pop_tensors(rest: dict[str, Any], weights_key: str) -> dict[str, Any]:
 def _naming_ranks(error_text: str, group: HostGroup) -> Iterator[None]:
     """Raise, on all ranks, one line with the ranks that failed and the reasons."""
     try:
-        with blaming_peers(f"lost a rank: {error_text}"):
+        with reporting_lost_peers(f"lost a rank: {error_text}"):
             yield
     except CheckpointException as error:
         reasons = [

@@ -49,7 +49,7 @@ def _shape_in(entries: Entries) -> tuple[int, ...]:
 
 def explain_misfit(slot: Slot, stored: Tensor, entries: Entries) -> str:
     """Describe how a stored weight's shape differs from a 4-bit weight's; "" if it does not."""
-    there = _shape_in(entries) if entries else (*_as_layer(slot, stored).shape,)
+    there = _shape_in(entries) if entries else (*_transposed_for_conv1d(slot, stored).shape,)
     here = (*full_shape(slot.tensor),)
     return "" if there == here else f"of shape {there} in the files and of {here} here"
 
@@ -80,7 +80,9 @@ def load_4bit(
         weight.blocksize, weight.compress_statistics = state.blocksize, state.nested
         weight.quant_type, weight.quant_storage = state.quant_type, stored.dtype
     else:
-        value = _value(weight, _as_layer(slots[0], stored), _dtype_in_full(weight, stored))
+        value = _value(
+            weight, _transposed_for_conv1d(slots[0], stored), _dtype_in_full(weight, stored)
+        )
     weight.data, weight.quant_state, weight.bnb_quantized = value, state, bool(entries)
     if not entries:
         weight.to(weight.device)  # quantizes, in place
@@ -103,7 +105,7 @@ def _dtype_in_full(weight: Any, stored: Tensor) -> torch.dtype:
     return weight.dtype if weight.is_floating_point() else stored.dtype
 
 
-def _as_layer(slot: Slot, stored: Tensor) -> Tensor:
+def _transposed_for_conv1d(slot: Slot, stored: Tensor) -> Tensor:
     """Return a weight as its layer has it; transformers replaces layers that have it transposed."""
     source = getattr(slot.module, "source_cls", None)
     return stored.T if getattr(source, "__name__", "") == "Conv1D" else stored

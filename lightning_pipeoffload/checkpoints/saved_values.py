@@ -30,7 +30,7 @@ from torch.utils._pytree import (  # private: see runtime/leaves
 
 from lightning_pipeoffload.checkpoints.file import with_versions
 from lightning_pipeoffload.runtime import StoredTensor, value_of
-from lightning_pipeoffload.runtime.comm import PipelineGroup, as_bytes, blaming_peers
+from lightning_pipeoffload.runtime.comm import PipelineGroup, as_bytes, reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _DONE = -1
@@ -177,7 +177,7 @@ class SavedValues:
             sizes = [self._size(each) for each in bundle]
             room = room if room.numel() and len(bundle) == 1 else torch.empty(0, dtype=torch.uint8)
             room = room[: sizes[0]] if room.numel() else room.new_empty(sum(sizes))
-            with blaming_peers(f"lost global rank {owner} while writing a checkpoint"):
+            with reporting_lost_peers(f"lost global rank {owner} while writing a checkpoint"):
                 self._ask(number, owner, len(bundle))
                 dist.recv(room, owner, group=self._group.world.host_group)
             if len(bundle) == 1:
@@ -211,7 +211,7 @@ class SavedValues:
     def _send_asked(self) -> None:
         asked = torch.empty(2, dtype=torch.int64)
         group, numbers = self._group.world.host_group, self._numbers[self._group.global_rank]
-        with blaming_peers("lost global rank 0 while it wrote a checkpoint"):
+        with reporting_lost_peers("lost global rank 0 while it wrote a checkpoint"):
             while True:
                 dist.recv(asked, 0, group=group)
                 number, count = asked.tolist()

@@ -26,7 +26,7 @@ from lightning_pipeoffload.optimizers import (
     plain_layout,
     read_states,
 )
-from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, blaming_peers
+from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, reporting_lost_peers
 from lightning_pipeoffload.runtime.cut import (
     absent_in,
     explain_absent,
@@ -203,7 +203,7 @@ def make_whole(module: nn.Module, group: PipelineGroup) -> None:
         of_ranks = zip(group.global_ranks, absent_on, strict=True)
         source = min(rank for rank, names in of_ranks if name not in names)
         tensor = make_real(absent[name], real_tensors) if name in absent else present[name]
-        with blaming_peers("lost a rank while bringing the module together"):
+        with reporting_lost_peers("lost a rank while bringing the module together"):
             value = group.copy_to_hosts(tensor, source)
         tensor.detach().copy_(value)
         if name in absent:

@@ -17,7 +17,7 @@ from lightning_pipeoffload.loop.compilation import compile_ahead
 from lightning_pipeoffload.loop.cut_costs import CutCosts
 from lightning_pipeoffload.loop.device_orders import BetterOrder, find_better_order
 from lightning_pipeoffload.loop.hooks import find_hooked
-from lightning_pipeoffload.loop.microbatches import sees_its_size
+from lightning_pipeoffload.loop.microbatches import depends_on_microbatch_size
 from lightning_pipeoffload.loop.step_calls import StepInputs
 from lightning_pipeoffload.loop.stored_choice import ChoiceStore, StoredChoice, digest_work
 from lightning_pipeoffload.optimizers import measure_states
@@ -215,7 +215,7 @@ class AutoChoice:
         """Measure recomputation only where the memory limit excludes a plan without it."""
         counts = [num_microbatches]
         more = self._settings.more_microbatches(num_microbatches, batch_size)
-        if more and not sees_its_size(self._pipeline):
+        if more and not depends_on_microbatch_size(self._pipeline):
             counts.append(more)
         compile_ahead(self._pipeline, first.record)
         recompute, *others = self._recomputations()

@@ -108,8 +108,8 @@ class BatchEnd:
         """Exchange with all ranks, after the hooks of a batch's end; ``_end_batch`` calls it."""
         if self._trainer.training:
             plans, wants_stop = self._split.plans, self._wants_stop()
-            due = 0 if self.clocks is None else self.clocks.end_batch()
-            self._exchange.end_batch(plans.flags(wants_stop, due), self._options())
+            due_clocks = 0 if self.clocks is None else self.clocks.end_batch()
+            self._exchange.end_batch(plans.flags(wants_stop, due_clocks), self._options())
             of_all = self._exchange.pop_flags()
             if self.stop is not None:
                 self.stop.end_batch(wants_stop, of_all.stops)

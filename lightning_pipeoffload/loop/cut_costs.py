@@ -70,7 +70,7 @@ class CutCosts:
         if not self.is_measured:
             return self._partition
         if option not in self._stages:
-            placement, costs = option.placement(self._num_ranks), self._of(option)[0]
+            placement, costs = option.placement(self._num_ranks), self._measured_costs(option)[0]
             slowness, room = self._devices.slowness_of(placement), self._room(option, costs)
             arguments = self._pipeline, costs, placement, self._split, slowness, room
             self._stages[option] = cut_by_costs(*arguments)
@@ -138,7 +138,7 @@ class CutCosts:
         return max(work)
 
     def costs_of(self, option: Option) -> Costs:
-        costs, overhead = self._of(option)
+        costs, overhead = self._measured_costs(option)
         if not self.is_measured:
             return costs
         stages = self.stages(option)
@@ -148,5 +148,5 @@ class CutCosts:
         slowness = self._devices.slowness_of(option.placement(self._num_ranks))
         return of_stages.slowed(slowness) if slowness else of_stages
 
-    def _of(self, option: Option) -> tuple[Costs, ActionOverhead]:
+    def _measured_costs(self, option: Option) -> tuple[Costs, ActionOverhead]:
         return self.by_recompute[option.recompute, option.num_microbatches]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_pipeoffload.processes import StepOptions, refuse_differences
 from lightning_pipeoffload.runtime.batch import start_checksum
-from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.comm import reporting_lost_peers
 from lightning_pipeoffload.runtime.device import mark, unrecorded
 from lightning_pipeoffload.runtime.run import Pipeline
 
@@ -38,23 +38,23 @@ class Flags(NamedTuple):
 
     Attributes:
         stops: Training is to stop.
-        outgrown: A microbatch keeps more memory than the plan allows.
-        has_news: A solver has a better plan, or has ended.
+        exceeds_planned_memory: A microbatch keeps more memory than the plan allows.
+        has_solver_result: A solver has a better plan, or has ended.
         due: Which of global rank 0's clocks are due, one bit each; see ``Clocks``.
     """
 
     stops: bool = False
-    outgrown: bool = False
-    has_news: bool = False
-    due: int = 0
+    exceeds_planned_memory: bool = False
+    has_solver_result: bool = False
+    due_clocks: int = 0
 
     def merged(self, other: Flags) -> Flags:
         """Return the maximum of both."""
         return Flags(
             self.stops or other.stops,
-            self.outgrown or other.outgrown,
-            self.has_news or other.has_news,
-            max(self.due, other.due),
+            self.exceeds_planned_memory or other.exceeds_planned_memory,
+            self.has_solver_result or other.has_solver_result,
+            max(self.due_clocks, other.due_clocks),
         )
 
 
@@ -170,7 +170,7 @@ class Exchange:
             work = world.side_group.allreduce([vector], dist.ReduceOp.MAX)
 
         def wait() -> list[int]:
-            with mark("exchange"), blaming_peers("lost a rank while comparing batches"):
+            with mark("exchange"), reporting_lost_peers("lost a rank while comparing batches"):
                 work.wait()
             return vector.tolist()
 
@@ -181,8 +181,8 @@ class Exchange:
         sent, self._sent = self._sent, None
         if sent is None:
             return self._flags_of_all
-        stops, outgrown, has_news, due, lacks, most, least, *checksums = sent.wait()
-        flags = Flags(bool(stops), bool(outgrown), bool(has_news), due)
+        stops, exceeds, has_result, due_clocks, lacks, most, least, *checksums = sent.wait()
+        flags = Flags(bool(stops), bool(exceeds), bool(has_result), due_clocks)
         self._flags_of_all, self._all_stop = self._flags_of_all.merged(flags), not lacks
         if most != ~least:
             self._refuse_options(sent.options)

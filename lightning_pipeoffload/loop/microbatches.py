@@ -208,7 +208,7 @@ def _has_ignored_labels(batch: Any) -> bool:
     return any(t.dtype == torch.int64 and bool(t.eq(IGNORED_LABEL).any()) for t in tensors)
 
 
-def sees_its_size(pipeline: Pipeline) -> bool:
+def depends_on_microbatch_size(pipeline: Pipeline) -> bool:
     """Return whether results may depend on the microbatch size; called after the first trace.
 
     It does to statistics over a batch, to dropout, which is seeded for each microbatch, and to

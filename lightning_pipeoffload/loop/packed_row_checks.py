@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_pipeoffload.loop.split import Split
 from lightning_pipeoffload.loop.step_calls import StepCalls, StepInputs, StepOutput
 from lightning_pipeoffload.runtime import tensors_in
-from lightning_pipeoffload.runtime.users_code import leaving_no_trace
+from lightning_pipeoffload.runtime.users_code import restoring_module
 from lightning_pipeoffload.schedule import bytes_text
 from lightning_pipeoffload.texts.packed_rows import IGNORED_LABEL, find_texts
 
@@ -90,7 +90,7 @@ class PackedRowCheck:
         assert rows is not None
         if any(map(_has_routers, self._module.modules())):
             rows += [*map(with_other_labels, rows)]
-        with leaving_no_trace(self._module, ()), torch.no_grad(), DenseMasks() as masks:
+        with restoring_module(self._module, ()), torch.no_grad(), DenseMasks() as masks:
             self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
         self._note_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
 

@@ -6,7 +6,7 @@ new plan before the next batch that starts a step::
 
     first batch    choose()        by the settings, or by measured blocks
     fourth batch   before_plan()   anew, by what three steps have cost
-    later batches  flags() -> of all ranks -> before_plan()    outgrown: anew; news: the solver's
+    later batches  flags() -> of all ranks -> before_plan()    anew, or the solver's
 """
 
 from __future__ import annotations
@@ -242,18 +242,18 @@ class Plans:
             return self._plan_by_measurement()
         if is_first:
             flags, self._flags = self._flags, Flags()
-            if flags.outgrown:
+            if flags.exceeds_planned_memory:
                 self._plan_anew()
-            elif flags.has_news:
+            elif flags.has_solver_result:
                 self._search.exchange()
         return False
 
-    def flags(self, stops: bool, due: int) -> Flags:
+    def flags(self, stops: bool, due_clocks: int) -> Flags:
         """Return this rank's flags after a batch; see :class:`Flags`."""
         has_plan = self._has_measured_steps and self.training.current.costs is not None
         is_limited = has_plan and self.settings.is_limited(self._on_accelerator)
-        has_news = self._is_solved and self._search.has_news
-        return Flags(stops, is_limited and self._breaks_limit(), has_news, due)
+        has_solver_result = self._is_solved and self._search.has_result
+        return Flags(stops, is_limited and self._breaks_limit(), has_solver_result, due_clocks)
 
     def receive(self, flags: Flags) -> None:
         """Keep what any rank has sent until the next batch."""

@@ -95,7 +95,7 @@ class SolverSearch:
         return found
 
     @property
-    def has_news(self) -> bool:
+    def has_result(self) -> bool:
         """Whether the solver of this rank has a better plan for what was measured, or has ended."""
         if self._solver is None or not self._measurements.are_enough:
             return False

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lightning_pipeoffload.loop.stops import JointStop
-from lightning_pipeoffload.metrics import Capturing, LogCapture, ignore_log
+from lightning_pipeoffload.metrics import LogCapture, MicrobatchCapture, ignore_log
 from lightning_pipeoffload.runtime import NOTHING, map_output, mix_seed, together
 from lightning_pipeoffload.runtime.batch import merge_outputs
 from lightning_pipeoffload.runtime.shapes import whole_value
@@ -101,7 +101,7 @@ class StepCalls:
                 self._tracing() if call.is_trace else NOTHING,
                 NOTHING if call.is_last else self._quiet,
                 NOTHING if call.is_last_local else PrintQuiet(),
-                Capturing(self._capture, call.is_last)
+                MicrobatchCapture(self._capture, call.is_last)
                 if call.is_last or call.is_trace
                 else NOTHING,
             )

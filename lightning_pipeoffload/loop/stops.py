@@ -117,7 +117,7 @@ class Clocks:
 
     def _is_due(self, bit: int, is_due_here: bool) -> bool:
         """Whether a clock of global rank 0 was due after the batch before."""
-        if self._exchange.read().due & bit:
+        if self._exchange.read().due_clocks & bit:
             self._due &= ~bit
             return True
         if is_due_here and self._trainer.is_global_zero:

@@ -1,6 +1,6 @@
 """The values that steps log: captured by microbatch, and published to the other ranks."""
 
-from .log_capture import Capturing, LogCapture, combine_logged, ignore_log
+from .log_capture import LogCapture, MicrobatchCapture, combine_logged, ignore_log
 from .metric_calls import MetricCalls, batch_value
 from .metric_values import MetricGroups
 from .publisher import Fetch, RankFigures

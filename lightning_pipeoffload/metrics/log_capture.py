@@ -93,7 +93,7 @@ class LogCapture:
         self._log(self._module, name, value, *last.args, **kwargs)
 
 
-class Capturing:
+class MicrobatchCapture:
     """Captures the calls of one microbatch.
 
     Args:
@@ -158,7 +158,9 @@ def _over_batch(values: list[Any]) -> list[Any]:
     recipes = [value for value in values if isinstance(value, Entry | Derived)]
     if not recipes:
         return values
-    if len(recipes) == len(values) and all(recipe.key == recipes[0].key for recipe in recipes):
+    if len(recipes) == len(values) and all(
+        recipe.batch_key == recipes[0].batch_key for recipe in recipes
+    ):
         return [batch_value(recipes[0])]
     return [*map(batch_value, values)]
 

@@ -56,7 +56,7 @@ class Entry:
     path: str
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def batch_key(self) -> tuple[Any, ...]:
         """The same for the entries of a batch's microbatches."""
         return id(self.call), self.path
 
@@ -74,9 +74,9 @@ class Derived:
     path: str
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def batch_key(self) -> tuple[Any, ...]:
         """The same where microbatches compute the same."""
-        keys = tree_map(lambda leaf: leaf.key if _is_recipe(leaf) else leaf, self.operands)
+        keys = tree_map(lambda leaf: leaf.batch_key if _is_recipe(leaf) else leaf, self.operands)
         return self.function, keys, self.path
 
     def value(self, source: Source) -> Any:

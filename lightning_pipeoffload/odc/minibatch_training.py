@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_pipeoffload.loop import BackwardHooks
-from lightning_pipeoffload.metrics import Capturing, LogCapture, batch_value, combine_logged
+from lightning_pipeoffload.metrics import LogCapture, MicrobatchCapture, batch_value, combine_logged
 from lightning_pipeoffload.odc.on_demand_run import OnDemandRun
 from lightning_pipeoffload.runtime.batch import batch_size
 from lightning_pipeoffload.texts.minibatch import Minibatch
@@ -97,7 +97,7 @@ class MinibatchTraining(BackwardHooks):
         return output, total
 
     def _call_step(self, microbatch: Any, arguments: Sequence[Any]) -> Any:
-        with Capturing(self._logs, keep=True), self._precision.train_step_context():
+        with MicrobatchCapture(self._logs, keep=True), self._precision.train_step_context():
             output = self._module.training_step(microbatch, *arguments)
             return self._logs.metrics.own_values(output)
 

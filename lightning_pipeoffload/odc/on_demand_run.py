@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeoffload.odc.fsdp_hooks import OnDemandHooks
 from lightning_pipeoffload.odc.sharding import ShardedGroup, local_part, sharded_groups
 from lightning_pipeoffload.odc.transport import OnDemandTransport
-from lightning_pipeoffload.runtime.comm import HostGroup, blaming_peers
+from lightning_pipeoffload.runtime.comm import HostGroup, reporting_lost_peers
 
 MakeTransport = Callable[[Sequence[ShardedGroup]], OnDemandTransport]
 
@@ -162,7 +162,9 @@ class OnDemandRun:
             parameter = self._groups[index].parameters[place]
             total = self._transport.summed(index, place)
             if self._replicas is not None:
-                with blaming_peers("lost a rank of another machine while adding gradients up"):
+                with reporting_lost_peers(
+                    "lost a rank of another machine while adding gradients up"
+                ):
                     dist.all_reduce(total, group=self._replicas)
             parameter.grad = _sharded_like(parameter, total)
 

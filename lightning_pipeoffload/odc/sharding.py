@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map  # private: torch exports no other
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime.comm import HostGroup, blaming_peers
+from lightning_pipeoffload.runtime.comm import HostGroup, reporting_lost_peers
 from lightning_pipeoffload.runtime.cut import find_chain
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -68,7 +68,7 @@ def share_initial_values(module: nn.Module, host: HostGroup) -> None:
     Without a seed, ranks have different values. Accelerator tensors use the default group.
     """
     tensors = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
-    with blaming_peers("lost a rank while sharing the initial weights"):
+    with reporting_lost_peers("lost a rank while sharing the initial weights"):
         for tensor in tensors.values():
             if not tensor.is_meta:
                 group = host.host_group if tensor.device.type == "cpu" else None

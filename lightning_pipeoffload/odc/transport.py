@@ -26,7 +26,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from typing_extensions import override
 
 from lightning_pipeoffload.odc.sharding import ShardedGroup
-from lightning_pipeoffload.runtime.comm import HostGroup, OwnerLocks, blaming_peers, share_bytes
+from lightning_pipeoffload.runtime.comm import (
+    HostGroup,
+    OwnerLocks,
+    reporting_lost_peers,
+    share_bytes,
+)
 
 _ALIGNMENT = 64
 _MOST_PUSHES = 2  # whose gradients are whole at once
@@ -257,7 +262,7 @@ class WholeGradients(OnDemandTransport):
 
     def finish(self) -> None:
         reduce_scatter = DefaultReduceScatter()
-        with blaming_peers("lost a rank while reducing gradients"):
+        with reporting_lost_peers("lost a rank while reducing gradients"):
             for whole, total in zip(self._whole, self._sums, strict=True):
                 if total.numel():
                     reduce_scatter(total, whole.view(-1), self._reduction, dist.ReduceOp.SUM)

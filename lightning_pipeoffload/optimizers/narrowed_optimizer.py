@@ -246,7 +246,7 @@ class NarrowedOptimizer:
         state = self.optimizer.state
         return [p for p in self._adopted if state and p not in state and p.requires_grad]
 
-    def come_last(self) -> None:
+    def move_hook_to_end(self) -> None:
         """Run after the user's hooks before a step, so that they see whole groups."""
         self._pre_hook.remove()
         self._pre_hook = self.optimizer.register_step_pre_hook(self._start_step)

@@ -135,7 +135,7 @@ class OptimizedParameters:
     def start_training(self) -> None:
         """Register the step's hooks again, to run after hooks that were registered since."""
         for narrowed in self._narrowed:
-            narrowed.come_last()
+            narrowed.move_hook_to_end()
 
     def leave_remote(self) -> None:
         """Drop the parameters of other ranks; called once, before the first training step."""

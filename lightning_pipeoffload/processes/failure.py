@@ -190,7 +190,7 @@ def exit_soon(exception: BaseException, status: int) -> None:
     threading.Thread(target=exit_in_the_end, name="failure-end", daemon=True).start()
 
 
-def say_instead(exception: BaseException, line: str) -> None:
+def replace_traceback(exception: BaseException, line: str) -> None:
     """Print a line instead of the traceback if an exception is not caught."""
     setattr(exception, _LINE, line)
     if not isinstance(sys.excepthook, _LineHook):

@@ -11,7 +11,7 @@ Rank 2 raises an exception::
 
 Rank 1 is killed on another machine, and rank 0 waits for a message from it::
 
-    rank 0   blame_others() > roll   2, 3 present, not 1: failure = "global rank 1, which is gone"
+    rank 0   exit_for_lost_rank() > roll   2, 3 present: failure = "global rank 1, which is gone"
     others                    present/RANK .. read failure, write seen/RANK, say it, exit
 
 ====================  ===========================  ===============================
@@ -56,8 +56,8 @@ from lightning_pipeoffload.processes.failure import (
     describe,
     exit_soon,
     polls,
+    replace_traceback,
     say,
-    say_instead,
     says_connection_ended,
     show,
 )
@@ -163,7 +163,7 @@ class FailureBoard:
         """End the run because another thread of this rank has failed while ``doing`` something."""
         self._run_in_thread(lambda: self._fail(exception, doing))
 
-    def blame_others(self, suspicion: str) -> None:
+    def exit_for_lost_rank(self, suspicion: str) -> None:
         """End this process because another rank is lost.
 
         Args:
@@ -360,7 +360,7 @@ class FailureBoard:
         if self._global_rank == 0:  # it may exit at once, and it hosts the store
             self._wait_until_seen(failure)
         if not failure.cause.startswith(f"{self._name}:"):
-            say_instead(exception, f"{self._name} stops because of {failure.cause}")
+            replace_traceback(exception, f"{self._name} stops because of {failure.cause}")
 
     def _fail(self, exception: BaseException, doing: str) -> NoReturn:
         try:

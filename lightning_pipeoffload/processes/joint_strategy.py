@@ -171,7 +171,7 @@ class JointStrategy(ParallelStrategy):
             return
         self._has_failed = True
         if says_peer_lost(exception):
-            board.blame_others(first_line(exception))  # exits
+            board.exit_for_lost_rank(first_line(exception))  # exits
         action = self.running_action if isinstance(exception, Exception) else ""
         status = status_after(exception, self._own_trainer.global_step > 0)
         is_of_all = board.report(exception, action, status)

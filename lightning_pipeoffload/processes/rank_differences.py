@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_pipeoffload.optimizers import GroupNames
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime import late_values, map_operands
-from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.comm import reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import describe_4bit, is_4bit
 from lightning_pipeoffload.schedule import Schedule
 
@@ -78,7 +78,7 @@ def refuse_differences(described: Mapping[str, str], group: Any, advice: str = _
 
 def _gather(obj: Any, group: Any) -> list[Any]:
     objects: list[Any] = [None] * dist.get_world_size(group)
-    with blaming_peers("lost a rank while comparing modules and options"):
+    with reporting_lost_peers("lost a rank while comparing modules and options"):
         dist.all_gather_object(objects, obj, group=group)
     return objects
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.comm import reporting_lost_peers
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, Sharding, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import gather_whole
@@ -29,7 +29,7 @@ def gather_tensor(pipeline: Pipeline, tensor: Tensor) -> Tensor:
     asked = ranks.gather((name, has_value, group.global_rank))
     _check_alike([each for each, *_ in asked], tensor)
     owner = next(rank for _, has, rank in asked if has)
-    with blaming_peers("lost a rank while gathering a tensor"):
+    with reporting_lost_peers("lost a rank while gathering a tensor"):
         copied = group.copy_to_hosts(tensor, owner, ranks)
     if sharding is not None and sharding.is_divided:
         copied = gather_whole(copied, sharding)

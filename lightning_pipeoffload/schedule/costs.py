@@ -135,12 +135,12 @@ class Costs:
         sizes = tuple(end - start for start, end in zip((0, *ends), ends, strict=False))
         return replace(self, slices=replace(slices, sizes=sizes))
 
-    def hops(self, placement: Sequence[int]) -> tuple[float, ...]:
+    def latencies(self, placement: Sequence[int]) -> tuple[float, ...]:
         """Return the P2P latency from every stage to the next one, 0 if both are on one rank."""
         seconds = self.per_stage("communication", len(placement))
         to = (*placement[1:], placement[-1])
-        hops = zip(seconds, placement, to, strict=True)
-        return tuple(second if here != there else 0.0 for second, here, there in hops)
+        latencies = zip(seconds, placement, to, strict=True)
+        return tuple(second if here != there else 0.0 for second, here, there in latencies)
 
 
 def _check_cost(name: str, value: PerStage) -> None:

@@ -110,7 +110,7 @@ def build_by(
     offered = {"costs": costs, "memory_limit": memory_limit, **options}
     accepted = {option: offered[option] for option in recipe.options if option in offered}
     checked_sizes = num_ranks, num_microbatches, num_chunks
-    _say_long(*checked_sizes)
+    _warn_of_long_build(*checked_sizes)
     schedule = replace(
         _built(recipe.builder, *checked_sizes, **recipe.fixed_options, **accepted), name=name
     )
@@ -118,7 +118,7 @@ def build_by(
     return schedule
 
 
-def _say_long(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+def _warn_of_long_build(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
     num_passes = num_ranks * num_microbatches * num_chunks
     if num_passes > _MANY_PASSES:
         log.warning(

@@ -615,11 +615,11 @@ class _Trials:
         except ScheduleError:
             return _Bound()
         request, placement = self._request, self._request.placement_of(option)
-        seconds, hops = costs.compute(len(placement)), costs.hops(placement)
+        seconds, latencies = costs.compute(len(placement)), costs.latencies(placement)
         if option.num_sequence_slices > 1:  # a rank begins sooner: its work alone is the bound
             work = most_work(seconds, placement, option.num_microbatches)
             return _Bound(work, work, work)
-        sizes = seconds, hops, placement, option.num_microbatches
+        sizes = seconds, latencies, placement, option.num_microbatches
         if request.has_barrier(option):
             work = earliest_end(*sizes)
         else:

@@ -204,7 +204,7 @@ def _numbers_in(path: Path) -> list[int] | None:
             numbers = json.loads(file.readline())
         return [int(number) for number in numbers]
     except _DAMAGES as error:
-        _say_damaged(path, error)
+        _warn_of_damage(path, error)
         return None
 
 
@@ -215,7 +215,7 @@ def _read(path: Path, wanted: list[int]) -> CachedPlan | None:
             raise ScheduleError("its contents are not what was written")
         return _parsed(json.loads(plan), is_exact=json.loads(numbers) == wanted)
     except _DAMAGES as error:
-        _say_damaged(path, error)
+        _warn_of_damage(path, error)
         return None
 
 
@@ -226,6 +226,6 @@ def _parsed(plan: Mapping[str, Any], is_exact: bool) -> CachedPlan:
     return CachedPlan(schedule, is_exact, plan["remarks"])
 
 
-def _say_damaged(path: Path, error: Exception) -> None:
+def _warn_of_damage(path: Path, error: Exception) -> None:
     reason = str(error).partition("\n")[0]
     log.warning("the plan in %s is damaged, and is ignored: %s", path, reason)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassF1Score
 
-from lightning_pipeoffload.metrics import Capturing, LogCapture
+from lightning_pipeoffload.metrics import LogCapture, MicrobatchCapture
 
 
 class Module(L.LightningModule):
@@ -31,7 +31,7 @@ def module():
 def run(module, *microbatches, sizes, weights=None):
     capture = LogCapture(module)
     for log in microbatches:
-        with Capturing(capture, keep=True):
+        with MicrobatchCapture(capture, keep=True):
             log()
     capture.replay(sizes, weights or sizes)
     return module.logged

@@ -33,7 +33,7 @@ from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 from torchmetrics.text import Perplexity, WordErrorRate
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper
 
-from lightning_pipeoffload.metrics import Capturing, LogCapture
+from lightning_pipeoffload.metrics import LogCapture, MicrobatchCapture
 
 SIZES = [2, 2, 1]  # of microbatches, the last one short
 
@@ -98,7 +98,7 @@ def run(module, in_parts):
     for batch in batches():
         for part in parts_of(batch) if in_parts else [batch]:
             if in_parts:
-                with Capturing(capture, keep=True):
+                with MicrobatchCapture(capture, keep=True):
                     module.step(module, part)
             else:
                 module.step(module, part)
@@ -186,7 +186,7 @@ def test_large_arguments_are_not_kept():
     module.calls = capture.metrics._calls.values
     (batch,) = batches(1)
     for part in parts_of(batch):
-        with Capturing(capture, keep=True):
+        with MicrobatchCapture(capture, keep=True):
             step(module, part)
     capture.replay(SIZES, [size / 5 for size in SIZES])
     whole = Net(lambda *_: None, perplexity=Perplexity(), accuracy=make_accuracy())
@@ -327,7 +327,7 @@ def test_a_trace_counts_what_is_kept_and_leaves_a_metric_in_a_dict_as_it_was():
     module = Net(step)
     module.named = {"accuracy": BinaryAccuracy()}
     capture, part = LogCapture(module), next(parts_of(next(batches())))
-    with Capturing(capture, keep=False):
+    with MicrobatchCapture(capture, keep=False):
         module.step(module, part)
     assert module.named["accuracy"].update_count == 0
     assert capture.metrics.traced_bytes == part.binary.nbytes + part.truth.nbytes
@@ -393,7 +393,7 @@ def test_a_microbatchs_own_value_is_there_where_the_step_uses_it(caplog):
     capture = LogCapture(module)
     own, losses = [], []
     for part in parts_of(batch):
-        with Capturing(capture, keep=True):
+        with MicrobatchCapture(capture, keep=True):
             result = capture.metrics.own_values(module.training_step(part))
         assert type(result["accuracy"]) is torch.Tensor
         losses.append(result["loss"])
@@ -419,7 +419,7 @@ def test_a_value_that_is_kept_is_a_plain_number_for_others():
     (batch,) = batches(1)
     module = OwnValues()
     capture = LogCapture(module)
-    with Capturing(capture, keep=True):
+    with MicrobatchCapture(capture, keep=True):
         module.training_step(batch)
     capture.replay([5], [1.0])
     (value,) = module.seen

@@ -44,7 +44,7 @@ def test_a_rank_that_is_done_reads_the_store_no_more(monkeypatch, is_at_fault):
         board.report(SystemExit(1), "", 1)
     else:
         store.set("failure", Failure("global rank 0: said so").encode())
-        board.blame_others("Connection closed by peer")
+        board.exit_for_lost_rank("Connection closed by peer")
     assert store.method_calls[-1] == call.set("done/1", "")
 
 
@@ -67,7 +67,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_blamed_and_not_waited_for(
     board = failure_board.FailureBoard(0, 4, LaunchedProcesses(0, 0, ()))
     board.connect(store)
     monkeypatch.setattr(failure.time, "sleep", seconds.append)
-    board.blame_others("Connection closed by peer")
+    board.exit_for_lost_rank("Connection closed by peer")
     assert Failure.decode(store.get("failure")).cause == cause
     heard = sum(seconds) - (failure_board._CAUSE_SECONDS if len(present) == 2 else 1.0)
     assert heard == pytest.approx(failure_board._SEEN_SECONDS if waits else 0, abs=0.3)

@@ -227,7 +227,7 @@ def gpt(depth=4, **options):
     return GPT(**sizes, **options)
 
 
-class Crossing(nn.Module):
+class CarriedValue(nn.Module):
     """A value made outside of the blocks is used after the last one; one block is frozen."""
 
     def __init__(self):
@@ -285,7 +285,9 @@ def make(name):
     if name == "two_views":
         return Task(TwoViews(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
     if name == "crossing":
-        return Task(Crossing(), lambda model, x: model(x).square().mean()), torch.randn(SAMPLES, 6)
+        return Task(CarriedValue(), lambda model, x: model(x).square().mean()), torch.randn(
+            SAMPLES, 6
+        )
     family = FAMILIES[name]
     return family.task(), family.samples(SAMPLES)
 

@@ -262,8 +262,8 @@ def test_few_microbatches_bound_the_period_of_every_family(count):
         except ScheduleError:
             continue
         placement = schedule.placement
-        seconds, hops = costs.compute(len(placement)), costs.hops(placement)
-        bounds[option.schedule] = least_span(seconds, hops, placement, count)
+        seconds, latencies = costs.compute(len(placement)), costs.latencies(placement)
+        bounds[option.schedule] = least_span(seconds, latencies, placement, count)
         period = steady_period(as_it_runs(schedule, costs, False), costs, has_barrier=False)
         assert bounds[option.schedule] <= period * (1 + 1e-9), option.schedule
     # A single microbatch: the first rank waits for all F's and the B's of the other ranks.

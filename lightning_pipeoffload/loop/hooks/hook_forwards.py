@@ -81,7 +81,7 @@ class HookForwards:
         name = self._apart().get(id(module))
         if name is None:
             return
-        self._come_together(name)
+        self._wait_for_all_to_call(name)
         self._had_gradients = torch.is_grad_enabled()
         self._running.enter_context(self._runs.run(None, module).running())
         self._outermost, self._depth = module, 1
@@ -115,7 +115,7 @@ class HookForwards:
             }
         return self._names
 
-    def _come_together(self, name: str) -> None:
+    def _wait_for_all_to_call(self, name: str) -> None:
         """Wait for all ranks to call the same module; raise ``RuntimeError`` if one does not."""
         if self._do_all_call(name):
             return

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from lightning_pipeoffload.lightning_names import PACKAGES
-from lightning_pipeoffload.runtime.comm import blaming_peers
+from lightning_pipeoffload.runtime.comm import reporting_lost_peers
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import KnownSize, RemoteGradient, RemoteTensor
 from lightning_pipeoffload.runtime.users_code import WrappedHook
@@ -208,12 +208,12 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
     parameters = [*pipeline.module.parameters()]
     counted = pipeline.gradients.counted(parameters)
     table = _measure([counted.get(index) for index in range(len(parameters))])
-    with blaming_peers("lost a rank while comparing gradients"):
+    with reporting_lost_peers("lost a rank while comparing gradients"):
         dist.all_reduce(table, group=pipeline.gradients.sharing.host_group)
     for parameter, (kind, norm, largest) in zip(parameters, table.tolist(), strict=True):
         size = KnownSize(norm, largest) if kind == _MEASURED else None
         if isinstance(parameter, RemoteTensor):
-            parameter.know_gradient(kind != _ABSENT, size)
+            parameter.set_remote_gradient(kind != _ABSENT, size)
         elif isinstance(parameter.grad, RemoteGradient):
             parameter.grad.know(size)
             if size is not None:

@@ -38,7 +38,7 @@ from lightning_pipeoffload.runtime.batch import Contents, Packet
 from lightning_pipeoffload.runtime.comm.host_group import NO_LIMIT, HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.shared_bytes import MemoryFile, map_file, read_memory_file
-from lightning_pipeoffload.runtime.comm.transport import PeersThread, blaming_peers
+from lightning_pipeoffload.runtime.comm.transport import PeersThread, reporting_lost_peers
 
 _FRAME, _REST, _VALUE, _DONE = range(4)  # gloo's tags
 _FRAME_BYTES = 4096
@@ -102,7 +102,7 @@ class BatchChannel:
         packets = [*map(Packet, values)]
         large = [packet for packet in packets if packet.num_bytes > _MOST_INLINE]
         slot = next(self._slots)
-        with blaming_peers(_LOST):
+        with reporting_lost_peers(_LOST):
             parts = slot.parts([packet.num_bytes for packet in large])
         message = pickle.dumps((header, [*map(_described, packets)], slot.place), 5)
         if large or not (self._last is None or self._last.done()):
@@ -118,7 +118,7 @@ class BatchChannel:
         """Wait for the next header; return it, with the values that belong to it."""
         self._waits_since = time.monotonic()
         try:
-            with blaming_peers(_LOST):
+            with reporting_lost_peers(_LOST):
                 header, described, place = pickle.loads(self._message())
         finally:
             self._waits_since = None
@@ -141,7 +141,7 @@ class BatchChannel:
         return header, [Received(each, self._last, self._device) for each in contents]
 
     def _copy(self, contents: Sequence[Contents], works: Sequence[Any], in_slot: bool) -> None:
-        with blaming_peers(_LOST):
+        with reporting_lost_peers(_LOST):
             for work in works:
                 work.wait()
             for each in contents:

@@ -18,8 +18,8 @@ from lightning_pipeoffload.runtime.comm.mesh import ProcessGroups, RankMesh
 from lightning_pipeoffload.runtime.comm.replicas import Replicas, copy_values
 from lightning_pipeoffload.runtime.comm.transport import (
     ProcessGroupTransport,
-    blaming_peers,
     broadcast_bytes,
+    reporting_lost_peers,
 )
 from lightning_pipeoffload.runtime.device import Device, Devices, unrecorded
 from lightning_pipeoffload.runtime.shapes import with_state
@@ -141,7 +141,7 @@ class PipelineGroup(RankMesh, HostGroup):
         source = self.root if rank is None else self.global_ranks[rank]
 
         def copy(part: Tensor) -> Tensor:
-            with blaming_peers("lost a rank while broadcasting weights"):
+            with reporting_lost_peers("lost a rank while broadcasting weights"):
                 copied = broadcast_bytes(part, source, self._ranks_group, self.device)
             is_there = source == self.global_rank and part.device == self.device
             return part if is_there else copied
@@ -170,7 +170,7 @@ class PipelineGroup(RankMesh, HostGroup):
     def copy_to_tensor_ranks(self, tensors: Sequence[Tensor]) -> None:
         """Copy the first tensor rank's tensors to those that share this one's layers."""
         first = self.global_rank - self.tensor_rank
-        with blaming_peers("lost a rank that shares its layers while weights were sent"):
+        with reporting_lost_peers("lost a rank that shares its layers while weights were sent"):
             copy_values(tensors, first, self.global_rank == first, self.tensor_group())
 
     def reduce_among(
@@ -204,7 +204,7 @@ class PipelineGroup(RankMesh, HostGroup):
             work = self._boundary_group.allreduce([numbers])
 
         def wait() -> Tensor:
-            with blaming_peers("lost a rank while computing the gradient's norm"):
+            with reporting_lost_peers("lost a rank while computing the gradient's norm"):
                 work.wait()
             return numbers
 

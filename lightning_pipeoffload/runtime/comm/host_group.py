@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.comm.transport import blaming_peers
+from lightning_pipeoffload.runtime.comm.transport import reporting_lost_peers
 from lightning_pipeoffload.runtime.device import unrecorded
 
 NO_LIMIT = timedelta(days=7)
@@ -35,7 +35,7 @@ class HostGroup:
         return dist.get_world_size(self.host_group)
 
     def barrier(self) -> None:
-        with blaming_peers("lost a rank in a barrier"):
+        with reporting_lost_peers("lost a rank in a barrier"):
             dist.barrier(group=self.host_group)
 
     def broadcast(self, obj: Any, src: int) -> Any:
@@ -43,13 +43,13 @@ class HostGroup:
         if self.num_processes == 1:  # torch would pickle it all the same
             return obj
         objects = [obj]
-        with blaming_peers("lost a rank in a broadcast"):
+        with reporting_lost_peers("lost a rank in a broadcast"):
             dist.broadcast_object_list(objects, src, group=self.host_group)
         return objects[0]
 
     def send_bytes(self, data: bytes, src: int) -> bytes:
         """Return the bytes of global rank ``src``, in one broadcast if they are few."""
-        with blaming_peers("lost a rank in a broadcast"):
+        with reporting_lost_peers("lost a rank in a broadcast"):
             buffer = torch.zeros(_FEW_BYTES, dtype=torch.uint8)
             if dist.get_rank() == src:
                 whole = torch.frombuffer(
@@ -71,7 +71,7 @@ class HostGroup:
         if self.num_processes == 1:
             return [obj]
         objects: list[Any] = [None] * self.num_processes
-        with blaming_peers("lost a rank while gathering"):
+        with reporting_lost_peers("lost a rank while gathering"):
             dist.all_gather_object(objects, obj, group=self.host_group)
         return objects
 
@@ -93,7 +93,7 @@ class HostGroup:
         if self.num_processes == 1:
             return decision
         votes = torch.tensor([int(decision)])
-        with blaming_peers("lost a rank while deciding together"):
+        with reporting_lost_peers("lost a rank while deciding together"):
             work = dist.all_reduce(votes, dist.ReduceOp.MAX, self.host_group, async_op=True)
             assert work is not None
             work.wait(*([] if patience is None else [patience]))
@@ -107,7 +107,7 @@ class HostGroup:
             work = self.side_group.broadcast(message, dist.get_group_rank(self.side_group, src))
 
         def wait() -> int:
-            with blaming_peers("lost a rank while deciding together"):
+            with reporting_lost_peers("lost a rank while deciding together"):
                 work.wait()
             return int(message)
 
@@ -130,5 +130,5 @@ class World(HostGroup):
             return
         group = self._mesh.make_world_group("no limit", backend="gloo", timeout=NO_LIMIT)
         yield
-        with blaming_peers("lost a rank while it compiled"):
+        with reporting_lost_peers("lost a rank while it compiled"):
             dist.barrier(group=group)

@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.sums_to_owners import SumsToOwners
-from lightning_pipeoffload.runtime.comm.transport import as_bytes, blaming_peers
+from lightning_pipeoffload.runtime.comm.transport import as_bytes, reporting_lost_peers
 from lightning_pipeoffload.runtime.cut import SplitModule
 from lightning_pipeoffload.runtime.device import unrecorded
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
@@ -253,7 +253,7 @@ class Replicas:
         ``what`` names them in an error.
         """
         if self.num > 1:
-            with blaming_peers(f"lost a replica while {what} were sent"):
+            with reporting_lost_peers(f"lost a replica while {what} were sent"):
                 copy_values(tensors, self.counterparts[0], not self.replica, self.group)
 
 
@@ -285,21 +285,21 @@ class _GatheredTensor(torch.autograd.Function):
         ctx.group, ctx.replica = group, replica
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)]
         parts += [torch.empty_like(parts[0]) for _ in range(dist.get_world_size(group) - 1)]
-        with blaming_peers("lost a replica in all_gather"):
+        with reporting_lost_peers("lost a replica in all_gather"):
             dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.stack(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        with blaming_peers("lost a replica in the backward of all_gather"):
+        with reporting_lost_peers("lost a replica in the backward of all_gather"):
             dist.all_reduce(total, group=ctx.group)
         return total[ctx.replica], None, None
 
 
 def _waiting(work: Any, what: str) -> Callable[[], None]:
     def wait() -> None:
-        with blaming_peers(f"lost a replica while {what}"):
+        with reporting_lost_peers(f"lost a replica while {what}"):
             work.wait()
 
     return wait

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm.transport import as_bytes, blaming_peers
+from lightning_pipeoffload.runtime.comm.transport import as_bytes, reporting_lost_peers
 from lightning_pipeoffload.runtime.device import unrecorded
 
 _PIECE_BYTES = 16 << 20
@@ -78,7 +78,7 @@ class SumsToOwners:
             ]
 
         def wait() -> None:
-            with blaming_peers("lost a replica while summing gradients"):
+            with reporting_lost_peers("lost a replica while summing gradients"):
                 for work in works:
                     work.wait()
 
@@ -129,7 +129,7 @@ class _Piece:
     @torch.no_grad()
     def add(self) -> None:
         """Wait for the parts, and add them in the order of the replicas."""
-        with blaming_peers("lost a replica while summing gradients"):
+        with reporting_lost_peers("lost a replica while summing gradients"):
             self._work.wait()
         total, *others = self._received
         for part in others:

@@ -54,7 +54,7 @@ class PeerLostError(RuntimeError):
 
 
 @contextmanager
-def blaming_peers(what: str) -> Iterator[None]:
+def reporting_lost_peers(what: str) -> Iterator[None]:
     """Turn the errors of gloo and NCCL for a rank that is gone into :class:`PeerLostError`.
 
     An accelerator's own errors surface wherever something waits for it, and are this rank's.
@@ -62,11 +62,11 @@ def blaming_peers(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _blame_peer(error, what)
+        _raise_if_peer_lost(error, what)
         raise
 
 
-def _blame_peer(error: RuntimeError, what: str) -> None:
+def _raise_if_peer_lost(error: RuntimeError, what: str) -> None:
     if says_peer_lost(error):
         raise PeerLostError(f"{what}: {str(error).splitlines()[0]}") from error
 
@@ -170,7 +170,7 @@ class Transport:
         return False
 
 
-class MarkedTransport(Transport):
+class ProfiledTransport(Transport):
     """Another transport, whose waits a profiler shows: ``wait 1RECV_F0``, ``wait SEND to rank 2``.
 
     A send is waited for where its edge is full, and where what it holds is freed.
@@ -354,8 +354,8 @@ class Message:
             for work in self.works:
                 (work.result() if specs is None and link.sender is not None else work).wait()
         except RuntimeError as error:
-            # Not blaming_peers(): a message formats no text as long as nothing is wrong.
-            _blame_peer(error, f"global rank {link.global_rank}, lost in {action}")
+            # Not reporting_lost_peers(): a message formats no text as long as nothing is wrong.
+            _raise_if_peer_lost(error, f"global rank {link.global_rank}, lost in {action}")
             raise
         if link.ring is None and link.sender is None:
             return self.memory
@@ -434,7 +434,7 @@ class ProcessGroupTransport(Transport):
         """
         link = self._link(group, self._mesh.global_ranks[rank])
         device = torch.device("cpu") if self._backend == "gloo" else self._device
-        with blaming_peers(f"global rank {link.global_rank}, lost while connecting"):
+        with reporting_lost_peers(f"global rank {link.global_rank}, lost while connecting"):
             getattr(group, exchange)([torch.zeros(1, device=device)], link.peer, 0).wait()
         return link
 

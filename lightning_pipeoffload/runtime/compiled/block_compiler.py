@@ -27,7 +27,7 @@ from lightning_pipeoffload.runtime.compiled.split_region import (
     Region,
     SplitRegion,
     compiling_ahead,
-    leaving_if_ahead,
+    stopping_if_compiling_ahead,
 )
 from lightning_pipeoffload.runtime.users_code import unchanged
 from lightning_pipeoffload.runtime.weight_grad import active_queue
@@ -94,11 +94,11 @@ def _compile_in_step(compile_plainly: Backend, module: fx.GraphModule, inputs: A
     whole, second = _try(compile_plainly, module, inputs)
     if second is not None:
         warn_once(UNCOMPILED + _first_line(second))
-        return leaving_if_ahead(_uncompiled(module))
+        return stopping_if_compiling_ahead(_uncompiled(module))
     if error is not None:
         warn_once(_FUSED + _first_line(error))
     assert whole is not None
-    return leaving_if_ahead(whole)
+    return stopping_if_compiling_ahead(whole)
 
 
 def _has_checkpoint(module: fx.GraphModule) -> bool:

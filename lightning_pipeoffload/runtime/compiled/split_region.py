@@ -28,7 +28,7 @@ from lightning_pipeoffload.runtime.weight_grad import (
 Region = Callable[..., Any]
 
 
-class _Ahead:
+class _CompilingAhead:
     """The setting while regions are compiled but not run."""
 
 
@@ -36,19 +36,19 @@ class _RegionReached(BaseException):
     """Ends the run of a block whose first region has been compiled."""
 
 
-def leave_if_ahead() -> None:
-    if IN_FORCE.latest(_Ahead) is not None:
+def stop_if_compiling_ahead() -> None:
+    if IN_FORCE.latest(_CompilingAhead) is not None:
         raise _RegionReached
 
 
-def leaving_if_ahead(region: Region) -> Region:
+def stopping_if_compiling_ahead(region: Region) -> Region:
     """Return a region that ends the block's run instead of running, if compiled ahead."""
-    if IN_FORCE.latest(_Ahead) is None:
+    if IN_FORCE.latest(_CompilingAhead) is None:
         return region
 
     @wraps(region)
     def run(*inputs: Any) -> Any:
-        leave_if_ahead()
+        stop_if_compiling_ahead()
         return region(*inputs)
 
     return run
@@ -58,7 +58,7 @@ def leaving_if_ahead(region: Region) -> Region:
 def compiling_ahead() -> Iterator[None]:
     """Compile the first region called within the context, as in training, and skip the rest."""
     try:
-        with IN_FORCE.during(_Ahead()), WeightGradQueue(), torch.enable_grad():
+        with IN_FORCE.during(_CompilingAhead()), WeightGradQueue(), torch.enable_grad():
             yield
     except _RegionReached:
         pass
@@ -115,7 +115,7 @@ class SplitRegion:
         self._sharing: list[Tap] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        leave_if_ahead()
+        stop_if_compiling_ahead()
         if active_queue() is None or not all(may_wait(inputs[index]) for index in self._indices):
             return self._whole(*inputs)
         graph = self._graph

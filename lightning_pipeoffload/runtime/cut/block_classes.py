@@ -134,7 +134,7 @@ def describe_blocks(chain: BlockChain) -> str:
 
 
 def _work_of(index: int, segments: set[int], record: StepRecord) -> Any:
-    is_alone = bool(segments & (record.imagined.keys() | record.draws.by_chance))
+    is_alone = bool(segments & (record.assumed.keys() | record.draws.by_chance))
     if is_alone or record.draws.outside_torch:
         return index
     return *(record.work.digests[segment] for segment in sorted(segments)), index in record.opened

@@ -38,7 +38,7 @@ class CallOrder:
     num_blocks: int
 
     @classmethod
-    def of_once(cls, num_blocks: int) -> CallOrder:
+    def each_block_once(cls, num_blocks: int) -> CallOrder:
         """Return the order in which each block is called once."""
         return cls(tuple(range(num_blocks)), num_blocks)
 

@@ -49,7 +49,7 @@ class Port(NamedTuple):
 
 
 @dataclass
-class Crossing:
+class CarriedValue:
     """A value that later segments use, in addition to the output passed to the next block."""
 
     port: Port | None  # None: no call of a torch function has returned it
@@ -196,7 +196,7 @@ class CarriedValues(CallCounter):
     """
 
     def __init__(
-        self, coming: Sequence[Crossing], going: Sequence[Crossing], derivation: str = ""
+        self, coming: Sequence[CarriedValue], going: Sequence[CarriedValue], derivation: str = ""
     ) -> None:
         super().__init__()
         self._derivation = derivation  # see StepRecord

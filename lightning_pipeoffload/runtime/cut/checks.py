@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pipeoffload.runtime.compiled import is_compiled
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWrite
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.carried_values import Crossing
+from lightning_pipeoffload.runtime.cut.carried_values import CarriedValue
 from lightning_pipeoffload.runtime.cut.partition import Stage, stages_between, stages_with
 from lightning_pipeoffload.runtime.cut.record import StepRecord
 from lightning_pipeoffload.runtime.cut.split_module import SharedWeight
@@ -182,7 +182,7 @@ class _StepChecks:
         yield from self._weight_writes(owners_of)
         yield from self._unrepeatable()
         yield from self._brief_hooks()
-        yield from self._imagined()
+        yield from self._assumed()
         yield from self._own_backwards()
         yield from self._hooked_spans()
         yield from self._crossings()
@@ -226,8 +226,8 @@ class _StepChecks:
                 f"that removes it; register it once, in __init__ or in setup()"
             )
 
-    def _imagined(self) -> Iterator[str]:
-        for block, line in self._record.imagined.items():
+    def _assumed(self) -> Iterator[str]:
+        for block, line in self._record.assumed.items():
             if block >= self._last_start or self._record.shapes_suffice(block):
                 continue
             what = (
@@ -293,7 +293,7 @@ class _StepChecks:
                     f"{in_brackets(crossing.line)}, {obstacle}"
                 )
 
-    def _obstacle(self, crossing: Crossing) -> str:
+    def _obstacle(self, crossing: CarriedValue) -> str:
         """Return why a value cannot be sent, and a remedy; "" if it can be sent."""
         blocks = [self._chain.index_of(origin) for origin in crossing.origins]
         if any(block is not None and block > crossing.made_in for block in blocks):

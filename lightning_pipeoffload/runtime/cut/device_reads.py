@@ -3,7 +3,7 @@
 Such a device read (``item()``, ``if mask.all():``) between the blocks is repeated by each stage of
 a rank, since each stage runs the code before its own blocks. If the operand is computed only from
 the batch and from constants, all stages read the same value. Then the value that the first stage
-has read is returned to the later ones, without a wait (:mod:`..step.answered_pass`).
+has read is returned to the later ones, without a wait (:mod:`..step.read_cache`).
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class DeviceReads(RecordPart):
 
 
 class ReadWatch(Observer[DeviceReads]):
-    """Finds device reads; ``imagined`` fills with the blocks in which a made-up value is read."""
+    """Finds device reads; ``assumed`` fills with the blocks in which a made-up value is read."""
 
-    def __init__(self, trace: RunningTrace, reads: DeviceReads, imagined: Iterable[int]) -> None:
+    def __init__(self, trace: RunningTrace, reads: DeviceReads, assumed: Iterable[int]) -> None:
         super().__init__(trace, reads)
-        self._device_type, self._imagined = trace.device.type, imagined
+        self._device_type, self._assumed = trace.device.type, assumed
         self._places: dict[ReadPlace, bool] = {}
         # By the id of the tensor, whether it is computed from the batch and constants alone.
         self._values: dict[int, tuple[bool, Tensor]] = {}
@@ -80,7 +80,7 @@ class ReadWatch(Observer[DeviceReads]):
     def finish(self) -> None:
         # Reads after one of a made-up value in a block may depend on that value.
         blocks = self._trace.calls.blocks
-        last_segment = min(map(blocks.index, self._imagined), default=len(blocks))
+        last_segment = min(map(blocks.index, self._assumed), default=len(blocks))
         places = (place for place, is_common in self._places.items() if is_common)
         self._part.common = frozenset(each for each in places if each.segment <= last_segment)
         self._values = {}

@@ -22,7 +22,7 @@ from lightning_pipeoffload.runtime.cut.batch_flags import BatchFlags
 from lightning_pipeoffload.runtime.cut.batch_sizes import BatchSizes
 from lightning_pipeoffload.runtime.cut.block_arguments import BlockArguments
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
-from lightning_pipeoffload.runtime.cut.carried_values import Crossing
+from lightning_pipeoffload.runtime.cut.carried_values import CarriedValue
 from lightning_pipeoffload.runtime.cut.device_reads import DeviceReads
 from lightning_pipeoffload.runtime.cut.draws import Draws
 from lightning_pipeoffload.runtime.cut.module_hooks import Hooks
@@ -62,7 +62,9 @@ class StepRecord(RecordPart):
     arguments: BlockArguments = field(default_factory=BlockArguments)
     outputs: list[BlockOutput] = field(default_factory=list, metadata=BY_LENGTHS)
     """The output of each call of a block."""
-    crossings: list[Crossing] = field(default_factory=list, metadata=BY_LENGTHS)  # carried values
+    crossings: list[CarriedValue] = field(
+        default_factory=list, metadata=BY_LENGTHS
+    )  # carried values
     opened: set[int] = field(default_factory=set)
     """Blocks with a value that escapes by a hook, an attribute or a list and is used later.
 
@@ -70,7 +72,7 @@ class StepRecord(RecordPart):
     """
     kernels: set[StepPoint] = field(default_factory=set)
     """Where kernels that take addresses are called; on shape-only tensors they run on zeros."""
-    imagined: dict[int, str] = field(default_factory=dict)
+    assumed: dict[int, str] = field(default_factory=dict)
     """Blocks that read values, which the trace makes up, and the first line that does so."""
     is_certain: bool = True
     """Whether no value was made up after the last block; it could decide to call blocks again."""
@@ -144,12 +146,12 @@ class StepRecord(RecordPart):
         """Return whether a block's output has only tensors, and constants equal for every batch."""
         return all(self.outputs[call].is_template for call in self.calls.calls_of(block))
 
-    def meets_kernels(self) -> bool:
+    def may_call_kernels(self) -> bool:
         """Return whether stages run code that calls :attr:`kernels` without values."""
         before = [point for point in self.kernels if point.segment < self.calls.num_blocks]
         return any(not (p.is_in_block and self.shapes_suffice(p.segment)) for p in before)
 
-    def carried_over(self, block: int) -> list[Crossing]:
+    def carried_over(self, block: int) -> list[CarriedValue]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""
         crossing = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
         return [each for _, each in sorted(crossing, key=itemgetter(0))]
@@ -205,7 +207,7 @@ class StageRecord:
             returns and its meta tensor, a cache for all F's. Making one takes as long as the rest
             of what an F does for such a block, and late stages of a deep model have many of them.
         seed_segment: Seeds the global generators that the step draws from.
-        meets_kernels: Whether it may call kernels that take addresses on shape-only tensors.
+        may_call_kernels: Whether it may call kernels that take addresses on shape-only tensors.
         shapes_suffice: For each call, whether later stages need only the shapes of its output.
     """
 
@@ -228,5 +230,5 @@ class StageRecord:
         self.exit = -1 if is_last else step.calls.last_before(stop)
         self.shape_outputs: dict[int, tuple[ShapeOnly, Tensor]] = {}
         self.seed_segment = segment_seeder(step.draws.outside_torch)
-        self.meets_kernels = step.meets_kernels()
+        self.may_call_kernels = step.may_call_kernels()
         self.shapes_suffice = [step.shapes_suffice(block) for block in self.calls]

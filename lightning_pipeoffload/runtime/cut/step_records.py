@@ -29,12 +29,12 @@ from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.derived_records import RecordFamily, split_lengths
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.cut.sequence_dims import find_dims
-from lightning_pipeoffload.runtime.cut.trace import ImaginedError, LongWriteError, StepTrace
+from lightning_pipeoffload.runtime.cut.trace import AssumedValueError, LongWriteError, StepTrace
 from lightning_pipeoffload.runtime.cut.trial_cuts import TrialCuts
 from lightning_pipeoffload.runtime.shapes import (
     EVERYTHING,
     NO_ALARM,
-    Imagined,
+    AssumedValues,
     KernelFoundError,
     KernelsOnZeros,
     ValueNeededError,
@@ -64,7 +64,7 @@ _DRAWN = (
 )
 
 _Log = list[LoggedValue]
-_Flags = tuple[Imagined, Imagined]
+_Flags = tuple[AssumedValues, AssumedValues]
 
 
 class StepRecords:
@@ -320,7 +320,7 @@ class StepRecords:
             with suppress(CallsError):  # the step calls its blocks in another order now
                 return self._trace_in_order(call, is_first, self._orders[kind])
         try:
-            return self._trace_in_order(call, is_first, CallOrder.of_once(len(self._chain)))
+            return self._trace_in_order(call, is_first, CallOrder.each_block_once(len(self._chain)))
         except OrderError as error:
             unexpected = error
         calls = self._trial_cuts(call).order_of(self._chain)
@@ -339,17 +339,17 @@ class StepRecords:
 
         If that fails, as an alarm would, trace with the flags of blocks False, then with all True.
         """
-        error: ImaginedError | None = None
-        for imagined in _FLAGS:
+        error: AssumedValueError | None = None
+        for assumed in _FLAGS:
             log: _Log | None = [] if is_first else None
             try:
-                record = self._record(call, log, imagined, calls)
-            except ImaginedError as failed:
+                record = self._record(call, log, assumed, calls)
+            except AssumedValueError as failed:
                 error = error or failed
                 continue
             if log is not None:
                 outputs = find_repeated(self._chain, record)
-                repeat = partial(self._repeat, call, imagined, calls, outputs)
+                repeat = partial(self._repeat, call, assumed, calls, outputs)
                 record = replace(record, unrepeatable=self._compare_runs(log, repeat))
             error = None  # its frames hold the batch, and this one it
             return record
@@ -357,10 +357,10 @@ class StepRecords:
         raise self._explain(error) from None
 
     def _record(
-        self, call: _Trial, log: _Log | None, imagined: _Flags, calls: CallOrder
+        self, call: _Trial, log: _Log | None, assumed: _Flags, calls: CallOrder
     ) -> StepRecord:
         compared = self._written_long
-        trace = StepTrace(*self._traced, log, imagined, compared=compared, calls=calls)
+        trace = StepTrace(*self._traced, log, assumed, compared=compared, calls=calls)
         call.trace = trace
         try:
             return trace.trace(call)
@@ -370,7 +370,7 @@ class StepRecords:
             pass
         if log is not None:
             log.clear()
-        return self._record(call, log, imagined, calls)
+        return self._record(call, log, assumed, calls)
 
     def _compare_runs(self, log: _Log, repeat: Callable[[], _Log]) -> LoggedValue | None:
         """Return the first value that differs in another run."""
@@ -383,13 +383,13 @@ class StepRecords:
     def _repeat(
         self,
         call: Callable[[], Any],
-        imagined: _Flags,
+        assumed: _Flags,
         calls: CallOrder,
         outputs: Mapping[int, BlockOutput],
     ) -> _Log:
         """Return the calls between the blocks in another run, in which alike blocks run once."""
         log: _Log = []
-        trace = StepTrace(*self._traced, log, imagined, observes=False, calls=calls)
+        trace = StepTrace(*self._traced, log, assumed, observes=False, calls=calls)
         trace.outputs = outputs
         with trace.running():
             try:
@@ -397,14 +397,14 @@ class StepRecords:
             except ValueNeededError:
                 pass  # as in the first run
             except Exception:
-                if not (trace.record.imagined or trace.num_imagined):
+                if not (trace.record.assumed or trace.num_assumed):
                     raise
         return log
 
-    def _explain(self, error: ImaginedError) -> Exception:
+    def _explain(self, error: AssumedValueError) -> Exception:
         if not error.is_in_block:
             return error.cause
-        block, line = list(error.record.imagined.items())[-1]
+        block, line = list(error.record.assumed.items())[-1]
         return ValueError(
             f"{self._chain.block_name(block)} reads values{in_brackets(line)} that only its own "
             f"stage has; it is traced as if every search found everything, and fails then "

@@ -55,7 +55,7 @@ from lightning_pipeoffload.runtime.shapes import (
     EVERYTHING,
     NO_ALARM,
     AddressNeededError,
-    Imagined,
+    AssumedValues,
     KernelFoundError,
     KernelsOnZeros,
     ShapeOnly,
@@ -91,7 +91,7 @@ class StepTrace:
         device: The device that tensors report, wherever the module is.
         kernels: The Functions and modules that run on zeros; None: none so far.
         log: A list to which calls with values outside of the blocks are appended; None: no log.
-        imagined: How to make up the values that blocks read, and those read after the blocks.
+        assumed: How to make up the values that blocks read, and those read after the blocks.
         observes: Whether all observers record; else those of sizes, reads and the work between
             blocks only, in a trace that is compared with another one.
         until: The call at which to leave the step; None: run to the end.
@@ -101,7 +101,7 @@ class StepTrace:
     Attributes:
         outputs: The outputs of blocks that are skipped, by index.
         record: The record, complete once :meth:`trace` has returned it.
-        num_imagined: How many values that the step reads after the blocks were made up.
+        num_assumed: How many values that the step reads after the blocks were made up.
 
     The others are what observers ask; see :class:`.observers.RunningTrace`.
     """
@@ -113,18 +113,18 @@ class StepTrace:
         device: torch.device,
         kernels: KernelsOnZeros | None = None,
         log: list[LoggedValue] | None = None,
-        imagined: tuple[Imagined, Imagined] = (EVERYTHING, NO_ALARM),
+        assumed: tuple[AssumedValues, AssumedValues] = (EVERYTHING, NO_ALARM),
         observes: bool = True,
         until: int | None = None,
         compared: Set[Attribute] = frozenset(),
         calls: CallOrder | None = None,
     ) -> None:
         self.module, self.chain = module, chain
-        self.calls = calls or CallOrder.of_once(len(chain))
+        self.calls = calls or CallOrder.each_block_once(len(chain))
         self.outputs: Mapping[int, BlockOutput] = {}
         self.device = device
         self._kernels = KernelsOnZeros() if kernels is None else kernels
-        self._imagined, self._imagined_after = imagined
+        self._assumed, self._assumed_after = assumed
         self._observes = observes
         self.record = record = StepRecord(self.calls, work=Work.of(len(chain) + 1))
         self._values = ValueTrace(chain, self.record, self._note_function, log)
@@ -136,7 +136,7 @@ class StepTrace:
         self._samples = SampleWatch(self, record.samples, record.writes)
         self._hook_watch = HookWatch(self, record.hooks)
         # In all traces, whose operations are compared: torch detaches a new tensor that is kept.
-        reads = ReadWatch(self, record.reads, record.imagined)
+        reads = ReadWatch(self, record.reads, record.assumed)
         self._observers: list[Observer[Any]] = [self._sizes, reads, WorkBetween(self, record.work)]
         if observes:
             self._observers += [
@@ -155,7 +155,7 @@ class StepTrace:
         self.is_in_call = self._is_in_block = False
         self._num_in_block = 0
         self._dropped: list[str] = []  # buffers that the operation that runs writes
-        self.num_imagined = 0  # values after the blocks
+        self.num_assumed = 0  # values after the blocks
 
     @property
     def segment(self) -> int:
@@ -190,7 +190,7 @@ class StepTrace:
 
         Raises:
             ValueError: The step cannot be cut at its blocks, with the reason and the line.
-            ImaginedError: The step failed after a value was made up.
+            AssumedValueError: The step failed after a value was made up.
             KernelFoundError: A kernel asked for an address; the step has to be traced again.
             LongWriteError: The step wrote long containers in place; it has to be traced again, with
                 these attributes in ``compared``.
@@ -201,7 +201,7 @@ class StepTrace:
                 try:
                     result = run()
                     found["result_counts"] = sample_counts(result)
-                    found |= self._reach_back(result)
+                    found |= self._record_loss(result)
                 except (ValueNeededError, Exception) as error:
                     if self._kernels.add_from(error, self.chain.blocks):
                         raise KernelFoundError from error
@@ -215,12 +215,12 @@ class StepTrace:
             if self.record.writes.arguments:  # without which the step may fail
                 first = self.record.writes.arguments[0]
                 raise ValueError(describe_argument_write(first, self.chain)) from error
-            if isinstance(error, ImaginedError) or not self.record.imagined:
+            if isinstance(error, AssumedValueError) or not self.record.assumed:
                 raise
-            raise ImaginedError(error, self.record, self._is_in_block) from error
+            raise AssumedValueError(error, self.record, self._is_in_block) from error
         if self._writes.long_writes:
             raise LongWriteError(self._writes.long_writes)
-        if self.num_imagined:
+        if self.num_assumed:
             found["is_certain"] = False
         return replace(self.record, **found)
 
@@ -234,7 +234,7 @@ class StepTrace:
                     f"only, and a pipeline needs these; call torch.autograd.grad("
                     f"..., create_graph=True) instead"
                 ) from None
-            if not self.num_imagined or isinstance(error, OrderError):
+            if not self.num_assumed or isinstance(error, OrderError):
                 raise error
         elif isinstance(error, AddressNeededError):
             raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
@@ -249,7 +249,7 @@ class StepTrace:
                 f"attribute or a hook holds what {block} has computed: whether it is used after "
                 f"that line cannot be found out; use it before that line"
             )
-            raise ImaginedError(refusal, self.record, is_in_block=False)
+            raise AssumedValueError(refusal, self.record, is_in_block=False)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -272,7 +272,7 @@ class StepTrace:
             for observer in self._observers:
                 stack.enter_context(observer.watching())
             stack.enter_context(
-                IN_FORCE.during(StepRules(self._observe, self._imagine, self._drop))
+                IN_FORCE.during(StepRules(self._observe, self._assumed_values, self._drop))
             )
             chunks = AroundChunks(self.around_chunks, self._samples.note_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
@@ -287,7 +287,7 @@ class StepTrace:
         Raises:
             StageExit: ``until`` is this call, so the step ends here.
         """
-        if self.num_imagined and not self._training:
+        if self.num_assumed and not self._training:
             # Text is generated until a value says stop: the step runs whole, however it goes on.
             raise RuntimeError("a value after the blocks decides whether they are called again")
         arguments: Any = args, kwargs
@@ -375,19 +375,19 @@ class StepTrace:
         """Return a context for the chunks of a loss."""
         return self._work.around_chunks()
 
-    def _imagine(self) -> Imagined | None:
+    def _assumed_values(self) -> AssumedValues | None:
         """Make up values inside a block or after the blocks, where stages have real values."""
         if self._is_in_block and self._num_in_block < _MOST_IMAGINED:
             self._num_in_block += 1
-            self.record.imagined.setdefault(self.segment, calling_line())
-            return self._imagined
+            self.record.assumed.setdefault(self.segment, calling_line())
+            return self._assumed
         most = _MOST_IMAGINED
         if not len(self.chain):  # to note calls a few values are enough: a step may write text
             most = _MOST_IMAGINED_IN_TRAINING_NOTES if self._training else _MOST_IMAGINED_IN_NOTES
-        if self.segment < len(self.chain) or self.num_imagined >= most:
+        if self.segment < len(self.chain) or self.num_assumed >= most:
             return None
-        self.num_imagined += 1
-        return self._imagined_after
+        self.num_assumed += 1
+        return self._assumed_after
 
     def _drop(self, written: Tensor) -> bool:
         """Return whether a write of a missing value into a real tensor is dropped, not refused."""
@@ -395,11 +395,11 @@ class StepTrace:
         if name is not None:
             self._dropped.append(name)
         elif not self._is_in_block and self.segment == len(self.chain):
-            self.num_imagined += 1  # the tensor's value is wrong from now on
+            self.num_assumed += 1  # the tensor's value is wrong from now on
             return True
         return name is not None or self._is_in_block
 
-    def _reach_back(self, result: Any) -> dict[str, Any]:
+    def _record_loss(self, result: Any) -> dict[str, Any]:
         """Tell observers the loss; return, for the record, the weights that it gives a gradient.
 
         Raises:
@@ -413,11 +413,11 @@ class StepTrace:
             observer.note_loss(loss)
         if self.segment != len(self.chain):
             return {}
-        reach = self._values.reach_back(loss)
+        reach = self._values.record_backward(loss)
         named = [(self.stripped.weight_name(leaf), leaf) for leaf in reach.leaves]
         uses = {name: reach.uses[id(leaf)] for name, leaf in named if name}
         # An expert without rows gets no gradient.
-        trained = {n for n in uses if self.chain.index_of(n) not in self.record.imagined}
+        trained = {n for n in uses if self.chain.index_of(n) not in self.record.assumed}
         return {"weight_uses": uses, "trained": trained}
 
     def _finish(self) -> None:
@@ -437,7 +437,7 @@ class LongWriteError(Exception):
         self.written = written
 
 
-class ImaginedError(Exception):
+class AssumedValueError(Exception):
     """A step failed, possibly because of made-up values that its blocks read."""
 
     def __init__(self, cause: Exception, record: StepRecord, is_in_block: bool) -> None:

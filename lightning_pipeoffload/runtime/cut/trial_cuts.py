@@ -46,10 +46,10 @@ class TrialCuts:
 
         Chains whose blocks are called once come before those with blocks called several times.
         """
-        notes = self._note_calls()
+        module_calls = self._record_calls()
         candidates: list[list[str]] = []
-        for calls in (notes.of_once(), notes.of_all()):
-            chains = CalledChains(self._module, calls, notes.work)
+        for calls in (module_calls.single_calls(), module_calls.all_calls()):
+            chains = CalledChains(self._module, calls, module_calls.work)
             candidates += [names for names in chains.best_first() if chains.holds_most(names)]
         return [names for index, names in enumerate(candidates) if names not in candidates[:index]]
 
@@ -64,8 +64,10 @@ class TrialCuts:
         """
         chain.release()
         try:
-            notes = self._note_calls()
-            chains = CalledChains(self._module, notes.of_once(), notes.work, is_whole=False)
+            module_calls = self._record_calls()
+            chains = CalledChains(
+                self._module, module_calls.single_calls(), module_calls.work, is_whole=False
+            )
             proposals = (n for n in chains.best_first() if len(n) >= max(num_stages, 2))
             for names in islice(proposals, _MOST_TRIALS):
                 if self._can_cut(names):
@@ -76,14 +78,18 @@ class TrialCuts:
 
     def order_of(self, chain: BlockChain) -> CallOrder:
         """Return the order in which the step calls the blocks of a chain."""
-        notes = self._note_calls()
-        begun = [(c.begin, i) for i, block in enumerate(chain.blocks) for c in notes.of(block)]
+        module_calls = self._record_calls()
+        begun = [
+            (c.begin, i)
+            for i, block in enumerate(chain.blocks)
+            for c in module_calls.calls_of(block)
+        ]
         return CallOrder(tuple(index for _, index in sorted(begun)), len(chain))
 
-    def _note_calls(self) -> _CallNotes:
-        calls = _CallNotes(self._module)
+    def _record_calls(self) -> _ModuleCalls:
+        calls = _ModuleCalls(self._module)
         with suppress(Exception):  # what it has called until then can be enough
-            self._trace(BlockChain("", {}), calls.noting)
+            self._trace(BlockChain("", {}), calls.recording)
         return calls
 
     def _can_cut(self, names: Sequence[str]) -> bool:
@@ -100,29 +106,29 @@ class TrialCuts:
     def _trace(
         self,
         chain: BlockChain,
-        noting: Callable[[StepTrace], AbstractContextManager[Any]] = nullcontext,
+        recording: Callable[[StepTrace], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         while True:
             trace = StepTrace(self._module, chain, self._device, self._kernels)
             try:
                 # What a whole step has written into long containers does not matter here.
-                with noting(trace), suppress(LongWriteError):
+                with recording(trace), suppress(LongWriteError):
                     trace.trace(self._call)
             except KernelFoundError:
                 continue
             return
 
 
-class _CallNotes:
-    """Notes the calls of modules in a trace without blocks, all of which is one segment."""
+class _ModuleCalls:
+    """Records the calls of modules in a trace without blocks, all of which is one segment."""
 
     def __init__(self, module: nn.Module) -> None:
         self._trains = torch.is_grad_enabled()
         self._names = {part: name for name, part in module.named_modules()}
 
     @contextmanager
-    def noting(self, trace: StepTrace) -> Iterator[None]:
-        """Note the calls of a trace within the context; forget those of earlier traces."""
+    def recording(self, trace: StepTrace) -> Iterator[None]:
+        """Record the calls of a trace within the context; forget those of earlier traces."""
         self._trace = trace
         self._calls: dict[str, list[Call]] = {}
         self._in_functions: set[str] = set()  # which cannot be cut
@@ -137,15 +143,17 @@ class _CallNotes:
         """All operations of the trace."""
         return self._trace.record.work.forward_flops[0]
 
-    def of(self, part: nn.Module) -> list[Call]:
+    def calls_of(self, part: nn.Module) -> list[Call]:
         """Return the calls of a module, which may have several names."""
         return self._calls.get(self._names[part], [])
 
-    def of_once(self) -> dict[str, Call]:
+    def single_calls(self) -> dict[str, Call]:
         """Return the calls of modules that are called once."""
-        return {name: call for name, call in self.of_all().items() if len(self._calls[name]) == 1}
+        return {
+            name: call for name, call in self.all_calls().items() if len(self._calls[name]) == 1
+        }
 
-    def of_all(self) -> dict[str, Call]:
+    def all_calls(self) -> dict[str, Call]:
         """Return the first call of each module, with the work of all its calls."""
         return {
             name: Call(
@@ -181,4 +189,4 @@ class _CallNotes:
                 self._in_functions.add(name)
 
     def _seen(self) -> tuple[int, int]:
-        return self.work, self._trace.num_imagined
+        return self.work, self._trace.num_assumed

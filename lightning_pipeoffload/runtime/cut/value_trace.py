@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime import (
 )
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
 from lightning_pipeoffload.runtime.cut.call_checks import CallsError
-from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, Crossing, Port
+from lightning_pipeoffload.runtime.cut.carried_values import CallCounter, CarriedValue, Port
 from lightning_pipeoffload.runtime.cut.own_backwards import OwnBackwards
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
 from lightning_pipeoffload.runtime.shapes import (
@@ -48,7 +48,7 @@ _Edge: TypeAlias = tuple[Any, int]  # an autograd node, and the place among its 
 
 @dataclass(eq=False)
 class _Source:
-    """The call that made a tensor; the fields are those of :class:`.carried_values.Crossing`."""
+    """The call that made a tensor; fields as in :class:`.carried_values.CarriedValue`."""
 
     position: int
     num_calls: int  # of blocks before
@@ -94,8 +94,8 @@ class ValueTrace(CallCounter):
         self._new: list[ShapeOnly] = []
         self._inside: list[ref[ShapeOnly]] = []  # what blocks have got and made
         self._aliased: dict[int, tuple[Any, Any]] = {}  # a block's argument of each alias, by id
-        self._crossings: dict[Port | _Source, Crossing] = {}
-        self._reach = BackwardReach()
+        self._crossings: dict[Port | _Source, CarriedValue] = {}
+        self._reach = LossGraph()
         self._reach.begin(0)
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
         self._output_edges: list[list[_Edge | None]] = []
@@ -281,7 +281,7 @@ class ValueTrace(CallCounter):
             self._output_edges.append([_edge_of(leaf) for leaf in tensors])
         return output
 
-    def reach_back(self, loss: Tensor) -> BackwardReach:
+    def record_backward(self, loss: Tensor) -> LossGraph:
         """Record the values that get a gradient from the loss."""
         for leaf in _with_source(loss):
             self.use(leaf, len(self._chain))
@@ -326,9 +326,9 @@ class ValueTrace(CallCounter):
         if tensor.source.position < position:
             self._cross(tensor, position)
         elif tensor.source.position > position:
-            self._refuse_later(tensor)
+            self._refuse_output_of_later_block(tensor)
 
-    def _refuse_later(self, tensor: Any) -> NoReturn:
+    def _refuse_output_of_later_block(self, tensor: Any) -> NoReturn:
         called = [block for block in self._lines if block <= tensor.source.position]
         ends = [b for b in called if self._chain.output_origins(b) <= tensor.origins]
         later = max(ends or called)
@@ -344,7 +344,7 @@ class ValueTrace(CallCounter):
         key = source.port or source
         crossing = self._crossings.get(key)
         if crossing is None:
-            crossing = self._crossings[key] = Crossing(
+            crossing = self._crossings[key] = CarriedValue(
                 source.port, source.position, 0, tensor.shape, tensor.dtype,
                 source.trains_from, tensor.origins, calling_line(), source.digest,
                 stride=dense_stride(tensor),
@@ -415,7 +415,7 @@ def _numbers_of(leaf: Any) -> Iterable[float]:
 # The backward graph of the loss
 
 
-class BackwardReach:
+class LossGraph:
     """The autograd graph of the loss.
 
     Attributes:

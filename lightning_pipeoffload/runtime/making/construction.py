@@ -264,7 +264,7 @@ def costs_of_sizes(
         The blocks, the segments that need each parameter and buffer, by name, and their costs.
     """
     chain, slots = find_chain(module, blocks), find_slots(module)
-    segments = find_segments(slots, chain, StepRecord(CallOrder.of_once(len(chain))))
+    segments = find_segments(slots, chain, StepRecord(CallOrder.each_block_once(len(chain))))
     return chain, segments, costs_by_size(slots, chain, segments)
 
 

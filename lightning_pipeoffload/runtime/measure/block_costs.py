@@ -29,7 +29,7 @@ from lightning_pipeoffload.runtime.measure.link_speed import CopySpeed, measure_
 from lightning_pipeoffload.runtime.memory import KeptForLater, SavedMemory
 from lightning_pipeoffload.runtime.run import ActivationMemory, Executor, Pipeline
 from lightning_pipeoffload.runtime.step import Microbatch, forget_casts, placed, sharing_casts
-from lightning_pipeoffload.runtime.users_code import TRACE, leaving_no_trace
+from lightning_pipeoffload.runtime.users_code import TRACE, restoring_module
 from lightning_pipeoffload.schedule import (
     COMPUTE_TIMES,
     Action,
@@ -334,7 +334,7 @@ class BlockMeasurement:
         try:
             # As in a step; the first pass casts, so that later ones take what most microbatches do.
             casts = sharing_casts(pipeline.device)
-            with leaving_no_trace(pipeline.module, self._written), casts:
+            with restoring_module(pipeline.module, self._written), casts:
                 samples = self._measure(self._cut, cut_batch, recompute, speed)
                 if self._compares_itself:
                     return samples, samples

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeoffload.runtime import TensorSpec
-from lightning_pipeoffload.runtime.comm import PipelineGroup, Transport, blaming_peers
+from lightning_pipeoffload.runtime.comm import PipelineGroup, Transport, reporting_lost_peers
 from lightning_pipeoffload.runtime.device import finished_at, make_lanes
 from lightning_pipeoffload.runtime.run import Executor
 from lightning_pipeoffload.schedule import Action, Kind, Schedule
@@ -161,7 +161,7 @@ class ClockOffset(NamedTuple):
 
 def compare_clocks(group: PipelineGroup) -> list[ClockOffset] | None:
     """Return the clock offsets of all ranks on the root, None elsewhere; all ranks call it."""
-    with blaming_peers("lost a rank while comparing clocks"):
+    with reporting_lost_peers("lost a rank while comparing clocks"):
         if group.global_rank != group.root:
             _serve_clock(group, group.root)
             return None

@@ -64,7 +64,7 @@ from lightning_pipeoffload.runtime.users_code import (
 from lightning_pipeoffload.runtime.weight_grad import (
     Fetch,
     WeightGradQueue,
-    WeightInputKeeper,
+    WeightInputStore,
     mark_at_once,
 )
 from lightning_pipeoffload.runtime.weight_grad import kernels as weight_grad_kernels
@@ -89,7 +89,7 @@ class _ShapeStore(ActivationStore):
         return saved
 
 
-class StageStores(WeightInputKeeper):
+class StageStores(WeightInputStore):
     """The stores of all stages; tensors go to that of ``stage``, the running one.
 
     Args:
@@ -175,7 +175,7 @@ def _measure(
             raise
         raise ValueError(f"{error}{in_brackets(users_line(error))}") from None
     finally:
-        measuring.let_go()
+        measuring.remove_hooks()
     return measuring.memories
 
 
@@ -262,7 +262,7 @@ class _MeasuringPass(StepTrace):
         self._begin_stage(self._stage_of[self.record.calls.position_after(call)])
         for leaf in tensors_in(output):
             if leaf.requires_grad:
-                come_back = partial(self._come_back_to, self._stage_of[index], index)
+                come_back = partial(self._measure_backward_until, self._stage_of[index], index)
                 self._hooks.append(leaf.register_hook(come_back))
         return output
 
@@ -379,7 +379,7 @@ class _MeasuringPass(StepTrace):
         self._is_backward = True
         with backward_on(self._part.device), self._queue:
             self._part.differentiate(loss)
-        self._come_back_to(-1, -1)
+        self._measure_backward_until(-1, -1)
         self._before.measure_backward(self._queue, self._stores.before)
         for memory in self._of_stages[0] if self._slices else ():  # each slice runs it
             memory.add(self._before)
@@ -391,12 +391,12 @@ class _MeasuringPass(StepTrace):
         of_stages = (self._of_stages[alike.get(n, n)] for n in range(len(self._of_stages)))
         return [memory for of_stage in of_stages for memory in of_stage]
 
-    def let_go(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks: Python cannot collect a cycle through autograd, which holds them."""
         for hook in self._hooks:
             hook.remove()
 
-    def _come_back_to(self, stage: int, block: int, *gradient: Tensor) -> None:
+    def _measure_backward_until(self, stage: int, block: int, *gradient: Tensor) -> None:
         """Measure the stages after ``stage``, whose B is finished; that of ``block`` begins."""
         if not self._is_backward:  # a backward of the step's own
             return
@@ -416,7 +416,7 @@ class _MeasuringPass(StepTrace):
         self._stores.count_for(1 + self._num_alike[block])
 
     def _come_back_to_slice(self, stage: int, block: int, place: int, gradient: Tensor) -> None:
-        self._come_back_to(stage, block)
+        self._measure_backward_until(stage, block)
         self._stores.slice = place
 
 

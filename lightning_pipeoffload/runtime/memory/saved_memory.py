@@ -89,7 +89,7 @@ class SavedMemory:
     def measure_backward(self, queue: WeightGradQueue, store: ActivationStore | None) -> None:
         """Measure the bytes kept for W after B, of a microbatch that was measured after F."""
         if store:
-            store.leave_for_weight()
+            store.relabel_for_w()
             if self._measures_all or self.residue_bytes is None:
                 # A fused backward keeps nothing for W.
                 least = self.residue_bytes or 0, self.weight_input_bytes or 0

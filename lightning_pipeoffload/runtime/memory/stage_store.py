@@ -46,7 +46,7 @@ from lightning_pipeoffload.runtime.memory.saved_tensor import (
     cast_parameter,
 )
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
-from lightning_pipeoffload.runtime.weight_grad import Fetch, WeightInputKeeper
+from lightning_pipeoffload.runtime.weight_grad import Fetch, WeightInputStore
 from lightning_pipeoffload.schedule import Part
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may be more than a storage
@@ -107,7 +107,7 @@ class _Copied:
     loaded: Any = None
 
 
-class ActivationStore(WeightInputKeeper):
+class ActivationStore(WeightInputStore):
     """The saved tensors of one stage and microbatch.
 
     Args:
@@ -173,7 +173,7 @@ class ActivationStore(WeightInputKeeper):
             return self.unpack(packed), partial(self.unpack, packed)
         return self.unpack(packed), None
 
-    def leave_for_weight(self) -> None:
+    def relabel_for_w(self) -> None:
         """After B, count the tensors that are still in use as needed for W."""
         for storage in self._storages.values():
             if storage.part == Part.FOR_B:

@@ -19,8 +19,8 @@ from lightning_pipeoffload.runtime.comm import (
     Bundle,
     HostGroup,
     PipelineGroup,
-    blaming_peers,
     in_buckets,
+    reporting_lost_peers,
 )
 from lightning_pipeoffload.runtime.cut import SplitModule, StepRecords
 from lightning_pipeoffload.runtime.shapes import (
@@ -154,7 +154,7 @@ class Gradients:
             self._sum_over_tensor_ranks()
         if not self._shared:
             return
-        with blaming_peers("lost a rank while summing tied weights' gradients"):
+        with reporting_lost_peers("lost a rank while summing tied weights' gradients"):
             for shared in self._shared:
                 parameter = shared.parameter
                 if not self.owns(parameter):  # so do this replica's other ranks
@@ -168,7 +168,9 @@ class Gradients:
     def _sum_over_tensor_ranks(self) -> None:
         """Sum gradients of which each tensor rank has a part, such as those of norms."""
         gradients = self._gradients_in_parts()
-        with blaming_peers("lost a rank that shares its layers while summing their gradients"):
+        with reporting_lost_peers(
+            "lost a rank that shares its layers while summing their gradients"
+        ):
             for names in in_buckets(gradients):
                 bundle = Bundle([gradients[name] for name in names])
                 dist.all_reduce(bundle.flat, group=self._group.tensor_group())
@@ -213,13 +215,13 @@ class Gradients:
     def largest(self, number: Tensor) -> Tensor:
         """Return the maximum of a number over all ranks that share gradients."""
         largest = number.clone()
-        with blaming_peers("lost a rank while looking for infinite gradients"):
+        with reporting_lost_peers("lost a rank while looking for infinite gradients"):
             self._group.reduce(largest, dist.ReduceOp.MAX, self._is_divided)
         return largest
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks that share gradients, on the device."""
         total = tensor.to(self._group.device, copy=True)
-        with blaming_peers("lost a rank while computing the gradient's norm"):
+        with reporting_lost_peers("lost a rank while computing the gradient's norm"):
             self._group.reduce(total, dist.ReduceOp.SUM, self._is_divided)
         return total

@@ -62,18 +62,18 @@ from lightning_pipeoffload.runtime.step import (
     StageGradient,
     StageRunner,
     StepWrites,
-    install_answers,
+    install_read_cache,
     install_replay,
-    remove_answers,
+    remove_read_cache,
     remove_replay,
     stage_gradients,
 )
 from lightning_pipeoffload.runtime.tensor_parallel import (
     ShardDraws,
     install_collectives,
-    install_weight_draws,
+    install_shard_initialization,
     remove_collectives,
-    remove_weight_draws,
+    remove_shard_initialization,
 )
 from lightning_pipeoffload.runtime.users_code import Slot, UsersStep, find_slots
 from lightning_pipeoffload.runtime.weight_grad import (
@@ -353,7 +353,7 @@ class Pipeline:
         install_padding()
         if self._group is not None and self._group.num_tensor_ranks > 1:
             install_collectives(self.device)
-            install_weight_draws(self.module)
+            install_shard_initialization(self.module)
         _attached.add(self)
 
     def detach(self) -> None:
@@ -366,10 +366,10 @@ class Pipeline:
             remove_split()
             weight_grad_kernels.remove_kernels()
             remove_replay()
-            remove_weight_draws()
+            remove_shard_initialization()
             remove_draws()
             remove_padding()
-            remove_answers()
+            remove_read_cache()
             remove_collectives()
 
     def _use_record(self, record: StepRecord) -> None:
@@ -383,7 +383,7 @@ class Pipeline:
         if self.settings.head_weight_grad == "B":
             self._leave_head_to_b(record)
         if record.reads.common and len(self.tensors.local_stages) > 1:
-            install_answers()
+            install_read_cache()
         if record.hooks.line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hooks.line))
         if self.settings.recompute == "full" and torch.is_grad_enabled():

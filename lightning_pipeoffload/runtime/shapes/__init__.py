@@ -75,7 +75,7 @@ from .step_rules import (
     NO_ALARM,
     RULES,
     AddressNeededError,
-    Imagined,
+    AssumedValues,
     StepRules,
     ValueNeededError,
     are_observed,

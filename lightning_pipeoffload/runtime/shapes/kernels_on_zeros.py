@@ -56,7 +56,7 @@ from lightning_pipeoffload.runtime.shapes.shape_only import (
     origins_of,
     shape_only_leaves,
 )
-from lightning_pipeoffload.runtime.shapes.step_rules import AddressNeededError, tell_observers
+from lightning_pipeoffload.runtime.shapes.step_rules import AddressNeededError, notify_observer
 from lightning_pipeoffload.runtime.users_code import (
     REGISTRIES,
     Slot,
@@ -346,9 +346,9 @@ class _StandIn(Function):
         ctx.mark_non_differentiable(*(output for output, each in pairs if not each.trains))
         needed = zip(inputs, ctx.needs_input_grad[2:], strict=True)
         ctx.inputs = [leaf if is_needed else None for leaf, is_needed in needed]
-        tell_observers(torch.ops.aten.cat.default, (shapes,), outputs)
+        notify_observer(torch.ops.aten.cat.default, (shapes,), outputs)
         for operation in result.products:
-            tell_observers(*operation)
+            notify_observer(*operation)
         return tuple(outputs)
 
     @staticmethod

@@ -101,7 +101,7 @@ def derive(packet: Any, operands: Sequence[Derived | float]) -> Derived | None:
     return Derived(sizes[0], what) if what is not None and is_of_one else None
 
 
-def find_answer(
+def reduce_known(
     func: torch._ops.OpOverload, of: Derived, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> float | None:
     """Return the result of a reduction over all elements of ``of``; None if it is unknown."""
@@ -184,7 +184,7 @@ class RemoteGradient(ShapeOnly):
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
         assert self.derived is not None
-        value = find_answer(func, self.derived, args, kwargs)
+        value = reduce_known(func, self.derived, args, kwargs)
         if value is None:
             return None
         shape = func(self.meta, *args, **kwargs)

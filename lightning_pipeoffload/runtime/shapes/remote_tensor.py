@@ -125,7 +125,7 @@ class RemoteTensor(ShapeOnly):
     def grad(self) -> Tensor | None:
         """The gradient as a shape, with its norm once the ranks have exchanged norms."""
         if self._changes_seen != self.changes.num_changes:
-            self.know_gradient(not self.changes.are_none and self.requires_grad)
+            self.set_remote_gradient(not self.changes.are_none and self.requires_grad)
         return self._grad
 
     @grad.setter
@@ -133,7 +133,7 @@ class RemoteTensor(ShapeOnly):
         self._grad = gradient
         self._changes_seen = self.changes.num_changes
 
-    def know_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
+    def set_remote_gradient(self, is_there: bool, size: KnownSize | None = None) -> None:
         """Set ``grad`` to a shape-only gradient, with its norm if ``size`` is known, or to None."""
         self.grad = RemoteGradient.of(self, size) if is_there else None
 

@@ -43,13 +43,13 @@ from lightning_pipeoffload.runtime.shapes.step_rules import (
     AddressNeededError,
     ValueNeededError,
     are_observed,
+    assume_sizes,
+    assume_value,
     describe_origins,
-    imagine,
-    imagine_sizes,
     is_dropped,
     is_mask,
     make_result,
-    tell_observers,
+    notify_observer,
     with_fitting_parts,
 )
 
@@ -163,7 +163,7 @@ class ShapeOnly(Tensor):
     def __format__(self, format_spec: str) -> str:
         if not format_spec:
             return repr(self)
-        return format(self._imagined(f"the format {format_spec!r}"), format_spec)
+        return format(self._assumed(f"the format {format_spec!r}"), format_spec)
 
     def data_ptr(self) -> int:
         """Raise ``AddressNeededError``: a custom kernel would read memory that is not there.
@@ -180,11 +180,11 @@ class ShapeOnly(Tensor):
 
     def tolist(self) -> Any:
         """Return made-up values where the step's rules allow it; else raise ValueNeededError."""
-        return self._imagined("tolist()").tolist()
+        return self._assumed("tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return made-up values as :meth:`tolist` does; else raise ValueNeededError."""
-        return self._imagined("numpy()").numpy()
+        return self._assumed("numpy()").numpy()
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Register the hook if the tensor requires a gradient; else ignore it on this stage."""
@@ -198,12 +198,12 @@ class ShapeOnly(Tensor):
         if self.requires_grad:
             super().retain_grad()
 
-    def _imagined(self, operation: str) -> Tensor:
-        imagined = imagine(operation, self.origins)
-        tell_observers(aten._local_scalar_dense.default, (self,), None)
+    def _assumed(self, operation: str) -> Tensor:
+        assumed = assume_value(operation, self.origins)
+        notify_observer(aten._local_scalar_dense.default, (self,), None)
         value: float | None = self.outcome
         if value is None:
-            value = imagined.flag if self.dtype == torch.bool else 1
+            value = assumed.flag if self.dtype == torch.bool else 1
         return torch.full(self.shape, value, dtype=self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -239,10 +239,10 @@ class ShapeOnly(Tensor):
             return drawn
         origins = origins_of(shape_only)
         if func is aten._local_scalar_dense.default:
-            return args[0]._imagined("a branch, a print or item()").flatten()[0].item()
+            return args[0]._assumed("a branch, a print or item()").flatten()[0].item()
         func, args = _with_counted_masks(func, args)
         args = with_fitting_parts(func, args)
-        imagined = imagine_sizes(func, args, origins)
+        assumed = assume_sizes(func, args, origins)
         _refuse_writes(func, args, kwargs, origins)
         # Random numbers are not used while operations are only observed, and may take much memory;
         # but the trace has to observe that a generator of the user's advances.
@@ -252,14 +252,14 @@ class ShapeOnly(Tensor):
         if torch.Tag.inplace_view in func.tags:
             args[0].meta = args[0].meta.detach()  # others may have the same one
         on_meta = _operands_on_meta(func, args), _on_meta(kwargs)
-        if imagined is None:  # observers compare the memory of results
+        if assumed is None:  # observers compare the memory of results
             out = run_on_meta(func, *on_meta, device, in_new_memory=are_observed())
         else:
             out = make_result(func, *on_meta)
         result = _wrap(func, args, out, device, origins)
         _refuse_reduction(func, shape_only, result)
         _note_outcome(func, args, result)
-        tell_observers(func, args, result)
+        notify_observer(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
             _tell_of_write(written, written)
         return result
@@ -315,7 +315,7 @@ def _note_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: An
 
 def _tell_of_write(tensor: ShapeOnly, value: ShapeOnly) -> None:
     """Report a write that the arguments of no operation show."""
-    tell_observers(aten.set_.source_Tensor, (tensor, value), None)
+    notify_observer(aten.set_.source_Tensor, (tensor, value), None)
 
 
 def shape_only_leaves(tree: Any) -> list[ShapeOnly]:
@@ -367,7 +367,7 @@ def _operands_on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Any
         return on_meta
     lengths = args[place]
     if isinstance(lengths, ShapeOnly):  # computed by another stage, not the batch's
-        lengths = lengths._imagined(f"{func.overloadpacket.__name__.strip('_')}()")
+        lengths = lengths._assumed(f"{func.overloadpacket.__name__.strip('_')}()")
     return *on_meta[:place], lengths, *on_meta[place + 1 :]
 
 

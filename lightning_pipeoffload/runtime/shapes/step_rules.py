@@ -57,15 +57,15 @@ def describe_origins(origins: frozenset[str]) -> str:
     return "something computed from " + ", ".join(names[:3]) + more
 
 
-class Imagined(NamedTuple):
+class AssumedValues(NamedTuple):
     """Made-up values: every boolean is ``flag``, every number is 1."""
 
     flag: bool
 
 
-EVERYTHING = Imagined(flag=True)
+EVERYTHING = AssumedValues(flag=True)
 # After the blocks most flags that code reads ask whether something is wrong.
-NO_ALARM = Imagined(flag=False)
+NO_ALARM = AssumedValues(flag=False)
 
 
 Observer = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
@@ -77,13 +77,13 @@ class StepRules:
 
     Attributes:
         observe: Called with each operation on shape-only tensors, its arguments and its result.
-        imagine: Returns how to make up a value that code reads, or None to refuse the read.
+        assume_value: Returns how to make up a value that code reads, or None to refuse the read.
         drop: Returns whether to drop a write of a missing value into a real tensor, such as
             running statistics, whose true value is on the stage that computes them.
     """
 
     observe: Observer | None = None
-    imagine: Callable[[], Imagined | None] | None = None
+    assume_value: Callable[[], AssumedValues | None] | None = None
     drop: Callable[[Tensor], bool] | None = None
 
 
@@ -101,7 +101,7 @@ def is_in_step() -> bool:
     return bool(RULES)
 
 
-def tell_observers(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+def notify_observer(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
     """Report an operation to the observer, if the step's rules have one."""
     observe = _rules().observe
     if observe is not None:
@@ -113,25 +113,25 @@ def are_observed() -> bool:
     return bool(RULES) and RULES[-1].observe is not None
 
 
-def imagine(operation: str, origins: frozenset[str]) -> Imagined:
+def assume_value(operation: str, origins: frozenset[str]) -> AssumedValues:
     """Return how to make up a missing value that an operation reads.
 
     Raises:
         ValueNeededError: The running step's rules do not make up values here.
     """
-    imagined = _imagined()
-    if imagined is None:
+    assumed = _assumed()
+    if assumed is None:
         raise ValueNeededError(operation, origins)
-    return imagined
+    return assumed
 
 
-def may_imagine() -> bool:
+def may_assume() -> bool:
     """Return whether code that now reads a missing value gets a made-up one, not an error."""
-    return _imagined() is not None
+    return _assumed() is not None
 
 
-def _imagined() -> Imagined | None:
-    ask = _rules().imagine
+def _assumed() -> AssumedValues | None:
+    ask = _rules().assume_value
     return None if ask is None else ask()
 
 
@@ -238,9 +238,9 @@ _MAKERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 _USERS_WORDS = {"index": "indexing with a mask", "_ctc_loss": "ctc_loss()"}
 
 
-def imagine_sizes(
+def assume_sizes(
     func: torch._ops.OpOverload, args: tuple[Any, ...], origins: frozenset[str]
-) -> Imagined | None:
+) -> AssumedValues | None:
     """Return how to make up the sizes of an operation's result; None if they are known.
 
     Raises:
@@ -252,7 +252,7 @@ def imagine_sizes(
     operation = _USERS_WORDS.get(name, f"{name}()")
     if func not in _MAKERS:
         raise ValueNeededError(operation, origins)
-    return imagine(operation, origins)
+    return assume_value(operation, origins)
 
 
 def is_sized_by_values(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
@@ -271,6 +271,6 @@ def with_fitting_parts(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tu
         return args
     source, (_, *others), *place = args
     length = source.shape[place[0] if place else 0]
-    if sum(args[1]) == length or not may_imagine():
+    if sum(args[1]) == length or not may_assume():
         return args
     return (source, [length, *(0 for _ in others)], *place)

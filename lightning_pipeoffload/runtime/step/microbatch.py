@@ -29,7 +29,7 @@ class Microbatch:
         weight: The factor of its loss in the sum over the microbatches of an optimizer step; a
             tensor if only the device has its value.
         differentiate: Runs the backward from the weighted loss.
-        answers: Values read from the device in an F of a stage, for the rank's other stages.
+        read_cache: Values read from the device in an F of a stage, for the rank's other stages.
         is_new: Whether some dimension is larger than in all microbatches of earlier batches.
         of_slices: Its record for each slice of its sequences on which blocks run; all microbatches
             of a batch have as many. Empty: blocks run on whole sequences.
@@ -46,7 +46,7 @@ class Microbatch:
     index: int = 0
     weight: float | Tensor = 1.0
     differentiate: Callable[[Tensor], None] = Tensor.backward
-    answers: dict[ReadPlace, list[Any]] | None = None
+    read_cache: dict[ReadPlace, list[Any]] | None = None
     is_new: bool = False
     of_slices: Sequence[StepRecord] = ()
     has_result: bool = True

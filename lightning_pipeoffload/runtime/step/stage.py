@@ -19,10 +19,10 @@ from lightning_pipeoffload.runtime.batch import weighted
 from lightning_pipeoffload.runtime.cut import SKIP_A_BATCH, StageRecord, StepRecord, loss_in
 from lightning_pipeoffload.runtime.memory import ActivationStore, CheapRecompute, SavedMemory
 from lightning_pipeoffload.runtime.sequence import EarlierSlices
-from lightning_pipeoffload.runtime.step.answered_pass import AnsweredPass
 from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
+from lightning_pipeoffload.runtime.step.read_cache import ReadCachePass
 from lightning_pipeoffload.runtime.step.sliced_pass import SlicedPass
 from lightning_pipeoffload.runtime.step.stage_pass import StageContext, StagePass
 from lightning_pipeoffload.runtime.step.step_writes import refuse_late_writes
@@ -117,9 +117,9 @@ class StageRunner:
         place = 0 if part is None else part.index
         flight = InFlight(microbatch, record, queue, received, store, place)
         # Then the later stages of this rank would read the same values again.
-        is_answered = microbatch.record.reads.common and len(context.tensors.local_stages) > 1
+        reuses_reads = microbatch.record.reads.common and len(context.tensors.local_stages) > 1
         if part is None:
-            step = (AnsweredPass if is_answered else StagePass)(context, flight, receive)
+            step = (ReadCachePass if reuses_reads else StagePass)(context, flight, receive)
         else:
             flight.earlier = self._earlier_of(flight)
             step = SlicedPass(context, flight, receive)

@@ -212,7 +212,7 @@ class StagePass:
             context.tensors.hide()
         try:
             with Running(context.chain, self):
-                if self._counter is None and not self._record.meets_kernels:
+                if self._counter is None and not self._record.may_call_kernels:
                     result = self._microbatch.run(context.call)
                 else:
                     result = self._run_watched()
@@ -236,7 +236,7 @@ class StagePass:
         return output
 
     def _run_watched(self) -> Any:
-        kernels = self._context.kernels.in_use() if self._record.meets_kernels else NOTHING
+        kernels = self._context.kernels.in_use() if self._record.may_call_kernels else NOTHING
         with kernels, self._counter or NOTHING:
             return self._microbatch.run(self._context.call)
 

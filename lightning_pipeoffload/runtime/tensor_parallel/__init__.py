@@ -6,4 +6,4 @@ from .hugging_face import tensor_parallel_plan
 from .layers import INSTEAD, NothingDistributedError, keep_local_parts, sharing_layers
 from .own_parts import keeping_own_parts
 from .shard_draws import ShardDraws
-from .weight_draws import install_weight_draws, remove_weight_draws
+from .shard_initialization import install_shard_initialization, remove_shard_initialization

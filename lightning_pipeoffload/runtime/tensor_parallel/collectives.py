@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group  # private: by name, as DTensors do
 from torch.distributed import _functional_collectives as functional  # private: DTensors call it
 
-from lightning_pipeoffload.runtime.comm import blaming_peers, goes_through_host
+from lightning_pipeoffload.runtime.comm import goes_through_host, reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, Sharding
 from lightning_pipeoffload.runtime.tensor_parallel.through_host import (
     install_host_collectives,
@@ -28,7 +28,7 @@ _wrap: Any = functional._maybe_wrap_tensor
 def _wait(tensor: Tensor) -> Tensor:
     if isinstance(tensor, ShapeOnly):
         return tensor
-    with blaming_peers("lost a rank that shares its layers"):
+    with reporting_lost_peers("lost a rank that shares its layers"):
         return functional.wait_tensor(tensor)
 
 
@@ -60,6 +60,6 @@ def gather_whole(part: Tensor, sharding: Sharding) -> Tensor:
     """Return the whole of this rank's part of a divided tensor; all tensor ranks call it."""
     part = part.detach().to(sharding.mesh.device_type).contiguous()  # a master is on the host
     parts = [part.new_empty(part.shape) for _ in range(sharding.mesh.size())]
-    with blaming_peers("lost a rank that shares its layers while bringing them together"):
+    with reporting_lost_peers("lost a rank that shares its layers while bringing them together"):
         dist.all_gather(parts, part, group=sharding.mesh.get_group())
     return sharding.joined(parts)

@@ -44,7 +44,7 @@ from lightning_pipeoffload.runtime.shapes import (
     set_sharding,
     storage_of,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
+from lightning_pipeoffload.runtime.tensor_parallel.shard_initialization import initializing_shards
 from lightning_pipeoffload.runtime.users_code import Slot, find_slots
 
 _PARTED = (
@@ -73,7 +73,7 @@ def sharing_layers(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
     Raises:
         ValueError: As :func:`keep_local_parts`.
     """
-    with drawing_whole(module), _warning_of_parted_weights(module, mesh.get_rank()):
+    with initializing_shards(module), _warning_of_parted_weights(module, mesh.get_rank()):
         yield
     keep_local_parts(module, mesh["tensor_parallel"])
 

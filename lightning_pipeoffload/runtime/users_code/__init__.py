@@ -25,9 +25,9 @@ from .snapshot import (
     is_plain,
     is_unchanged,
     is_written,
-    leaving_no_trace,
     private_copy,
     refill,
+    restoring_module,
     short_fingerprint,
     unchanged,
 )

@@ -262,30 +262,34 @@ def _copy(value: Any, copies: dict[int, Any], depth: int) -> Any:
         return value.copy() if value.nbytes <= _LARGEST else value
     if depth == 0 or callable(value):
         return value
-    inside = partial(private_copy, copies=copies, depth=depth - 1)
-    return _copy_container(value, inside) if _is_container(value) else _copy_object(value, inside)
+    copy_value = partial(private_copy, copies=copies, depth=depth - 1)
+    return (
+        _copy_container(value, copy_value)
+        if _is_container(value)
+        else _copy_object(value, copy_value)
+    )
 
 
-def _copy_container(value: Any, inside: Callable[[Any], Any]) -> Any:
+def _copy_container(value: Any, copy_value: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
-        parts = [*map(inside, value)]
+        parts = [*map(copy_value, value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     copied = copy.copy(value)
     if isinstance(copied, dict):
         for name, part in value.items():
-            dict.__setitem__(copied, name, inside(part))  # a subclass may refuse it
+            dict.__setitem__(copied, name, copy_value(part))  # a subclass may refuse it
     elif not isinstance(copied, set):
-        refill(copied, map(inside, value))
+        refill(copied, map(copy_value, value))
     return copied
 
 
-def _copy_object(value: Any, inside: Callable[[Any], Any]) -> Any:
+def _copy_object(value: Any, copy_value: Callable[[Any], Any]) -> Any:
     space = _space_of(value)
     if space is None:
         return value
     copied = copy.copy(value)
     for name, part in (space if isinstance(space, dict) else _fields(value)).items():
-        object.__setattr__(copied, name, inside(part))  # also of what is frozen
+        object.__setattr__(copied, name, copy_value(part))  # also of what is frozen
     return copied
 
 
@@ -471,7 +475,7 @@ def _objects_in(value: Any, walked: _Walked) -> Iterator[Any]:
 
 
 @contextmanager
-def leaving_no_trace(module: nn.Module, written: Container[str]) -> Iterator[None]:
+def restoring_module(module: nn.Module, written: Container[str]) -> Iterator[None]:
     """Restore gradients, buffers, attributes, generators, and the parameters named ``written``."""
     named = module.named_parameters()
     weights = TensorValues(parameter for name, parameter in named if name in written)

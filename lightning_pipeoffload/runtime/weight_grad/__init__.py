@@ -16,7 +16,7 @@ from .node import (
     NO_HOOKS,
     Hooks,
     ReadInput,
-    WeightInputKeeper,
+    WeightInputStore,
     keep_input,
     keeper_of,
     saving_hooks,

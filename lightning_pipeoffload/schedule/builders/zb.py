@@ -112,14 +112,14 @@ def _depths(problem: Problem, limits: list[int], idle_share: float) -> tuple[int
         idle_share: The share of an F that a rank may rather idle than run one more F.
     """
     of_kind = problem.costs.compute(problem.num_stages)
-    hops = problem.costs.hops(problem.placement)
+    latencies = problem.costs.latencies(problem.placement)
     depths = [1] * problem.num_ranks
     wait = 0.0
     for rank in reversed(range(problem.num_ranks - 1)):
         seconds = of_kind[Kind.F][rank]
         # From the end of the first F to the first B: to the next rank and back, and its own wait.
         there_and_back = of_kind[Kind.F][rank + 1] + of_kind[Kind.B][rank + 1]
-        wait += there_and_back + 2 * hops[rank]
+        wait += there_and_back + 2 * latencies[rank]
         fitting = _num_forwards_in(wait, seconds, idle_share) if seconds else limits[rank]
         depths[rank] = min(limits[rank], max(fitting, depths[rank + 1]) + 1)
         # With more F than fit, the first B waits for the last of them.

@@ -192,7 +192,7 @@ class _Planner:
         self._costs = costs
         self._has_room = has_room
         self._makespan = simulate(schedule, costs).makespan
-        costs = _told_apart(costs, schedule.num_stages)
+        costs = _with_distinct_times(costs, schedule.num_stages)
         sizes = part_sizes(costs, schedule.num_stages, schedule.num_sequence_slices)
         # With the latest times of the warm-up, its activations are on the device for less time.
         self._ranks = [
@@ -276,7 +276,7 @@ class _Planner:
         return schedule, report
 
 
-def _told_apart(costs: Costs, num_stages: int) -> Costs:
+def _with_distinct_times(costs: Costs, num_stages: int) -> Costs:
     """Return the same costs in a unit in which no two times count as equal that are not.
 
     Compute takes a little, for copies go by time to their places in the order.

@@ -378,8 +378,8 @@ def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list
         if event.action.kind in COMPUTE:
             ranks[event.rank].append(event)
     starts = {event.action: event.start for events in ranks for event in events}
-    hops = costs.hops(schedule.placement)
-    last_stage = len(hops) - 1
+    latencies = costs.latencies(schedule.placement)
+    last_stage = len(latencies) - 1
     warm_up: list[tuple[Event, Event | None]] = []
     for events in ranks:
         for event, after in zip(events, [*events[1:], None], strict=True):
@@ -390,7 +390,7 @@ def postponed(schedule: Schedule, timeline: Timeline, costs: Costs) -> list[list
     for event, after in sorted(warm_up, key=lambda pair: pair[0].start, reverse=True):
         _, stage, microbatch = event.action
         if stage < last_stage:
-            limit = starts[Action(Kind.F, stage + 1, microbatch)] - hops[stage]
+            limit = starts[Action(Kind.F, stage + 1, microbatch)] - latencies[stage]
         else:
             backwards = (Action(kind, stage, microbatch) for kind in (Kind.B, Kind.BW))
             limit = min(starts[backward] for backward in backwards if backward in starts)

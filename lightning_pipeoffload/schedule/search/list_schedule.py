@@ -41,7 +41,7 @@ class ListScheduler:
     ) -> None:
         num_waiting, ranks = 2 * operations.num_stages, range(max(operations.ranks) + 1)
         self.operations, self._growth = operations, growth
-        self._seconds, self._hops = operations.seconds, operations.hops
+        self._seconds, self._latencies = operations.seconds, operations.latencies
         self._ranks, self._num_stages = operations.ranks, operations.num_stages
         self._last = num_waiting - 1
         self.arrivals: list[list[float]] = [[] for _ in range(num_waiting)]
@@ -80,7 +80,7 @@ class ListScheduler:
         if operation >= self._num_stages and not self.operations.is_fused:
             self.pending[rank].append((operation + self._num_stages, microbatch))
         if operation < self._last:
-            arrival = end + self._hops[operation]
+            arrival = end + self._latencies[operation]
             self.arrivals[operation + 1].append(arrival)
             self.arrived(self._ranks[operation + 1], arrival)
 

@@ -41,7 +41,7 @@ class Operations:
         is_fused: Whether B and W are one action, BW, which is written as B.
         ranks: The rank of every F and B.
         seconds: Seconds of every F, B and W.
-        hops: Seconds from the end of every F and B until the next operation has its result.
+        latencies: Seconds from the end of every F and B until the next operation has its result.
     """
 
     def __init__(self, placement: Sequence[int], costs: Costs, is_fused: bool = False) -> None:
@@ -51,15 +51,15 @@ class Operations:
         f, b, w = costs.compute(self.num_stages).values()
         backward = [x + y for x, y in zip(b, w, strict=True)] if is_fused else list(b)
         self.seconds = [*f, *backward[::-1], *w[::-1]]
-        hops = costs.hops(placement)
-        self.hops = [*hops, *hops[-2::-1], 0.0]
+        latencies = costs.latencies(placement)
+        self.latencies = [*latencies, *latencies[-2::-1], 0.0]
 
     def longest_span(self, order: Order) -> float:
         """Return the seconds from first start to last end of the rank where they are most."""
         count = 1 + max(microbatch for rank in order for _, microbatch in rank)
         num_waiting = 2 * self.num_stages - 1
         waits = [0, *[-count] * num_waiting, *[0] * self.num_stages]
-        delays = [0.0, *self.hops[:num_waiting], *[0.0] * self.num_stages]
+        delays = [0.0, *self.latencies[:num_waiting], *[0.0] * self.num_stages]
         ranks = [[operation * count + m for operation, m in rank] for rank in order]
         replayed = replay_numbers(ranks, waits, [0] * len(waits), count)
         begins, _, last = replayed.time(

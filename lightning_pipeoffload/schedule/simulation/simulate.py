@@ -226,8 +226,8 @@ def _delays(schedule: Schedule, costs: Costs) -> dict[tuple[Kind, int, int], flo
     forward, backward = [Kind.F], [Kind.B, Kind.BW]
     if schedule.has_transfers:
         forward, backward = [Kind.RECV_F], [Kind.RECV_B]
-    for stage, hop in enumerate(costs.hops(schedule.placement)[:-1]):
-        for part, seconds in enumerate(costs.divided("communication", [hop], num_slices)):
+    for stage, latency in enumerate(costs.latencies(schedule.placement)[:-1]):
+        for part, seconds in enumerate(costs.divided("communication", [latency], num_slices)):
             delays.update({(kind, stage + 1, part): seconds for kind in forward})
             delays.update({(kind, stage, part): seconds for kind in backward})
     return delays

@@ -387,7 +387,7 @@ class PlanModel:
 
     def _make_passes(self) -> dict[tuple[int, int], _Pass]:
         whole, count = self._whole, self._num_microbatches
-        first = earliest_starts(whole.seconds, whole.hops)
+        first = earliest_starts(whole.seconds, whole.latencies)
         tight = [whole.is_tight(rank, count) for rank in range(whole.num_ranks)]
         passes = {}
         for stage, microbatch in product(range(len(whole.placement)), range(count)):
@@ -404,9 +404,9 @@ class PlanModel:
         """Put stages after each other, and the microbatches of a stage."""
         for (stage, microbatch), now in self._passes.items():
             if previous := self._passes.get((stage - 1, microbatch)):
-                hop = self._whole.hops[stage - 1]
-                self._model.after(now.begins[Kind.F], previous.ends[Kind.F].plus(hop))
-                self._model.after(previous.begins[Kind.B], now.ends[Kind.B].plus(hop))
+                latency = self._whole.latencies[stage - 1]
+                self._model.after(now.begins[Kind.F], previous.ends[Kind.F].plus(latency))
+                self._model.after(previous.begins[Kind.B], now.ends[Kind.B].plus(latency))
             if before := self._passes.get((stage, microbatch - 1)):
                 for kind in _KINDS:
                     self._model.after(now.begins[kind], before.ends[kind])
@@ -455,7 +455,7 @@ class PlanModel:
         whole, count = self._whole, self._num_microbatches
         sizes = whole.placement, count
         if self._has_barrier:
-            least = earliest_end(whole.seconds, whole.hops, *sizes)
+            least = earliest_end(whole.seconds, whole.latencies, *sizes)
         else:
             least = most_work(whole.seconds, *sizes)
         began = [self._began(rank) for rank in range(whole.num_ranks)]

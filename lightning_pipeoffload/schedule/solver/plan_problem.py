@@ -23,30 +23,30 @@ _Seconds = Mapping[Kind, Sequence[float]]
 """Seconds of F, B and W of every stage."""
 
 
-def earliest_starts(seconds: _Seconds, hops: Sequence[float]) -> dict[Kind, list[float]]:
+def earliest_starts(seconds: _Seconds, latencies: Sequence[float]) -> dict[Kind, list[float]]:
     """Return when each stage can start its first F, B and W at the earliest.
 
     Args:
         seconds: Seconds of F, B and W of every stage.
-        hops: Seconds of the message after each stage.
+        latencies: Seconds of the message after each stage.
     """
     forward = [0.0]
-    for second, hop in zip(seconds[Kind.F], hops, strict=True):
-        forward.append(forward[-1] + second + hop)
-    last = len(hops) - 1
+    for second, latency in zip(seconds[Kind.F], latencies, strict=True):
+        forward.append(forward[-1] + second + latency)
+    last = len(latencies) - 1
     backward = [forward[last] + seconds[Kind.F][last]]
     for stage in range(last - 1, -1, -1):
-        backward.append(backward[-1] + seconds[Kind.B][stage + 1] + hops[stage])
+        backward.append(backward[-1] + seconds[Kind.B][stage + 1] + latencies[stage])
     backward.reverse()
     weights = [start + b for start, b in zip(backward, seconds[Kind.B], strict=True)]
     return {Kind.F: forward[:-1], Kind.B: backward, Kind.W: weights}
 
 
 def earliest_end(
-    seconds: _Seconds, hops: Sequence[float], placement: tuple[int, ...], num_microbatches: int
+    seconds: _Seconds, latencies: Sequence[float], placement: tuple[int, ...], num_microbatches: int
 ) -> float:
     """Return when a step can end at the earliest: when every rank has begun, and done its work."""
-    first = earliest_starts(seconds, hops)[Kind.F]
+    first = earliest_starts(seconds, latencies)[Kind.F]
 
     def end(rank: int) -> float:
         start = min(first[stage] for stage in stages_on(placement, rank))
@@ -56,14 +56,14 @@ def earliest_end(
 
 
 def least_span(
-    seconds: _Seconds, hops: Sequence[float], placement: tuple[int, ...], num_microbatches: int
+    seconds: _Seconds, latencies: Sequence[float], placement: tuple[int, ...], num_microbatches: int
 ) -> float:
     """Return the seconds from a rank's first F of a step to its last W at least.
 
     Until a gradient has come back from the last stage, a rank runs F's alone; its B's and W's
     follow. So few microbatches leave a bubble, with or without a barrier between steps.
     """
-    first = earliest_starts(seconds, hops)
+    first = earliest_starts(seconds, latencies)
 
     def span(rank: int) -> float:
         stages = stages_on(placement, rank)
@@ -90,9 +90,9 @@ def least_in_memory(
     take away meanwhile, where there are copies: those that wait longest.
     """
     num_stages = len(placement)
-    seconds, hops = costs.compute(num_stages), costs.hops(placement)
-    pairs = zip(seconds[Kind.F], seconds[Kind.B], hops, strict=True)
-    waits = [*accumulate(f + b + 2 * hop for f, b, hop in [*pairs][::-1])][::-1]
+    seconds, latencies = costs.compute(num_stages), costs.latencies(placement)
+    pairs = zip(seconds[Kind.F], seconds[Kind.B], latencies, strict=True)
+    waits = [*accumulate(f + b + 2 * latency for f, b, latency in [*pairs][::-1])][::-1]
     moves, sizes = _move_seconds(costs, num_stages), costs.per_stage("activation", num_stages)
 
     def least(rank: int) -> float:
@@ -193,10 +193,13 @@ class PlanProblem:
     @property
     def lower_bound(self) -> float:
         """Seconds that no plan takes less than."""
-        seconds, hops = self.costs.compute(len(self.placement)), self.costs.hops(self.placement)
+        seconds, latencies = (
+            self.costs.compute(len(self.placement)),
+            self.costs.latencies(self.placement),
+        )
         if not self.has_barrier:
             return most_work(seconds, self.placement, self.num_microbatches)
-        return earliest_end(seconds, hops, self.placement, self.num_microbatches)
+        return earliest_end(seconds, latencies, self.placement, self.num_microbatches)
 
     def seconds(self, plan: Schedule) -> float:
         """Return the seconds from one step to the next."""
@@ -216,7 +219,7 @@ class WholeCosts:
 
     Attributes:
         seconds: The ticks of F, B and W of every stage.
-        hops: The ticks from each stage to the next one.
+        latencies: The ticks from each stage to the next one.
         offload: The ticks of each stage's copies to the host, by the parts that are copied.
         reload: The same for the copies back.
         sizes: The grains of each stage's parts, by their set.
@@ -225,7 +228,7 @@ class WholeCosts:
 
     placement: tuple[int, ...]
     seconds: dict[Kind, tuple[int, ...]]
-    hops: tuple[int, ...]
+    latencies: tuple[int, ...]
     offload: tuple[tuple[int, ...], ...]
     reload: tuple[tuple[int, ...], ...]
     sizes: tuple[tuple[int, ...], ...]
@@ -250,7 +253,7 @@ class WholeCosts:
         return cls(
             placement,
             {kind: tuple(round(s / tick) for s in of_kind) for kind, of_kind in seconds.items()},
-            tuple(round(second / tick) for second in costs.hops(placement)),
+            tuple(round(second / tick) for second in costs.latencies(placement)),
             copies("offload"),
             copies("reload"),
             whole_sizes,
@@ -279,7 +282,7 @@ class WholeCosts:
             self.seconds[Kind.F],
             self.seconds[Kind.B],
             self.seconds[Kind.W],
-            communication=self.hops,
+            communication=self.latencies,
             copy_lanes=costs.copy_lanes,
         )
 

@@ -19,7 +19,7 @@ from lightning_pipeoffload.runtime.comm import (
     PeerLostError,
     ProcessGroupTransport,
     RankMesh,
-    blaming_peers,
+    reporting_lost_peers,
     says_peer_lost,
 )
 from lightning_pipeoffload.runtime.comm import transport as transport_module
@@ -298,12 +298,12 @@ GONE = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 def test_only_errors_of_the_connection_blame_a_peer():
     with (
         pytest.raises(PeerLostError, match="lost it: .*Connection closed by peer$") as caught,
-        blaming_peers("lost it"),
+        reporting_lost_peers("lost it"),
     ):
         raise RuntimeError(f"{GONE}\nsecond line")
     assert isinstance(caught.value.__cause__, RuntimeError)
     for own in (KeyError(), RuntimeError("mine"), torch.OutOfMemoryError("mine")):
-        with pytest.raises(type(own)) as found, blaming_peers("lost it"):
+        with pytest.raises(type(own)) as found, reporting_lost_peers("lost it"):
             raise own
         assert found.value is own
 

@@ -23,17 +23,17 @@ FINITE = {
 }
 
 
-@pytest.mark.parametrize("imagined", [EVERYTHING, NO_ALARM])
+@pytest.mark.parametrize("assumed", [EVERYTHING, NO_ALARM])
 @pytest.mark.parametrize("check", FINITE)
-def test_values_are_finite(check, imagined):
+def test_values_are_finite(check, assumed):
     values = ShapeOnly.like(torch.ones(3, 4), "a block")
-    rules = StepRules(observe=lambda *_: None, imagine=lambda: imagined)
+    rules = StepRules(observe=lambda *_: None, assume_value=lambda: assumed)
     with IN_FORCE.during(rules):
         assert FINITE[check](values)
 
 
 def test_what_is_written_is_no_outcome_any_more():
-    rules = StepRules(observe=lambda *_: None, imagine=lambda: EVERYTHING)
+    rules = StepRules(observe=lambda *_: None, assume_value=lambda: EVERYTHING)
     with IN_FORCE.during(rules):
         mask = torch.isnan(ShapeOnly.like(torch.ones(3), "a block"))
         mask |= ShapeOnly.like(torch.ones(3, dtype=torch.bool), "another")

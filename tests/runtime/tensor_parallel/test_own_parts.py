@@ -14,7 +14,7 @@ from lightning_pipeoffload.runtime.tensor_parallel import (
     keeping_own_parts,
     mesh_of_absent_ranks,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
+from lightning_pipeoffload.runtime.tensor_parallel.shard_initialization import initializing_shards
 from lightning_pipeoffload.runtime.users_code import find_slots
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -83,7 +83,7 @@ def test_a_rank_has_its_shards_of_what_one_device_draws(on_meta):
 
 def make_part(module, stage):
     def configure():
-        with drawing_whole(module), keeping_own_parts(have_equal_values=True):
+        with initializing_shards(module), keeping_own_parts(have_equal_values=True):
             module.configure_model()
         keep_local_parts(module, module.mesh)
 

@@ -34,18 +34,18 @@ _modules: WeakSet[nn.Module] = WeakSet()
 _before: dict[str, Any] = {}
 
 
-def install_weight_draws(module: nn.Module) -> None:
+def install_shard_initialization(module: nn.Module) -> None:
     """From now on, draw whole tensors for random writes into a module's shards."""
     _modules.add(module)
     if _before:
         return
     for name in _DRAWS:
-        setattr(Tensor, name, _through(_draw_whole, name, getattr(Tensor, name)))
+        setattr(Tensor, name, _replaced(_draw_whole, name, getattr(Tensor, name)))
     for name, by in _OF_INIT.items():
-        setattr(init, name, _through(by, name, getattr(init, name)))
+        setattr(init, name, _replaced(by, name, getattr(init, name)))
 
 
-def remove_weight_draws() -> None:
+def remove_shard_initialization() -> None:
     """Restore torch's own functions."""
     _modules.clear()
     for name, function in _before.items():
@@ -54,18 +54,18 @@ def remove_weight_draws() -> None:
 
 
 @contextmanager
-def drawing_whole(module: nn.Module) -> Iterator[None]:
+def initializing_shards(module: nn.Module) -> Iterator[None]:
     """Within the context, draw whole tensors for random writes into a module's shards."""
     others = {*_modules}
-    install_weight_draws(module)
+    install_shard_initialization(module)
     try:
         yield
     finally:
         if not others:
-            remove_weight_draws()
+            remove_shard_initialization()
 
 
-def _through(by: Any, name: str, function: Any) -> Callable[..., Any]:
+def _replaced(by: Any, name: str, function: Any) -> Callable[..., Any]:
     _before[name] = function
 
     @wraps(function)

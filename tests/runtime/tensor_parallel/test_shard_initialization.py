@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_pipeoffload.runtime.shapes import RemoteTensor, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import gather_whole, keep_local_parts
-from lightning_pipeoffload.runtime.tensor_parallel.weight_draws import drawing_whole
+from lightning_pipeoffload.runtime.tensor_parallel.shard_initialization import initializing_shards
 from lightning_pipeoffload.runtime.users_code import find_slots
 from tests.runtime.tensor_parallel.test_layers import Inner, mesh_of_two
 
@@ -38,7 +38,7 @@ def draw(kind):
     if kind == "of another stage":
         for slot in find_slots(net):
             slot.put(RemoteTensor.standing_for(slot, slot.name, torch.device("cpu")))
-    with drawing_whole(net):
+    with initializing_shards(net):
         initialize(net)
     is_alike = torch.equal(torch.rand(4), expected)
     if kind == "DTensors":
@@ -62,7 +62,7 @@ def refusal():
     mesh, net = mesh_of_two(), Inner()
     parallelize_module(net, mesh, PLAN)
     keep_local_parts(net, mesh)
-    with drawing_whole(net):
+    with initializing_shards(net):
         with pytest.raises(ValueError, match=r"shape \(4,\) are drawn into a part of .* \(8, 4\)"):
             net.up.weight.data[0].normal_()
         with pytest.raises(ValueError, match="orthogonal_ fills a weight by its rows"):

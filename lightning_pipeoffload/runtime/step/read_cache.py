@@ -28,16 +28,16 @@ from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 _READERS = ("__bool__", "__float__", "__int__", "__index__", "item")
 
 
-class AnsweredPass(StagePass):
+class ReadCachePass(StagePass):
     """One F that reuses values that an earlier F of the rank has read from the device."""
 
     @override
     def run(self) -> Any:
         context, microbatch = self._context, self._microbatch
         is_first = context.stage.index == min(context.tensors.local_stages)
-        if is_first or microbatch.answers is None:
-            microbatch.answers = {}
-        self._answers = microbatch.answers
+        if is_first or microbatch.read_cache is None:
+            microbatch.read_cache = {}
+        self._cache = microbatch.read_cache
         self._segment: int | None = 0
         self._counts: dict[ReadPlace, int] = {}
         self._thread = get_ident()
@@ -65,25 +65,25 @@ class AnsweredPass(StagePass):
         if place not in self._step_record.reads.common:
             return plain(tensor)
         count = self._counts[place] = self._counts.get(place, 0) + 1
-        answers = self._answers.setdefault(place, [])
-        if len(answers) < count:
-            answers.append(plain(tensor))
-        return answers[count - 1]
+        results = self._cache.setdefault(place, [])
+        if len(results) < count:
+            results.append(plain(tensor))
+        return results[count - 1]
 
 
 _replaced = ExitStack()  # what gives torch its readers back
 
 
-def install_answers() -> None:
+def install_read_cache() -> None:
     """Replace the methods of ``torch.Tensor`` that read a scalar, such as ``item``; idempotent."""
     for name in _READERS:
         plain = getattr(Tensor, name)
         if not hasattr(plain, _MARK):
             _replaced.callback(_restore_method, name, vars(Tensor).get(name))
-            setattr(Tensor, name, _answered(plain))
+            setattr(Tensor, name, _cached(plain))
 
 
-def remove_answers() -> None:
+def remove_read_cache() -> None:
     """Restore torch's own methods."""
     _replaced.close()
 
@@ -95,12 +95,12 @@ def _restore_method(name: str, before: Any) -> None:
         setattr(Tensor, name, before)
 
 
-_MARK = "_pipeoffload_answered"
+_MARK = "_pipeoffload_read_cache"
 
 
-def _answered(plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def _cached(plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     def read(tensor: Tensor) -> Any:
-        running = IN_FORCE.latest(AnsweredPass)
+        running = IN_FORCE.latest(ReadCachePass)
         if running is None or type(tensor) is not Tensor:
             return plain(tensor)
         return running.read(tensor, plain)
