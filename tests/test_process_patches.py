@@ -1,7 +1,7 @@
 """What the package changes in its process, in objects that are neither its own nor the user's.
 
 Each change is listed with how long it lasts, and why. "Attached": until no pipeline of the process
-is, which ``Pipeline.attach`` and ``detach`` count.
+is, when ``Pipeline.detach`` closes ``PATCHES``.
 """
 
 import ast
@@ -139,9 +139,20 @@ def stored(node):
                     yield part
 
 
+def replaced_in(nodes, imported):
+    """Yield the attributes that calls of ``replaced`` name, of what is imported."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "replaced":
+            owner, name, _ = node.args
+            if root_of(owner) in imported:
+                is_known = isinstance(name, ast.Constant)
+                yield f"{ast.unparse(owner)}.{name.value}" if is_known else ast.unparse(owner)
+
+
 def changes_in(nodes):
     """Yield what the code of a file changes in what it has imported."""
     imported = imported_in(nodes)
+    yield from replaced_in(nodes, imported)
     for node in nodes:
         for part in stored(node):
             base = part.value if isinstance(part, ast.Subscript) else part
@@ -149,8 +160,6 @@ def changes_in(nodes):
                 yield ast.unparse(part)
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name in ("setattr", "delattr") and root_of(node.args[0]) in imported:
-                yield ast.unparse(node.args[0])
             last = name.rpartition(".")[2]
             if root_of(node.func) in imported and (
                 last in _CHANGING or last.startswith(_REGISTRIES)
@@ -177,7 +186,8 @@ def sets(path):
     kept = (
         part for part in parts if not isinstance(part.value, ast.Call)
     )  # of an object made here
-    return {ast.unparse(part) for part in kept if root_of(part.value) in imported}
+    stores = {ast.unparse(part) for part in kept if root_of(part.value) in imported}
+    return stores | {*replaced_in(nodes, imported)}
 
 
 def test_contributing_names_every_file_that_sets_an_attribute_of_another_package():

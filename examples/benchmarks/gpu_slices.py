@@ -21,9 +21,8 @@ from lightning_pipeoffload.runtime.sequence import (
     BlockOnSlice,
     EarlierSlices,
     SequenceSlice,
-    install_attention,
+    attending_to_slices,
 )
-from lightning_pipeoffload.runtime.weight_grad import remove_kernels
 
 _COUNTS, _REPETITIONS = (1, 2, 4, 8), 5
 _ROUNDING = 0.05  # of bfloat16
@@ -71,11 +70,8 @@ def _run(layer: Layer, x: Tensor, grad: Tensor, count: int) -> tuple[float, floa
 
 def block_slices(device: torch.device) -> Iterator[str]:
     """A layer in 1, 2, 4 and 8 slices of its sequence: F, and B with W; its gradients are alike."""
-    install_attention(device.type)
-    try:
+    with attending_to_slices(device.type):
         yield from _rows(device)
-    finally:
-        remove_kernels()
 
 
 def _rows(device: torch.device) -> Iterator[str]:

@@ -44,19 +44,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private: torch has no other
 
 from examples.benchmarks.weight_split import Engine, fused, ours
-from lightning_pipeoffload.runtime.compiled import install_split, remove_split
+from lightning_pipeoffload.runtime import PATCHES
+from lightning_pipeoffload.runtime.compiled import splitting_regions
 from lightning_pipeoffload.runtime.shapes import has_gradient_in_parts, is_shard, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
-    install_collectives,
     keep_local_parts,
-    remove_collectives,
+    waiting_for_collectives,
 )
 from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
-    install_kernels,
+    deferring_kernels,
     mark,
-    remove_kernels,
 )
 
 SIZE = 2  # tensor ranks
@@ -180,13 +179,11 @@ class Case:
     def install(self) -> None:
         """Install what is ours for our engine alone."""
         if self._engine is ours:
-            install_kernels("cpu")
-            install_split()
-            install_collectives(torch.device("cpu"))
+            PATCHES.enter(deferring_kernels, "cpu")
+            PATCHES.enter(splitting_regions)
+            PATCHES.enter(waiting_for_collectives, torch.device("cpu"))
         else:
-            remove_kernels()
-            remove_split()
-            remove_collectives()
+            PATCHES.close()
 
     def seconds(self) -> list[float]:
         """Return the CPU time of the thread in each phase of a block."""

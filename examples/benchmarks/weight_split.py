@@ -34,12 +34,12 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload.demos import Block
-from lightning_pipeoffload.runtime.compiled import install_split, remove_split
+from lightning_pipeoffload.runtime import PATCHES
+from lightning_pipeoffload.runtime.compiled import splitting_regions
 from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
-    install_kernels,
+    deferring_kernels,
     mark,
-    remove_kernels,
 )
 
 NUM_BLOCKS = 8
@@ -175,11 +175,10 @@ class Case:
     def start(self, engine: Engine) -> Iterator[None]:
         """Start a run; each ``next`` is a phase. Only our engine has kernels in the dispatcher."""
         if engine is ours:
-            install_kernels("cpu")
-            install_split()
+            PATCHES.enter(deferring_kernels, "cpu")
+            PATCHES.enter(splitting_regions)
         else:
-            remove_kernels()
-            remove_split()
+            PATCHES.close()
         return engine(self.blocks, self.x, self.gradient)
 
 

@@ -9,7 +9,7 @@ names are Lightning's own, most of them private; tests/test_private_api.py pins 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -40,6 +40,7 @@ from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.stops import Clocks
 from lightning_pipeoffload.metrics import SharedMetricsConnector
 from lightning_pipeoffload.processes import Processes
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import RankMesh
 from lightning_pipeoffload.runtime.shapes import EqualIsSame
 
@@ -81,33 +82,24 @@ def join_metrics(
 def joined_precision(precision: Precision, totals: GradientTotals) -> Iterator[None]:
     """Make a precision plugin clip and unscale by the gradients of all stages."""
     scaler = scaler_of(precision)
-    precision.clip_grad_by_norm = totals.clip_by_norm  # type: ignore[method-assign]
-    precision.clip_grad_by_value = totals.clip_by_value  # type: ignore[method-assign]
-    if scaler is not None:
-        # Private: unscale_ and step both look for infinities by it, and by nothing else.
-        scaler._unscale_grads_ = partial(totals.unscale, scaler)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            precision.__dict__.pop(name, None)
+    with ExitStack() as stack:
+        stack.enter_context(replaced(precision, "clip_grad_by_norm", totals.clip_by_norm))
+        stack.enter_context(replaced(precision, "clip_grad_by_value", totals.clip_by_value))
         if scaler is not None:
-            scaler.__dict__.pop("_unscale_grads_", None)
+            # Private: unscale_ and step both look for infinities by it, and by nothing else.
+            unscale = partial(totals.unscale, scaler)
+            stack.enter_context(replaced(scaler, "_unscale_grads_", unscale))
+        yield
 
 
-@contextmanager
-def filtering_by_identity() -> Iterator[None]:
+def filtering_by_identity() -> AbstractContextManager[None]:
     """Make finetuning callbacks find the parameters that an optimizer has by identity."""
 
     def find_new(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
         with EqualIsSame():
             return _filter_by_value(optimizer, params)
 
-    BaseFinetuning.filter_on_optimizer = staticmethod(find_new)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        BaseFinetuning.filter_on_optimizer = staticmethod(_filter_by_value)  # type: ignore[method-assign]
+    return replaced(BaseFinetuning, "filter_on_optimizer", staticmethod(find_new))
 
 
 def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:

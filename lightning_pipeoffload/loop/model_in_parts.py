@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.checkpoints import make_whole
 from lightning_pipeoffload.planning.settings import PipelineSettings
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.runtime.cut import ModuleCopies, absent_in
 from lightning_pipeoffload.runtime.making import (
@@ -218,11 +219,8 @@ def _noticing_data_mesh(is_new: bool) -> Iterator[None]:
         read.update([names] if isinstance(names, str) else names)
         return plain(mesh, names)
 
-    DeviceMesh.__getitem__ = get  # type: ignore[method-assign]
-    try:
+    with replaced(DeviceMesh, "__getitem__", get):
         yield
-    finally:
-        DeviceMesh.__getitem__ = plain  # type: ignore[method-assign]
     if is_new and "data_parallel" in read:
         rank_zero_info(_ONE_RANK)
 

@@ -28,4 +28,5 @@ from .randomness import (
     seeded,
     segment_seeder,
 )
+from .replaced import PATCHES, replaced
 from .stored_tensor import StoredTensor, read_stored, value_of

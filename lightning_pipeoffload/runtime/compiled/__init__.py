@@ -4,9 +4,8 @@ from .block_compiler import (
     BlockCompiler,
     check_compile,
     compiled_call,
-    install_split,
     is_compiled,
-    remove_split,
+    splitting_regions,
     uncompiled,
     warn_once,
 )

@@ -7,8 +7,8 @@ The hook gets the graph of every region, whether it is compiled by ``block.compi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from pkgutil import iter_modules
@@ -22,6 +22,7 @@ from torch._dynamo.eval_frame import OptimizedModule  # private: the type of tor
 # Private: the first two restart the compiler or skip a frame; only the last is a failure.
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.compiled.split_graph import split_graph
 from lightning_pipeoffload.runtime.compiled.split_region import (
     Region,
@@ -43,23 +44,16 @@ _CHECKPOINTED = (
 UNCOMPILED = "a block runs as it is written, for it does not compile: "
 # Private, both: torch.compile's wrappers of a backend.
 _KINDS: tuple[type[Any], ...] = (torch._TorchCompileWrapper, torch._TorchCompileInductorWrapper)
-_replaced: dict[type[Any], Backend] = {}
 
 
-def install_split() -> None:
-    """Split compiled regions of steps from now on; a second call has no effect."""
+@contextmanager
+def splitting_regions() -> Iterator[None]:
+    """Split compiled regions of steps within the context."""
     _leave_uncompiled()
-    for kind in _KINDS:
-        if kind not in _replaced:
-            _replaced[kind] = kind.__call__
-            kind.__call__ = _splitting(kind.__call__)
-
-
-def remove_split() -> None:
-    """Restore torch's own functions."""
-    while _replaced:
-        kind, call = _replaced.popitem()
-        kind.__call__ = call
+    with ExitStack() as stack:
+        for kind in _KINDS:
+            stack.enter_context(replaced(kind, "__call__", _splitting(kind.__call__)))
+        yield
 
 
 @cache

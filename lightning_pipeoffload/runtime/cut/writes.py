@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pipeoffload.runtime import tensors_in
+from lightning_pipeoffload.runtime import replaced, tensors_in
 from lightning_pipeoffload.runtime.cut.argument_writes import ArgumentWatch, ArgumentWrite
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import RecordPart
@@ -130,8 +130,7 @@ class WriteWatch(Observer[Writes]):
             stack.enter_context(self._attributes.watching())
             yield
 
-    @contextmanager
-    def _noting_new_weights(self) -> Iterator[None]:
+    def _noting_new_weights(self) -> AbstractContextManager[None]:
         """Record each parameter that the step replaces with another one."""
         plain = nn.Module.register_parameter
 
@@ -141,11 +140,7 @@ class WriteWatch(Observer[Writes]):
                 self._note_weight(replaced, is_new=True)
             plain(owner, name, parameter)
 
-        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            nn.Module.register_parameter = plain  # type: ignore[method-assign]
+        return replaced(nn.Module, "register_parameter", register)
 
     def noting_saved(self) -> AbstractContextManager[None]:
         """Record the tensors that autograd saves within the context.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from lightning_pipeoffload.runtime import IN_FORCE, forked_randomness
+from lightning_pipeoffload.runtime import IN_FORCE, forked_randomness, replaced
 from lightning_pipeoffload.runtime.shapes import (
     RemoteTensor,
     ShapeOnly,
@@ -129,23 +129,18 @@ class RegisteredParameters:
     def following(self) -> Iterator[None]:
         """Track each parameter that is registered or copied within the context."""
         hook: Callable[..., Any] = self._register  # its result becomes the parameter
-        handle = register_module_parameter_registration_hook(hook)
-        plain = [(kind, kind.__deepcopy__) for kind in (nn.Parameter, ParameterShape)]
-        for kind, copy in plain:
-            kind.__deepcopy__ = self._copying(copy)  # type: ignore[method-assign]
         # Private: subclasses of Parameter make their instances with it, which no tensor subclass
         # can intercept.
-        make_subclass = Tensor._make_subclass
-        Tensor._make_subclass = _making_subclass(make_subclass)  # type: ignore[method-assign]
-        try:
+        make_subclass = _making_subclass(Tensor._make_subclass)
+        with ExitStack() as stack:
+            stack.enter_context(register_module_parameter_registration_hook(hook))
+            for kind in (nn.Parameter, ParameterShape):
+                copy = self._copying(kind.__deepcopy__)
+                stack.enter_context(replaced(kind, "__deepcopy__", copy))
+            stack.enter_context(replaced(Tensor, "_make_subclass", make_subclass))
+            stack.callback(self._freed.trim_heap)
             with IN_FORCE.during(self.rules), _MarkingEmptyMemory(), drawing_anywhere():
                 yield
-        finally:
-            self._freed.trim_heap()
-            Tensor._make_subclass = make_subclass  # type: ignore[method-assign]
-            for kind, copy in plain:
-                kind.__deepcopy__ = copy  # type: ignore[method-assign]
-            handle.remove()
 
     def index_of(self, parameter: Tensor) -> int | None:
         """Return the index of a parameter, or of the shape that replaces it; None if it is new."""

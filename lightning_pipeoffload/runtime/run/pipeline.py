@@ -15,11 +15,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.comm import PipelineGroup
 from lightning_pipeoffload.runtime.compiled import (
     BlockCompiler,
-    install_split,
-    remove_split,
+    splitting_regions,
     warn_once,
 )
 from lightning_pipeoffload.runtime.cut import (
@@ -48,13 +48,11 @@ from lightning_pipeoffload.runtime.cut import (
 )
 from lightning_pipeoffload.runtime.making import PartedModule
 from lightning_pipeoffload.runtime.run.gradients import Gradients
-from lightning_pipeoffload.runtime.sequence import install_attention
+from lightning_pipeoffload.runtime.sequence import attending_to_slices
 from lightning_pipeoffload.runtime.shapes import (
     GradientChanges,
-    install_draws,
-    install_padding,
-    remove_draws,
-    remove_padding,
+    drawing_anywhere,
+    padding_anywhere,
 )
 from lightning_pipeoffload.runtime.step import (
     OwnGradients,
@@ -62,18 +60,14 @@ from lightning_pipeoffload.runtime.step import (
     StageGradient,
     StageRunner,
     StepWrites,
-    install_read_cache,
-    install_replay,
-    remove_read_cache,
-    remove_replay,
+    caching_reads,
+    following_checkpoints,
     stage_gradients,
 )
 from lightning_pipeoffload.runtime.tensor_parallel import (
     ShardDraws,
-    install_collectives,
-    install_shard_initialization,
-    remove_collectives,
-    remove_shard_initialization,
+    initializing_shards,
+    waiting_for_collectives,
 )
 from lightning_pipeoffload.runtime.users_code import Slot, UsersStep, find_slots
 from lightning_pipeoffload.runtime.weight_grad import (
@@ -89,7 +83,7 @@ _HOOKS = (
     "is refused where it has changed; what it writes counts on its own stage only"
 )
 
-# Those whose steps may run: what they replace in torch is of the process.
+# Those whose steps may run: PATCHES are of all of them.
 _attached: WeakSet[Pipeline] = WeakSet()
 
 
@@ -344,16 +338,16 @@ class Pipeline:
         self.chain.intercept()
         if self.stages:
             self.tensors.move()
-        install_split()
-        weight_grad_kernels.install_kernels(self.device.type)
+        PATCHES.enter(splitting_regions)
+        PATCHES.enter(weight_grad_kernels.deferring_kernels, self.device.type)
         if self.settings.num_sequence_slices > 1:
-            install_attention(self.device.type)
-        install_replay()
-        install_draws()
-        install_padding()
+            PATCHES.enter(attending_to_slices, self.device.type)
+        PATCHES.enter(following_checkpoints)
+        PATCHES.enter(drawing_anywhere)
+        PATCHES.enter(padding_anywhere)
         if self._group is not None and self._group.num_tensor_ranks > 1:
-            install_collectives(self.device)
-            install_shard_initialization(self.module)
+            PATCHES.enter(waiting_for_collectives, self.device)
+            PATCHES.enter(initializing_shards)
         _attached.add(self)
 
     def detach(self) -> None:
@@ -363,14 +357,7 @@ class Pipeline:
         self.tensors.detach()
         _attached.discard(self)
         if not _attached:
-            remove_split()
-            weight_grad_kernels.remove_kernels()
-            remove_replay()
-            remove_shard_initialization()
-            remove_draws()
-            remove_padding()
-            remove_read_cache()
-            remove_collectives()
+            PATCHES.close()
 
     def _use_record(self, record: StepRecord) -> None:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""
@@ -383,7 +370,7 @@ class Pipeline:
         if self.settings.head_weight_grad == "B":
             self._leave_head_to_b(record)
         if record.reads.common and len(self.tensors.local_stages) > 1:
-            install_read_cache()
+            PATCHES.enter(caching_reads)
         if record.hooks.line and self._writes.is_by_users and not self.rank:
             warn_once(_HOOKS.format(record.hooks.line))
         if self.settings.recompute == "full" and torch.is_grad_enabled():

@@ -7,6 +7,7 @@ a slice, also where torch calls it itself, as in ``nn.MultiheadAttention``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from lightning_pipeoffload.runtime.shapes import memory_of
 from lightning_pipeoffload.runtime.weight_grad import (
     NO_HOOKS,
     Original,
-    install_kernel,
+    kernel_in_place,
     saving_hooks,
 )
 
@@ -242,10 +243,10 @@ def _attention(original: Original) -> Callable[..., Tensor]:
     return kernel
 
 
-def install_attention(device_type: str) -> None:
+def attending_to_slices(device_type: str) -> AbstractContextManager[None]:
     """Make blocks on slices attend to earlier slices, on one type of device.
 
-    It costs 2 to 4 us a call; ``remove_kernels`` removes it.
+    It costs 2 to 4 us a call.
     """
     call = functional.scaled_dot_product_attention
-    install_kernel("scaled_dot_product_attention", _attention, call, device_type)
+    return kernel_in_place("scaled_dot_product_attention", _attention, call, device_type)

@@ -11,7 +11,7 @@ from .operations import (
     lengths_place,
     written_arguments,
 )
-from .packed_sequences import install_padding, remove_padding
+from .packed_sequences import padding_anywhere
 from .quantized_weight import (
     SHARDED,
     bytes_on_device,
@@ -42,9 +42,7 @@ from .remote_tensor import (
     RemoteTensor,
     drawing_anywhere,
     explain_remote,
-    install_draws,
     remote_subclass_of,
-    remove_draws,
 )
 from .shape_only import (
     Awaited,

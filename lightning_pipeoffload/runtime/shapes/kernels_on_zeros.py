@@ -46,6 +46,7 @@ from lightning_pipeoffload.runtime import (
     map_output,
     output_leaves,
     output_tensors,
+    replaced,
     tensors_in,
 )
 from lightning_pipeoffload.runtime.shapes.shape_only import (
@@ -158,12 +159,13 @@ class KernelsOnZeros:
             yield
             return
         with ExitStack() as stack:
-            stack.callback(setattr, self, "_note", self._note)
-            self._note = note
+            stack.enter_context(replaced(self, "_note", note))
             for function in self._functions:
-                _replace(stack, function, "apply", classmethod(self._apply_instead(function)))
+                apply = classmethod(self._apply_instead(function))
+                stack.enter_context(replaced(function, "apply", apply))
             for owner, plain in self._modules.items():
-                _replace(stack, owner, "forward", self._forward_instead(owner, plain))
+                forward = self._forward_instead(owner, plain)
+                stack.enter_context(replaced(owner, "forward", forward))
             yield
 
     def _apply_instead(self, function: Any) -> Callable[..., Any]:
@@ -224,14 +226,6 @@ def subclasses_of(kind: Any) -> Iterator[Any]:
 def code_of(function: Any) -> Any:
     """Return the code of a function, also of a decorated one; None if it is not Python's."""
     return getattr(inspect.unwrap(function), "__code__", None)
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, method: Any) -> None:
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)
-    setattr(owner, name, method)
 
 
 def _asks_for_address(error: BaseException) -> bool:

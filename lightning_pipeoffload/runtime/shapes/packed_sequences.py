@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,20 +12,16 @@ from torch.overrides import (  # private: whether there is one that counts calls
     handle_torch_function,
 )
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly, give_values
 
 # Private: what torch.nn.utils.rnn.pad_packed_sequence calls.
 _pad = torch._VF._pad_packed_sequence
 
 
-def install_padding() -> None:
-    """Make ``pad_packed_sequence`` accept sequences without values."""
-    torch._VF._pad_packed_sequence = _pad_anywhere  # type: ignore[assignment]
-
-
-def remove_padding() -> None:
-    """Restore torch's own function."""
-    torch._VF._pad_packed_sequence = _pad
+def padding_anywhere() -> AbstractContextManager[None]:
+    """Make ``pad_packed_sequence`` accept sequences without values within the context."""
+    return replaced(torch._VF, "_pad_packed_sequence", _pad_anywhere)
 
 
 def _pad_anywhere(data: Tensor, *args: Any) -> Any:

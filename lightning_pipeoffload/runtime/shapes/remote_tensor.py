@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self, override
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.shapes.quantized_weight import (
     carry_options,
     carry_quantization,
@@ -205,25 +206,9 @@ def _draw_anywhere(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor.zero_()  # a write, for observers
 
 
-def install_draws() -> None:
-    """Make ``trunc_normal_`` accept tensors without a value."""
-    init._no_grad_trunc_normal_ = _draw_anywhere
-
-
-def remove_draws() -> None:
-    """Restore torch's own function."""
-    init._no_grad_trunc_normal_ = _draw
-
-
-@contextmanager
-def drawing_anywhere() -> Iterator[None]:
+def drawing_anywhere() -> AbstractContextManager[None]:
     """Make ``trunc_normal_`` accept tensors without a value within the context."""
-    before = init._no_grad_trunc_normal_  # with a pipeline attached it does already
-    install_draws()
-    try:
-        yield
-    finally:
-        init._no_grad_trunc_normal_ = before
+    return replaced(init, "_no_grad_trunc_normal_", _draw_anywhere)
 
 
 class EqualIsSame(TorchFunctionMode):

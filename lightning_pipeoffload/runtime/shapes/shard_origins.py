@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.shapes.shape_only import ShapeOnly
 from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
 
@@ -22,13 +23,11 @@ def noting_shards() -> Iterator[None]:
     Patches ``DTensor.from_local`` and ``to_local``, only in a trace, since a compiler supports only
     torch's own functions.
     """
-    DTensor.from_local = staticmethod(_from_local_with_origin)  # type: ignore[method-assign]
-    DTensor.to_local = _to_local_with_origin  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(DTensor, "from_local", staticmethod(_from_local_with_origin)),
+        replaced(DTensor, "to_local", _to_local_with_origin),
+    ):
         yield
-    finally:
-        DTensor.from_local = staticmethod(_from_local)  # type: ignore[method-assign]
-        DTensor.to_local = _to_local  # type: ignore[method-assign]
 
 
 def _from_local_with_origin(*args: Any, **kwargs: Any) -> DTensor:

@@ -1,9 +1,9 @@
 """F, B and W of one stage and microbatch: the user's step, with only one stage's blocks run."""
 
 from .autocast import forget_casts, sharing_casts, without_fused_layers
-from .checkpoint_replay import install_replay, remove_replay
+from .checkpoint_replay import following_checkpoints
 from .microbatch import Microbatch, in_slices, placed
-from .read_cache import install_read_cache, remove_read_cache
+from .read_cache import caching_reads
 from .recomputed_block import run_checkpointed
 from .stage import StageRunner, backward_on
 from .stage_gradients import OwnGradients, StageGradient, stage_gradients

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.utils.checkpoint as torchs
 from torch import Tensor
 from torch._guards import TracingContext  # private: what is being compiled
 
-from lightning_pipeoffload.runtime import IN_FORCE, NOTHING, tensors_in
+from lightning_pipeoffload.runtime import IN_FORCE, NOTHING, replaced, tensors_in
 from lightning_pipeoffload.runtime.cut import StageExit
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step.recomputed_block import RecomputedCall
@@ -210,17 +210,15 @@ def is_repeatable(device: torch.device) -> bool:
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
-def install_replay() -> None:
+@contextmanager
+def following_checkpoints() -> Iterator[None]:
     """Patch ``torch.utils.checkpoint``, so that a :class:`CheckpointWatch` can wrap functions."""
     generator = _checkpoint if _TAKES_ARGUMENTS_APART else _checkpoint_until_2_13
-    setattr(torchs, GENERATOR, generator)
-    torchs.CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]
-
-
-def remove_replay() -> None:
-    """Restore torch's own functions."""
-    setattr(torchs, GENERATOR, _make_checkpoint)
-    torchs.CheckpointFunction.forward = staticmethod(_run_reentrant)  # type: ignore[method-assign]
+    with (
+        replaced(torchs, GENERATOR, generator),
+        replaced(torchs.CheckpointFunction, "forward", staticmethod(_forward)),
+    ):
+        yield
 
 
 _WIDTH = 1021

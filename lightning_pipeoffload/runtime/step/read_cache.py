@@ -13,15 +13,15 @@ constants, so that it is the same on every stage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pipeoffload.runtime import IN_FORCE
+from lightning_pipeoffload.runtime import IN_FORCE, replaced
 from lightning_pipeoffload.runtime.cut import ReadPlace
 from lightning_pipeoffload.runtime.step.stage_pass import StagePass
 
@@ -71,31 +71,13 @@ class ReadCachePass(StagePass):
         return results[count - 1]
 
 
-_replaced = ExitStack()  # what gives torch its readers back
-
-
-def install_read_cache() -> None:
-    """Replace the methods of ``torch.Tensor`` that read a scalar, such as ``item``; idempotent."""
-    for name in _READERS:
-        plain = getattr(Tensor, name)
-        if not hasattr(plain, _MARK):
-            _replaced.callback(_restore_method, name, vars(Tensor).get(name))
-            setattr(Tensor, name, _cached(plain))
-
-
-def remove_read_cache() -> None:
-    """Restore torch's own methods."""
-    _replaced.close()
-
-
-def _restore_method(name: str, before: Any) -> None:
-    if before is None:
-        delattr(Tensor, name)
-    else:
-        setattr(Tensor, name, before)
-
-
-_MARK = "_pipeoffload_read_cache"
+@contextmanager
+def caching_reads() -> Iterator[None]:
+    """Replace the methods of ``torch.Tensor`` that read a scalar, such as ``item``."""
+    with ExitStack() as stack:
+        for name in _READERS:
+            stack.enter_context(replaced(Tensor, name, _cached(getattr(Tensor, name))))
+        yield
 
 
 def _cached(plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -105,5 +87,4 @@ def _cached(plain: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
             return plain(tensor)
         return running.read(tensor, plain)
 
-    setattr(read, _MARK, True)
     return read

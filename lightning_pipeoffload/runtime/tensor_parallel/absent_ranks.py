@@ -14,10 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeoffload.runtime.comm import MESH_DIMENSIONS, forget_meshes
-from lightning_pipeoffload.runtime.tensor_parallel.collectives import (
-    install_collectives,
-    remove_collectives,
-)
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import waiting_for_collectives
 
 _CPU = torch.device("cpu")
 
@@ -35,11 +32,10 @@ def absent_tensor_ranks(num_tensor_ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - for tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_tensor_ranks)
-    install_collectives(_CPU)
     try:
-        yield
+        with waiting_for_collectives(_CPU):
+            yield
     finally:
-        remove_collectives()
         dist.destroy_process_group()
 
 

@@ -7,6 +7,8 @@ values. On tensors without values nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,14 +17,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group  # private: by name, as DTensors do
 from torch.distributed import _functional_collectives as functional  # private: DTensors call it
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import goes_through_host, reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, Sharding
-from lightning_pipeoffload.runtime.tensor_parallel.through_host import (
-    install_host_collectives,
-    remove_host_collectives,
-)
-
-_wrap: Any = functional._maybe_wrap_tensor
+from lightning_pipeoffload.runtime.tensor_parallel.through_host import collectives_through_host
 
 
 def _wait(tensor: Tensor) -> Tensor:
@@ -32,17 +30,12 @@ def _wait(tensor: Tensor) -> Tensor:
         return functional.wait_tensor(tensor)
 
 
-def install_collectives(device: torch.device) -> None:
-    """Wait for collectives where they are called."""
-    if goes_through_host(device):
-        install_host_collectives(device.type)
-    functional._maybe_wrap_tensor = _wait  # type: ignore[assignment]
-
-
-def remove_collectives() -> None:
-    """Restore torch's own functions."""
-    remove_host_collectives()
-    functional._maybe_wrap_tensor = _wrap
+@contextmanager
+def waiting_for_collectives(device: torch.device) -> Iterator[None]:
+    """Wait for collectives where they are called, within the context."""
+    by_host = collectives_through_host(device.type) if goes_through_host(device) else nullcontext()
+    with by_host, replaced(functional, "_maybe_wrap_tensor", _wait):
+        yield
 
 
 def sent_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> float:

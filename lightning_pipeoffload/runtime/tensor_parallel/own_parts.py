@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.making import ParameterShape
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, storage_of
 
@@ -28,17 +29,13 @@ def keeping_own_parts(have_equal_values: bool) -> Iterator[None]:
             the first one, and only parameters without values are divided here.
     """
     # Private: distribute_tensor calls them, under whichever name that was imported.
-    shard: Any = vars(Shard)["_make_shard_tensor"]
-    replicate: Any = vars(Replicate)["_make_replicate_tensor"]
     of_shard = _without_sending(Shard._make_shard_tensor, have_equal_values)
     of_replicate = _without_sending(Replicate._make_replicate_tensor, have_equal_values)
-    Shard._make_shard_tensor = of_shard  # type: ignore[method-assign]
-    Replicate._make_replicate_tensor = of_replicate  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(Shard, "_make_shard_tensor", of_shard),
+        replaced(Replicate, "_make_replicate_tensor", of_replicate),
+    ):
         yield
-    finally:
-        Shard._make_shard_tensor = shard  # type: ignore[method-assign]
-        Replicate._make_replicate_tensor = replicate  # type: ignore[method-assign]
 
 
 def _without_sending(make: Callable[..., Tensor], have_equal_values: bool) -> Any:

@@ -8,7 +8,7 @@ tensor and keeps its own shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import init
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.shapes import (
     DRAWS_BY_SHAPE,
     ShapeOnly,
@@ -30,44 +31,28 @@ from lightning_pipeoffload.runtime.shapes import (
 
 _DRAWS = [op.__name__ for op in DRAWS_BY_SHAPE if op.__name__.endswith("_")]  # of Tensor
 
-_modules: WeakSet[nn.Module] = WeakSet()
-_before: dict[str, Any] = {}
-
-
-def install_shard_initialization(module: nn.Module) -> None:
-    """From now on, draw whole tensors for random writes into a module's shards."""
-    _modules.add(module)
-    if _before:
-        return
-    for name in _DRAWS:
-        setattr(Tensor, name, _replaced(_draw_whole, name, getattr(Tensor, name)))
-    for name, by in _OF_INIT.items():
-        setattr(init, name, _replaced(by, name, getattr(init, name)))
-
-
-def remove_shard_initialization() -> None:
-    """Restore torch's own functions."""
-    _modules.clear()
-    for name, function in _before.items():
-        setattr(init if name in _OF_INIT else Tensor, name, function)
-    _before.clear()
+_modules: WeakSet[nn.Module] = WeakSet()  # those with shards
 
 
 @contextmanager
-def initializing_shards(module: nn.Module) -> Iterator[None]:
-    """Within the context, draw whole tensors for random writes into a module's shards."""
-    others = {*_modules}
-    install_shard_initialization(module)
-    try:
+def initializing_shards(module: nn.Module | None = None) -> Iterator[None]:
+    """Within the context, draw whole tensors for random writes into modules' shards.
+
+    Args:
+        module: A module with shards; None: those of all earlier calls.
+    """
+    if module is not None:
+        _modules.add(module)
+    with ExitStack() as stack:
+        for name in _DRAWS:
+            by_whole = _through(_draw_whole, getattr(Tensor, name))
+            stack.enter_context(replaced(Tensor, name, by_whole))
+        for name, by in _OF_INIT.items():
+            stack.enter_context(replaced(init, name, _through(by, getattr(init, name))))
         yield
-    finally:
-        if not others:
-            remove_shard_initialization()
 
 
-def _replaced(by: Any, name: str, function: Any) -> Callable[..., Any]:
-    _before[name] = function
-
+def _through(by: Any, function: Any) -> Callable[..., Any]:
     @wraps(function)
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return by(function, tensor, *args, **kwargs)

@@ -6,14 +6,14 @@ one GPU, which NCCL refuses. gloo's own collectives would use device addresses a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group  # private: kernels get a name
-
-_libraries: dict[str, torch.library.Library] = {}
 
 
 def _all_gather(part: Tensor, size: int, name: Any) -> Tensor:
@@ -31,18 +31,13 @@ def _reduce_scatter(whole: Tensor, operation: str, size: int, name: Any) -> Tens
 _KERNELS = {"all_gather_into_tensor": _all_gather, "reduce_scatter_tensor": _reduce_scatter}
 
 
-def install_host_collectives(device_type: str) -> None:
+@contextmanager
+def collectives_through_host(device_type: str) -> Iterator[None]:
     """Send collectives' tensors of one type of device through the host's memory."""
-    if device_type in _libraries:
-        return
     library = torch.library.Library("_c10d_functional", "IMPL")
     for name, kernel in _KERNELS.items():
         library.impl(name, kernel, device_type.upper())
-    _libraries[device_type] = library
-
-
-def remove_host_collectives() -> None:
-    """Restore torch's own collectives."""
-    for library in _libraries.values():
+    try:
+        yield
+    finally:
         library._destroy()  # private: torch has no other
-    _libraries.clear()

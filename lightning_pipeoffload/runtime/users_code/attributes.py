@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.users_code.snapshot import (
     GONE,
     Attribute,
@@ -142,11 +143,8 @@ class AttributeWatch:
                 self.writes.append(Write(variable, self._point, calling_line(), is_users_file))
                 self._see(variable)
 
-        nn.Module.__setattr__ = note  # type: ignore[method-assign,assignment]
-        try:
+        with replaced(nn.Module, "__setattr__", note):
             yield
-        finally:
-            nn.Module.__setattr__ = plain  # type: ignore[method-assign]
 
     def _is_long(self, variable: Variable) -> bool:
         value = variable.value

@@ -4,11 +4,10 @@ from .calls import BatchedProduct, Convolution, DeferredCall, Linear, MatrixProd
 from .chunked_loss import AroundChunks, chunked_loss
 from .kernels import (
     Original,
-    install_kernel,
-    install_kernels,
+    deferring_kernels,
+    kernel_in_place,
     mark,
     may_wait,
-    remove_kernels,
     uses_in,
 )
 from .node import (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.weight_grad.calls import (
     PLAIN_CALLS,
@@ -178,34 +180,52 @@ _KERNELS: dict[str, MakeKernel] = {
 }
 # The names of these operations' nodes when they are not deferred.
 _PRODUCTS = {f"{name.title().replace('_', '')}Backward0" for name in _KERNELS}
-# By operation and type of device; global, as torch's dispatcher is.
-_libraries: dict[tuple[str, str], torch.library.Library] = {}
 
 
-def install_kernels(device_type: str) -> None:
-    """Install the kernels for one type of device, once.
+@contextmanager
+def deferring_kernels(device_type: str) -> Iterator[None]:
+    """Have the kernels in the dispatcher for one type of device, within the context.
 
-    They cost 2 to 4 us a call while nothing is deferred; :func:`remove_kernels` removes them.
+    They cost 2 to 4 us a call while nothing is deferred.
     """
-    for name, make_kernel in _KERNELS.items():
-        install_kernel(name, make_kernel, PLAIN_CALLS[name], device_type)
-    float8 = float8_function()
-    if float8 is not None and "apply" not in vars(float8):
-        float8.apply = staticmethod(_float8(float8.apply))
+    with ExitStack() as stack:
+        for name, make_kernel in _KERNELS.items():
+            kernel = kernel_in_place(name, make_kernel, PLAIN_CALLS[name], device_type)
+            stack.enter_context(kernel)
+        float8 = float8_function()
+        if float8 is not None:
+            apply = staticmethod(_float8(float8.apply))
+            stack.enter_context(replaced(float8, "apply", apply))
+        yield
 
 
-def install_kernel(
+@contextmanager
+def kernel_in_place(
     name: str, make_kernel: MakeKernel, call: Callable[..., Tensor], device_type: str
-) -> None:
-    """Install a kernel of an operation for one type of device, once; ``call`` is torch's own."""
-    if (name, device_type) in _libraries:
-        return
+) -> Iterator[None]:
+    """Have a kernel of an operation in the dispatcher for one type of device, within the context.
+
+    Args:
+        name: The operation's name in aten.
+        make_kernel: Returns the kernel, from a function that runs the operation as torch does.
+        call: The operation as torch's Python functions have it.
+        device_type: The type of device.
+    """
     key = f"Autograd{device_type.upper()}"
     library = torch.library.Library("aten", "IMPL")
     # Overriding is allowed by default from torch 2.12 on.
     options = {"with_keyset": True, "allow_override": True}
     library.impl(name, make_kernel(_original(name, key, call)), key, **options)
-    _libraries[name, device_type] = library
+    try:
+        yield
+    finally:
+        # Private: a Library unregisters only when it is garbage-collected.
+        library._destroy()
+        # Private: what was compiled meanwhile has cached that this key has a kernel, and what is
+        # compiled later would find none there, so that parameters got no gradient.
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            getattr(packet, overload)._dispatch_cache.clear()
 
 
 def _original(name: str, key: str, call: Callable[..., Tensor]) -> Original:
@@ -232,20 +252,3 @@ def _original(name: str, key: str, call: Callable[..., Tensor]) -> Original:
             return call(*args, **kwargs)
 
     return run
-
-
-def remove_kernels() -> None:
-    """Restore the dispatcher's own kernels."""
-    float8 = float8_function()
-    if float8 is not None and "apply" in vars(float8):
-        del float8.apply  # its base has torch's own
-    names = {name for name, _ in _libraries}
-    while _libraries:
-        # Private: a Library unregisters only when it is garbage-collected.
-        _libraries.popitem()[1]._destroy()
-    # Private: what was compiled meanwhile has cached that these keys have a kernel, and what is
-    # compiled later would find none there, so that parameters got no gradient.
-    for name in names:
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads():
-            getattr(packet, overload)._dispatch_cache.clear()

@@ -11,9 +11,8 @@ from lightning_pipeoffload.runtime.sequence import (
     BlockOnSlice,
     EarlierSlices,
     SequenceSlice,
-    install_attention,
+    attending_to_slices,
 )
-from lightning_pipeoffload.runtime.weight_grad import remove_kernels
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -40,9 +39,8 @@ class Whole(EarlierSlices):
 def device(request):
     cpu = torch.device("cpu")
     device = cpu if request.param == "cpu" else torch.accelerator.current_accelerator()
-    install_attention(device.type)
-    yield device
-    remove_kernels()
+    with attending_to_slices(device.type):
+        yield device
 
 
 @pytest.mark.parametrize("heads", [4, 2])  # of keys and values

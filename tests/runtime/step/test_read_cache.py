@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.cut import ReadWatch
-from lightning_pipeoffload.runtime.step import install_read_cache, remove_read_cache
+from lightning_pipeoffload.runtime.step import caching_reads
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
 from tests.support.families import TEXT, from_transformers
@@ -223,7 +224,7 @@ def test_a_line_that_reads_a_constant_may_read_each_microbatch_later():
 
 
 def test_nothing_of_torch_is_replaced_where_nothing_is_answered():
-    remove_read_cache()  # pipelines of other tests may be alive
+    PATCHES.close()  # pipelines of other tests may be alive
     train(Counting(of_a_buffer), "zb_v", 2, torch.randn(NUM_MICROBATCHES, 4))
     assert not {"__bool__", "item"} & vars(Tensor).keys()
 
@@ -231,9 +232,8 @@ def test_nothing_of_torch_is_replaced_where_nothing_is_answered():
 def test_torch_gets_back_what_others_have_put_there(monkeypatch):
     monkeypatch.setattr(Tensor, "item", Tensor.item, raising=False)
     others = vars(Tensor)["item"]
-    install_read_cache()
-    assert vars(Tensor)["item"] is not others
-    remove_read_cache()
+    with caching_reads():
+        assert vars(Tensor)["item"] is not others
     assert vars(Tensor)["item"] is others
     assert "__bool__" not in vars(Tensor)
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.profiler import profile
 
-from lightning_pipeoffload.runtime.compiled import install_split, remove_split, warn_once
+from lightning_pipeoffload.runtime import PATCHES
+from lightning_pipeoffload.runtime.compiled import splitting_regions, warn_once
 from lightning_pipeoffload.runtime.device import make_lanes
 from lightning_pipeoffload.runtime.memory import (
     ActivationStore,
@@ -32,17 +33,15 @@ from lightning_pipeoffload.runtime.memory import (
 from lightning_pipeoffload.runtime.shapes import has_gradient_in_parts, is_shard, sharding_of
 from lightning_pipeoffload.runtime.tensor_parallel import (
     gather_whole,
-    install_collectives,
     keep_local_parts,
-    remove_collectives,
     sharing_layers,
+    waiting_for_collectives,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.through_host import install_host_collectives
+from lightning_pipeoffload.runtime.tensor_parallel.through_host import collectives_through_host
 from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
-    install_kernels,
+    deferring_kernels,
     mark,
-    remove_kernels,
 )
 from tests.support.offloaded import there_and_back
 from tests.support.pairs import slow
@@ -118,17 +117,15 @@ def train(plan, compiled=False, through_host=False):
         mark(parameter)
     if compiled:
         net.compile(fullgraph=True, backend="aot_eager")
-    install_kernels("cpu")
-    install_split()
-    install_collectives(torch.device("cpu"))
+    PATCHES.enter(deferring_kernels, "cpu")
+    PATCHES.enter(splitting_regions)
+    PATCHES.enter(waiting_for_collectives, torch.device("cpu"))
     if through_host:
-        install_host_collectives("cpu")
+        PATCHES.enter(collectives_through_host, "cpu")
     try:
         found, waiting, collectives, num_bytes = _run(net, x, gradient)
     finally:
-        remove_collectives()
-        remove_split()
-        remove_kernels()
+        PATCHES.close()
         torch.compiler.reset()
     off = [(found - result).abs().max()]
     for name, parameter in net.named_parameters():

@@ -12,15 +12,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_pipeoffload import PipeOffloadStrategy
+from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.step import sharing_casts
 from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
     add_product_in_float32,
     add_product_to_grad,
     adds_in_float32,
-    install_kernels,
+    deferring_kernels,
     mark,
-    remove_kernels,
 )
 from lightning_pipeoffload.schedule import build
 from tests.support.in_process import InProcessPipeline
@@ -49,9 +49,7 @@ def one_pass():
 
 @pytest.fixture
 def kernels():
-    install_kernels("cpu")
-    yield
-    remove_kernels()
+    PATCHES.enter(deferring_kernels, "cpu")
 
 
 class Allocated(TorchDispatchMode):

@@ -13,13 +13,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeoffload import defer_weight_grad
+from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.weight_grad import (
     Linear,
     RegroupedWeightGrads,
     WeightGradQueue,
-    install_kernels,
+    deferring_kernels,
     mark,
-    remove_kernels,
 )
 from lightning_pipeoffload.runtime.weight_grad.kernels import _KERNELS
 from lightning_pipeoffload.runtime.weight_grad.queue import add_to_grad
@@ -146,9 +146,7 @@ CALLS = MODULES | {
 
 @pytest.fixture(autouse=True)
 def kernels():
-    install_kernels("cpu")
-    yield
-    remove_kernels()
+    PATCHES.enter(deferring_kernels, "cpu")
 
 
 def mark_all(module):
@@ -405,13 +403,13 @@ def test_other_threads_run_python_during_an_operation(trains):
 @pytest.mark.parametrize("name", _KERNELS)
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
 def test_the_dispatcher_has_the_same_kernel_where_it_is_sent_to(name, device):
-    remove_kernels()
+    PATCHES.close()
     plain = torch.library.get_kernel(f"aten::{name}", f"Autograd{device}")
     assert repr(plain) == repr(torch.library.get_kernel(f"aten::{name}", "AutogradOther"))
 
 
 def test_a_kernel_that_somebody_else_has_put_in_place_is_run():
-    remove_kernels()
+    PATCHES.close()
     calls = []
     plain = torch.library.get_kernel("aten::mm", "AutogradCPU")
 
@@ -421,20 +419,19 @@ def test_a_kernel_that_somebody_else_has_put_in_place_is_run():
 
     others = torch.library.Library("aten", "IMPL")
     others.impl("mm", count, "AutogradCPU", with_keyset=True)
-    install_kernels("cpu")
-    torch.mm(torch.ones(2, 3), torch.ones(3, 4))
-    remove_kernels()
+    with deferring_kernels("cpu"):
+        torch.mm(torch.ones(2, 3), torch.ones(3, 4))
     others._destroy()
     assert calls == [(2, 3)]
 
 
 def test_what_is_compiled_after_kernels_were_removed_gets_gradients():
-    for is_installed in (True, False):
-        (install_kernels if is_installed else lambda device: remove_kernels())("cpu")
+    for _ in range(2):
         linear = nn.Linear(4, 4)
         torch.compile(linear, backend="aot_eager")(torch.randn(2, 4)).sum().backward()
         assert linear.weight.grad is not None
         torch._dynamo.reset()
+        PATCHES.close()
 
 
 def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
