@@ -32,9 +32,9 @@ from lightning_pipeoffload.loop.batch_end import BatchEnd
 from lightning_pipeoffload.loop.data import group_sampler_of
 from lightning_pipeoffload.loop.hooks import (
     CollectedValues,
-    EndHooks,
     OutputsElsewhere,
     refuse_other_callbacks,
+    wrap_end_hooks,
 )
 from lightning_pipeoffload.loop.step_boundary import StepBoundary
 from lightning_pipeoffload.loop.stops import Clocks
@@ -74,7 +74,8 @@ def join_metrics(
     at_end.callback(lambda: connector.leave() if processes.board is not None else None)
     if store is not None:
         refuse_other_callbacks(trainer)
-        at_end.callback(EndHooks(trainer, connector.publish).remove)
+        for hook in wrap_end_hooks(trainer, connector.publish):
+            at_end.callback(hook.remove)
     return connector
 
 

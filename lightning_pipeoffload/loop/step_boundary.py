@@ -19,11 +19,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipeoffload.loop.backward import scaler_of
 from lightning_pipeoffload.loop.hooks import (
-    GradientHooks,
     has_forward_hooks,
     share_gradient_sizes,
     users_hooks,
     without_forward_hooks,
+    wrap_gradient_hooks,
 )
 from lightning_pipeoffload.loop.post_validation import (
     PostValidation,
@@ -39,6 +39,7 @@ from lightning_pipeoffload.optimizers import (
 from lightning_pipeoffload.runtime.comm import WaitingMode
 from lightning_pipeoffload.runtime.run import Pipeline, WaitForWeights
 from lightning_pipeoffload.runtime.step import Microbatch
+from lightning_pipeoffload.runtime.users_code import WrappedHook
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,9 @@ class StepBoundary:
         self._group, self._masters = group, masters
         self._pipeline, self._gradients = pipeline, pipeline.gradients
         self.validation = PostValidation(trainer, group, pipeline.gradient_changes)
-        self._gradient_hooks = None
+        self._gradient_hooks: list[WrappedHook] = []
         if group.num_ranks > 1 or self._gradients.owner_of is not None:
-            self._gradient_hooks = GradientHooks(trainer, self._share_gradient_sizes)
+            self._gradient_hooks = wrap_gradient_hooks(trainer, self._share_gradient_sizes)
         self._of_replicas = group.replicas.pending
         self._mode = WaitingMode(self._of_replicas, self.validation.pending)
         self._may_watch = self._is_watching = self._has_forward_hooks = False
@@ -179,8 +180,8 @@ class StepBoundary:
 
     def leave(self) -> None:
         """Leave the trainer, after an error too."""
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.remove()
+        while self._gradient_hooks:
+            self._gradient_hooks.pop().remove()
         self.validation.forget()
 
 
@@ -196,17 +197,17 @@ def _may_send_late(trainer: Trainer) -> bool:
     )
 
 
-def has_step_barrier(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
+def has_step_barrier(trainer: Trainer, gradient_hooks: Sequence[WrappedHook]) -> bool:
     """Whether no rank can end its optimizer step before it has heard of all others' gradients.
 
     Clipping by norm needs the norm over all stages, a loss scale has to know of every infinity, and
     before a hook that may read gradients their sizes are exchanged. Clipping by value reads each by
     itself. A hook of the user's own that clips is taken to clip by norm.
     """
-    return (gradient_hooks is not None and gradient_hooks.is_any) or _needs_all_gradients(trainer)
+    return bool(gradient_hooks) or _needs_all_gradients(trainer)
 
 
-def _may_step_early(trainer: Trainer, gradient_hooks: GradientHooks | None) -> bool:
+def _may_step_early(trainer: Trainer, gradient_hooks: Sequence[WrappedHook]) -> bool:
     """Whether a parameter may step on the host before the gradients of others are final.
 
     Optimizers step by bucket, nothing clips, no hook runs between gradients and step, and nothing

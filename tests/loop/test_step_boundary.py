@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_pipeoffload.loop import auto_choice
-from lightning_pipeoffload.loop.hooks import GradientHooks
+from lightning_pipeoffload.loop.hooks import wrap_gradient_hooks
 from lightning_pipeoffload.loop.step_boundary import has_step_barrier
 from lightning_pipeoffload.planning.run_plans import plan_for_all
 from tests.support import fits
@@ -56,16 +56,17 @@ def test_clipping_by_norm_and_hooks_that_may_read_gradients(module, options, exp
     trainer = L.Trainer(**{**fits.SILENT, **options, "devices": 1})
     trainer.strategy._lightning_module = trainer.strategy._module = module()
     trainer.strategy.world_size = 1
-    hooks = GradientHooks(trainer, lambda: None)
+    hooks = wrap_gradient_hooks(trainer, lambda: None)
     assert has_step_barrier(trainer, hooks) == expected
-    hooks.remove()
+    for hook in hooks:
+        hook.remove()
 
 
 def test_a_loss_scale():
     trainer = L.Trainer(**fits.SILENT, devices=1)
     trainer.precision_plugin.scaler = torch.amp.GradScaler("cpu")
     trainer.strategy._lightning_module = fits.Net()
-    assert has_step_barrier(trainer, None)
+    assert has_step_barrier(trainer, [])
 
 
 def fit(size, options):

@@ -6,8 +6,6 @@ from .sent_values import OutputsElsewhere, numbers_in
 from .users_hooks import (
     BEFORE_STEPS,
     OF_GRADIENTS,
-    EndHooks,
-    GradientHooks,
     find_hooked,
     has_forward_hooks,
     hooks_between_batches,
@@ -15,4 +13,6 @@ from .users_hooks import (
     share_gradient_sizes,
     users_hooks,
     without_forward_hooks,
+    wrap_end_hooks,
+    wrap_gradient_hooks,
 )

@@ -143,20 +143,8 @@ def find_hooked(module: nn.Module) -> str:
     return ""
 
 
-class _Wrapped:
-    _wrapped: list[WrappedHook]
-
-    @property
-    def is_any(self) -> bool:
-        return bool(self._wrapped)
-
-    def remove(self) -> None:
-        while self._wrapped:
-            self._wrapped.pop().remove()
-
-
-class GradientHooks(_Wrapped):
-    """The user's overrides of Lightning's three hooks for gradients.
+def wrap_gradient_hooks(trainer: Trainer, share: Callable[[], None]) -> list[WrappedHook]:
+    """Wrap the user's overrides of Lightning's three hooks for gradients.
 
     Args:
         trainer: Its module and callbacks have the hooks.
@@ -165,38 +153,34 @@ class GradientHooks(_Wrapped):
     Raises:
         ValueError: This rank has other such hooks than global rank 0.
     """
+    owners = owners_of_hooks(trainer)
+    hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, OF_GRADIENTS)]
+    names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in hooks]
+    _refuse_others(trainer, names, "compare gradients before the hooks that may read them")
 
-    def __init__(self, trainer: Trainer, share: Callable[[], None]) -> None:
-        owners = owners_of_hooks(trainer)
-        hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, OF_GRADIENTS)]
-        names = [f"{type(owner).__qualname__}.{hook}" for owner, hook in hooks]
-        _refuse_others(trainer, names, "compare gradients before the hooks that may read them")
+    def share_first(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        share()
+        return plain(*args, **kwargs)
 
-        def share_first(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            share()
+    return [WrappedHook(owner, hook, share_first) for owner, hook in hooks]
+
+
+def wrap_end_hooks(trainer: Trainer, publish: Callable[[], None]) -> list[WrappedHook]:
+    """Wrap the user's hooks at epochs' ends, each followed by ``publish``."""
+    owners = _owners_of_ends(trainer)
+    hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _EPOCH_END)]
+    module = trainer.lightning_module
+    if not is_users_hook(module, "on_train_epoch_end"):
+        # Callbacks decide after it, on values that other callbacks have logged.
+        hooks.append((module, "on_train_epoch_end"))
+
+    def publish_after(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
             return plain(*args, **kwargs)
+        finally:
+            publish()
 
-        self._wrapped = [WrappedHook(owner, hook, share_first) for owner, hook in hooks]
-
-
-class EndHooks(_Wrapped):
-    """The user's hooks at epochs' ends, each followed by ``publish``."""
-
-    def __init__(self, trainer: Trainer, publish: Callable[[], None]) -> None:
-        owners = _owners_of_ends(trainer)
-        hooks = [(owner, hook) for owner in owners for hook in _hooks_of(owner, _EPOCH_END)]
-        module = trainer.lightning_module
-        if not is_users_hook(module, "on_train_epoch_end"):
-            # Callbacks decide after it, on values that other callbacks have logged.
-            hooks.append((module, "on_train_epoch_end"))
-
-        def tick_after(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                publish()
-
-        self._wrapped = [WrappedHook(owner, hook, tick_after) for owner, hook in hooks]
+    return [WrappedHook(owner, hook, publish_after) for owner, hook in hooks]
 
 
 def share_gradient_sizes(pipeline: Pipeline) -> None:
