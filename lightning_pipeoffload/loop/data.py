@@ -37,37 +37,6 @@ _ARRIVED = "arrived/"
 _NUM_ARRIVALS = 8  # more milestones than ranks can be apart: they meet at every third
 
 
-class BatchChecks:
-    """Checks the first batches of loaders, where they are read.
-
-    Args:
-        first_batches: Compares those of training over the replicas.
-        checks_lists: Whether batches are cut by what they hold: a list that a ``collate_fn`` of
-            the user's returns may be of samples or of columns.
-    """
-
-    def __init__(self, first_batches: FirstBatches, checks_lists: bool) -> None:
-        self._first_batches, self._checks_lists = first_batches, checks_lists
-
-    def check(self, loader: Any, batch: Any, number: int, is_training: bool) -> None:
-        """Check one of the first batches of a loader's pass.
-
-        Args:
-            loader: The loader.
-            batch: Its batch.
-            number: How many were read before, fewer than ``NUM_CHECKED``.
-            is_training: Whether it is a loader of training.
-
-        Raises:
-            ValueError: The first batch is a list that may be cut in two ways.
-        """
-        if is_training:
-            self._first_batches.note(loader, batch, number)
-        is_by_user = isinstance(loader, DataLoader) and not is_collated_by_torch(loader)
-        if self._checks_lists and is_by_user and not number:
-            refuse_unclear_list(batch, loader_size(loader))
-
-
 def loader_size(loader: Any) -> int | None:
     """Return how many samples a loader puts in a batch; None if it does not say."""
     for owner in (loader, getattr(loader, "batch_sampler", None)):
@@ -238,15 +207,38 @@ def _iterate_after(loader: DataLoader[Any], num_seen: int) -> Iterator[Any]:
 
 
 class FirstBatches:
-    """Compares the first batches of some loaders over the replicas, when they have been read."""
+    """Checks the first batches of loaders, and compares some of training over the replicas.
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    Args:
+        replicas: The counterparts of this rank.
+        checks_lists: Whether batches are cut by what they hold: a list that a ``collate_fn`` of
+            the user's returns may be of samples or of columns.
+    """
+
+    def __init__(self, replicas: Replicas, checks_lists: bool) -> None:
+        self._replicas, self._checks_lists = replicas, checks_lists
         self._of_loaders: dict[int, tuple[str, list[int]]] = {}
         self._num_steps = 0
 
-    def note(self, loader: Any, batch: Any, number: int) -> None:
-        """Note a batch of a loader, before which ``number`` others were read in this pass."""
+    def check(self, loader: Any, batch: Any, number: int, is_training: bool) -> None:
+        """Check one of the first batches of a loader's pass, where it is read.
+
+        Args:
+            loader: The loader.
+            batch: Its batch.
+            number: How many were read before, fewer than ``NUM_CHECKED``.
+            is_training: Whether it is a loader of training.
+
+        Raises:
+            ValueError: The first batch is a list that may be cut in two ways.
+        """
+        if is_training:
+            self._note(loader, batch, number)
+        is_by_user = isinstance(loader, DataLoader) and not is_collated_by_torch(loader)
+        if self._checks_lists and is_by_user and not number:
+            refuse_unclear_list(batch, loader_size(loader))
+
+    def _note(self, loader: Any, batch: Any, number: int) -> None:
         if self._replicas.num == 1 or self._num_steps >= NUM_CHECKED or _is_shared_out(loader):
             return
         name = type(getattr(loader, "dataset", loader)).__name__

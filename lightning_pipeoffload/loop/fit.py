@@ -31,7 +31,7 @@ from torchmetrics import Metric
 from lightning_pipeoffload.checkpoints import Continued
 from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals
 from lightning_pipeoffload.loop.batch_end import BatchEnd
-from lightning_pipeoffload.loop.data import BatchChecks, FirstBatches, silenced
+from lightning_pipeoffload.loop.data import FirstBatches, silenced
 from lightning_pipeoffload.loop.evaluation import Evaluation
 from lightning_pipeoffload.loop.exchange import Exchange
 from lightning_pipeoffload.loop.hooks import (
@@ -99,13 +99,13 @@ class Fit:
         self._split, self._making = split, making
         self._precision = trainer.precision_plugin
         by_user = split.cutter.by_user
-        self._first_batches = FirstBatches(group.replicas)
+        self._first_batches = FirstBatches(group.replicas, checks_lists=not by_user)
         read = () if resumed is None else resumed.read
         replica = group.replica if len(read) == group.num_replicas else 0
         self._reading = Reading(
             trainer,
             group.batches,
-            BatchChecks(self._first_batches, checks_lists=not by_user),
+            self._first_batches,
             read[replica] if read else None,
             resumed is not None,
         )

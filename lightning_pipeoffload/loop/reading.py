@@ -50,7 +50,7 @@ from typing_extensions import Self, override
 
 from lightning_pipeoffload.loop.data import (
     NUM_CHECKED,
-    BatchChecks,
+    FirstBatches,
     count_seen,
     epoch_to_read,
     silenced,
@@ -92,7 +92,7 @@ class Reading:
         self,
         trainer: Trainer,
         channel: BatchChannel,
-        checks: BatchChecks,
+        checks: FirstBatches,
         resumed: dict[str, Any] | None,
         resumes: bool,
     ) -> None:

@@ -102,10 +102,10 @@ class Both:
 
 
 def read(loader, replicas):
-    first = FirstBatches(replicas)
+    first = FirstBatches(replicas, checks_lists=False)
     batches = list(loader)
     for number, batch in enumerate(batches):
-        first.note(loader, batch, number)
+        first.check(loader, batch, number, is_training=True)
     return first, batches
 
 
