@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,31 +25,23 @@ _OF_HEADS = re.compile(r"attn|attention")  # in the path of a layer that is divi
 # Private: parallelize_module calls a style's _apply, which knows how many tensor ranks there are.
 
 
-class _WholeColwise(ColwiseParallel):
-    """Divides a layer with a whole result, if its outputs divide evenly; else leaves it whole."""
-
-    def __init__(self) -> None:
-        super().__init__(output_layouts=Replicate())
+class _IfEven(ParallelStyle):
+    """Divides a layer if the first dimension of its weight divides evenly; else leaves it whole."""
 
     @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return super()._apply(module, device_mesh) if _divides(module, device_mesh) else module
+        weight: Any = module.weight
+        if int(weight.shape[0]) % device_mesh.size():
+            return module
+        return super()._apply(module, device_mesh)  # type: ignore[safe-super] # that of a style
 
 
-class _WholeRowwise(RowwiseParallel):
-    """Divides the rows of an embedding, if they divide evenly; else leaves it whole."""
-
-    def __init__(self) -> None:
-        super().__init__(input_layouts=Replicate())
-
-    @override
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return super()._apply(module, device_mesh) if _divides(module, device_mesh) else module
+class _EvenColwise(_IfEven, ColwiseParallel):
+    """Of a layer's outputs."""
 
 
-def _divides(module: nn.Module, mesh: DeviceMesh) -> bool:
-    weight: Any = module.weight
-    return int(weight.shape[0]) % mesh.size() == 0
+class _EvenRowwise(_IfEven, RowwiseParallel):
+    """Of an embedding's rows."""
 
 
 class _ByHeads(ColwiseParallel):
@@ -73,9 +66,9 @@ class _ByHeads(ColwiseParallel):
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    "colwise_rep": _WholeColwise,
-    "colwise_gather_output": _WholeColwise,
-    "embedding_rowwise": _WholeRowwise,
+    "colwise_rep": partial(_EvenColwise, output_layouts=Replicate()),
+    "colwise_gather_output": partial(_EvenColwise, output_layouts=Replicate()),
+    "embedding_rowwise": partial(_EvenRowwise, input_layouts=Replicate()),
     # Norms of the heads that a rank has; the gradients of their weights are summed.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(use_local_output=True),
 }
