@@ -130,12 +130,4 @@ class Evaluation:
             self._split.generating.add(inputs.kind)
         could_be_cut = all(run.calls == [*each.record.calls.blocks] for each in microbatches or ())
         of_root = values if self._group.is_root else None
-        return StepOutput(of_root, [_size_of(inputs.batch)], [1.0]), could_be_cut
-
-
-def _size_of(batch: Any) -> int:
-    """Return the number of samples; 1 of what has no dimension of them."""
-    try:
-        return batch_size(batch)
-    except ValueError:
-        return 1
+        return StepOutput(of_root, [batch_size(inputs.batch, default=1)], [1.0]), could_be_cut

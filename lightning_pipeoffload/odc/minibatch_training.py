@@ -109,7 +109,7 @@ class MinibatchTraining(BackwardHooks):
         if isinstance(batch, Minibatch):
             return batch
         _refuse_several(batch)
-        return Minibatch([batch], [1 / self._num_ranks], self._num_ranks * _size_of(batch))
+        return Minibatch([batch], [1 / self._num_ranks], self._num_ranks * batch_size(batch, 1))
 
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
         logged = self._logs.pop_logged([weight * part.total for weight in part.weights])
@@ -200,14 +200,6 @@ def _loss_of(output: Any) -> Tensor | None:
         f"training_step returned a {type(output).__name__}; return the loss, a dict with it under "
         f"'loss', or None"
     )
-
-
-def _size_of(batch: Any) -> int:
-    """Return the number of samples of a batch; 1 if it has no tensor."""
-    try:
-        return batch_size(batch)
-    except ValueError:
-        return 1
 
 
 _OF_RANKS = ("sync_dist", "sync_dist_group")

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeoffload.odc.fsdp_hooks import OnDemandHooks
-from lightning_pipeoffload.odc.sharding import ShardedGroup, local_part, sharded_groups
+from lightning_pipeoffload.odc.sharding import ShardedGroup, sharded_groups
 from lightning_pipeoffload.odc.transport import OnDemandTransport
 from lightning_pipeoffload.runtime.comm import HostGroup, reporting_lost_peers
+from lightning_pipeoffload.runtime.shapes import local_part
 
 MakeTransport = Callable[[Sequence[ShardedGroup]], OnDemandTransport]
 

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_pipeoffload.runtime.comm import HostGroup, reporting_lost_peers
 from lightning_pipeoffload.runtime.cut import find_chain
+from lightning_pipeoffload.runtime.shapes import local_part
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -167,12 +168,6 @@ class ShardedGroup:
         starts = self.starts(range(len(self.sizes)))
         for start, parameter in zip(starts, self.parameters, strict=True):
             yield start, local_part(parameter.detach()).reshape(-1)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded tensor."""
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
 
 
 def sharded_groups(root: nn.Module) -> list[ShardedGroup]:

@@ -78,13 +78,22 @@ class Collation:
         return None
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: Any, default: int | None = None) -> int:
     """Return the number of samples: the rows that all tensors share, or the entries of its lists.
+
+    Args:
+        batch: The batch.
+        default: Returned in place of an error.
 
     Raises:
         ValueError: Lengths along dimension 0 differ, or nothing in the batch has a length.
     """
-    return BatchStructure().count(batch)
+    try:
+        return BatchStructure().count(batch)
+    except ValueError:
+        if default is None:
+            raise
+        return default
 
 
 def tokens_in(batch: Any) -> int | Tensor | None:
