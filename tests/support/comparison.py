@@ -5,11 +5,11 @@ import copy
 import torch
 
 from lightning_pipeoffload.runtime import mix_seed, seed_all
-from lightning_pipeoffload.runtime.batch import batch_size, split_batch
+from lightning_pipeoffload.runtime.batch import batch_size
 from lightning_pipeoffload.schedule import build, forward_only
 from tests.support.families import call_step
 from tests.support.in_process import InProcessPipeline
-from tests.support.small_modules import Outcome, assert_same
+from tests.support.small_modules import Outcome, assert_same, split_batch
 
 SCHEDULES = ["1f1b", "zb_h1", "interleaved_1f1b"]
 NUM_MICROBATCHES = 4

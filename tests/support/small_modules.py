@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_pipeoffload.demos import GPT
 from lightning_pipeoffload.runtime import mix_seed, seed_all
-from lightning_pipeoffload.runtime.batch import batch_size, split_batch
+from lightning_pipeoffload.runtime.batch import BatchStructure, batch_size
 from lightning_pipeoffload.schedule import build
 from tests.support.families import TEXT, from_transformers
 from tests.support.families import gpt2 as make_gpt2
@@ -23,6 +23,11 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
 DEPTH = 8  # blocks: enough for two stages on each of four ranks
 VOCABULARY = 16
 TOLERANCE = 1e-12
+
+
+def split_batch(batch, size):
+    """Split a batch into parts of ``size`` samples, the last one possibly smaller."""
+    return BatchStructure().split(batch, size).parts
 
 
 class LanguageModel(nn.Module):

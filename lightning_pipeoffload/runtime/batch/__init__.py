@@ -17,7 +17,6 @@ from .structure import (
     Samples,
     batch_size,
     refuse_unclear_list,
-    split_batch,
     tokens_in,
 )
 from .tree import batch_leaves, map_batch

@@ -111,11 +111,6 @@ def tokens_in(batch: Any) -> int | Tensor | None:
     return ids.numel()
 
 
-def split_batch(batch: Any, size: int) -> list[Any]:
-    """Split a batch into parts of ``size`` samples, the last one possibly smaller."""
-    return BatchStructure().split(batch, size).parts
-
-
 class BatchStructure:
     """Whether lists of one step's batches have an entry for each sample, by the first cut batch.
 

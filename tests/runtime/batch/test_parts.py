@@ -20,10 +20,10 @@ from lightning_pipeoffload.runtime.batch import (
     merge_outputs,
     refuse_unclear_list,
     sample_counts,
-    split_batch,
     start_checksum,
     weigh_parts,
 )
+from tests.support.small_modules import split_batch
 
 Pair = namedtuple("Pair", ["x", "names"])
 
