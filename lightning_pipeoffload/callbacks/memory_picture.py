@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_pipeoffload.pictures import MISSING, SMALL, has_matplotlib, new_figure, save_figure
+from lightning_pipeoffload.pictures import (
+    MISSING,
+    SMALL,
+    has_matplotlib,
+    new_figure,
+    obstacle_of,
+    save_figure,
+)
 from lightning_pipeoffload.runtime.memory import Held
 from lightning_pipeoffload.schedule import Costs, Timeline, bytes_text, simulate
 from lightning_pipeoffload.schedule.simulation import Curve, host_memory_curves, memory_curves
@@ -36,7 +43,8 @@ class MemoryPicture(Callback):
         path: The file to write: ``.svg`` or ``.png``.
 
     Raises:
-        ValueError: The path ends otherwise, or matplotlib is not installed.
+        ValueError: The path ends otherwise, or matplotlib is not installed; or, when a fit begins,
+            the file cannot be written.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -53,6 +61,13 @@ class MemoryPicture(Callback):
                 f"MemoryPicture draws a pipeline's plan, and the strategy is "
                 f'{type(trainer.strategy).__name__}; use strategy="pipeoffload"'
             )
+        if stage == "fit":
+            obstacle = obstacle_of(self._path) if trainer.is_global_zero else ""
+            obstacle = trainer.strategy.broadcast(obstacle)
+            if obstacle:
+                raise ValueError(
+                    f"path ({self._path}) of a MemoryPicture cannot be written: {obstacle}"
+                )
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

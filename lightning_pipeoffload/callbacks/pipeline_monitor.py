@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -25,10 +24,11 @@ from lightning_pipeoffload.callbacks.step_figures import (
 )
 from lightning_pipeoffload.metrics import RankFigures
 from lightning_pipeoffload.pictures import (
+    ENDINGS,
     MISSING,
     MeasuredStep,
     draw_measured,
-    has_matplotlib,
+    obstacle_of,
     save_figure,
     to_measured_trace,
 )
@@ -36,8 +36,6 @@ from lightning_pipeoffload.planning.report import print_timeline
 from lightning_pipeoffload.runtime.device import ActionTimer, TimedStep
 from lightning_pipeoffload.schedule import Costs, Schedule, seconds_text, share_text, simulate
 from lightning_pipeoffload.strategy import PipeOffloadStrategy
-
-_ENDINGS = (".svg", ".png", ".json")
 
 
 class PipelineMonitor(Callback):
@@ -302,14 +300,20 @@ class _TimelineFiles:
         names = [paths] if isinstance(paths, (str, PathLike)) else paths
         self.paths = [Path(path) for path in names]
         for path in self.paths:
-            if path.suffix not in _ENDINGS:
+            if path.suffix not in ENDINGS:
                 raise ValueError(
                     f"timeline ({path}) of a PipelineMonitor must end in .svg, .png or .json"
                 )
 
     def obstacle(self) -> str:
         """Say why a file cannot be written; empty if all can."""
-        return next(filter(None, map(_obstacle_of, self.paths)), "")
+        for path in self.paths:
+            if obstacle := obstacle_of(path):
+                advice = ", or use .json" if obstacle == MISSING else ""
+                return (
+                    f"timeline ({path}) of a PipelineMonitor cannot be written: {obstacle}{advice}"
+                )
+        return ""
 
     def write(
         self, number: int, measured: MeasuredStep, error: float, plan: Schedule, costs: Costs
@@ -350,16 +354,3 @@ class _TimelineFiles:
 
 def _describe(seconds: float, bubble: float) -> str:
     return f"{seconds_text(seconds)}, bubble {share_text(bubble)}; memory in MiB"
-
-
-def _obstacle_of(path: Path) -> str:
-    prefix = f"timeline ({path}) of a PipelineMonitor cannot be written: "
-    if not path.parent.is_dir():
-        return f"{prefix}make the folder {path.parent} first"
-    if path.is_dir():
-        return f"{prefix}it is a folder; name a file"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return f"{prefix}permission denied; choose another folder"
-    if path.suffix != ".json" and not has_matplotlib():
-        return f"{prefix}{MISSING}, or use .json"
-    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,17 @@ _DOTS_PER_INCH, _DOTS_OF_A_PNG = 100.0, 150.0
 
 def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def obstacle_of(path: Path) -> str:
+    """Say why no picture, or trace, can be written to a path; "" if one can."""
+    if not path.parent.is_dir():
+        return f"make the folder {path.parent} first"
+    if path.is_dir():
+        return "it is a folder; name a file"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "permission denied; choose another folder"
+    return "" if path.suffix == ".json" or has_matplotlib() else MISSING
 
 
 def new_figure(width: float, height: float) -> Figure:

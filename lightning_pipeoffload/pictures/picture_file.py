@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from lightning_pipeoffload.schedule import COMPUTE_LANE, Costs, Event, ScheduleError, Timeline
 from lightning_pipeoffload.schedule.simulation import Curve, memory_curves
 
-from .figures import MISSING, has_matplotlib, save_figure
+from .figures import obstacle_of, save_figure
 from .measured_step import MeasuredStep, Wait
 from .timelines import TimelinePanel, Window, draw_timelines
 
 MICROSECONDS = 1e6
-_ENDINGS = (".svg", ".png", ".json")
+ENDINGS = (".svg", ".png", ".json")
 
 _Entries = list[dict[str, Any]]
 
@@ -138,14 +138,11 @@ class PictureFile:
     unit: str = "s"
 
     def __post_init__(self) -> None:
-        if self.path.suffix not in _ENDINGS:
-            raise ScheduleError(f"picture ({self.path}) must end in one of {', '.join(_ENDINGS)}")
-        if not self.path.parent.is_dir():
-            raise ScheduleError(
-                f"picture ({self.path}) cannot be written: make the folder {self.path.parent} first"
-            )
-        if self.path.suffix != ".json" and not has_matplotlib():
-            raise ScheduleError(f"picture ({self.path}) cannot be written: {MISSING}")
+        if self.path.suffix not in ENDINGS:
+            raise ScheduleError(f"picture ({self.path}) must end in one of {', '.join(ENDINGS)}")
+        obstacle = obstacle_of(self.path)
+        if obstacle:
+            raise ScheduleError(f"picture ({self.path}) cannot be written: {obstacle}")
 
     def write(self, drawn: Sequence[Drawn]) -> None:
         """Draw timelines one above the other, at one scale.

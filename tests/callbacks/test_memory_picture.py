@@ -34,6 +34,18 @@ def test_another_ending_is_refused():
         MemoryPicture("memory.jpg")
 
 
+def _refusal_of(path):
+    with pytest.raises(ValueError, match="MemoryPicture cannot be written") as error:
+        _fit_and_draw(path)
+    return str(error.value)
+
+
+def test_a_folder_that_is_missing_is_refused_before_training(ranks, tmp_path):
+    path = tmp_path / "none" / "memory.svg"
+    for refusal in ranks(2).run(_refusal_of, str(path)):
+        assert refusal.endswith(f"make the folder {path.parent} first")
+
+
 def test_another_strategy_has_no_plan():
     trainer = L.Trainer(**fits.SILENT, max_steps=1, callbacks=[MemoryPicture("memory.svg")])
     with pytest.raises(ValueError, match='SingleDeviceStrategy; use strategy="pipeoffload"'):

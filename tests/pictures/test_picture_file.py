@@ -34,7 +34,7 @@ def test_the_ending_says_what_is_written(name, start, tmp_path):
     [
         ("a.pdf", r"must end in one of \.svg, \.png, \.json"),
         ("none/a.svg", "cannot be written: make the folder .*none first"),
-        ("folder.svg", "cannot be written: Is a directory"),
+        ("folder.svg", "cannot be written: it is a folder; name a file"),
         ("a.json", "a trace, which shows one schedule; leave out compare"),
     ],
 )
