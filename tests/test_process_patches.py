@@ -96,6 +96,7 @@ LISTED = {
     },
     "runtime/tensor_parallel/collectives.py": {
         "functional._maybe_wrap_tensor": "attached: collectives are waited for where called",
+        "torch.library.Library": "attached: collectives over gloo go by way of the host",
     },
     "runtime/tensor_parallel/layers.py": {
         "register_module_parameter_registration_hook": "configure_model: finds parted weights",
@@ -103,9 +104,6 @@ LISTED = {
     "runtime/tensor_parallel/own_parts.py": {
         "Shard._make_shard_tensor": "a module's construction: tensor ranks divide their own values",
         "Replicate._make_replicate_tensor": "as the former",
-    },
-    "runtime/tensor_parallel/through_host.py": {
-        "torch.library.Library": "attached: collectives over gloo go by way of the host",
     },
     "runtime/tensor_parallel/shard_initialization.py": {
         "Tensor": "attached, and configure_model: draws into shards are parts of whole ones",

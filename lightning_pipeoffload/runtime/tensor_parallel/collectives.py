@@ -20,7 +20,6 @@ from torch.distributed import _functional_collectives as functional  # private: 
 from lightning_pipeoffload.runtime import replaced
 from lightning_pipeoffload.runtime.comm import goes_through_host, reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import ShapeOnly, Sharding
-from lightning_pipeoffload.runtime.tensor_parallel.through_host import collectives_through_host
 
 
 def _wait(tensor: Tensor) -> Tensor:
@@ -28,6 +27,41 @@ def _wait(tensor: Tensor) -> Tensor:
         return tensor
     with reporting_lost_peers("lost a rank that shares its layers"):
         return functional.wait_tensor(tensor)
+
+
+def _gather_through_host(part: Tensor, size: int, name: Any) -> Tensor:
+    whole = part.new_empty((size * part.shape[0], *part.shape[1:]), device="cpu")
+    dist.all_gather_into_tensor(whole, part.cpu(), group=_resolve_process_group(name))
+    return whole.to(part.device)
+
+
+def _reduce_through_host(whole: Tensor, operation: str, size: int, name: Any) -> Tensor:
+    group, summed = _resolve_process_group(name), whole.cpu()
+    dist.all_reduce(summed, getattr(dist.ReduceOp, operation.upper()), group=group)
+    return summed.chunk(size)[group.rank()].to(whole.device)
+
+
+_KERNELS = {
+    "all_gather_into_tensor": _gather_through_host,
+    "reduce_scatter_tensor": _reduce_through_host,
+}
+
+
+@contextmanager
+def collectives_through_host(device_type: str) -> Iterator[None]:
+    """Send the tensors of one type of device through the host's memory, within the context.
+
+    For tests with several processes on one GPU, which NCCL refuses. gloo's own collectives would
+    use device addresses as host addresses. Messages between stages take the same way, in
+    ``ProcessGroupTransport``.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    for name, kernel in _KERNELS.items():
+        library.impl(name, kernel, device_type.upper())
+    try:
+        yield
+    finally:
+        library._destroy()  # private: torch has no other
 
 
 @contextmanager

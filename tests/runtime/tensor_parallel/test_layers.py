@@ -37,7 +37,7 @@ from lightning_pipeoffload.runtime.tensor_parallel import (
     sharing_layers,
     waiting_for_collectives,
 )
-from lightning_pipeoffload.runtime.tensor_parallel.through_host import collectives_through_host
+from lightning_pipeoffload.runtime.tensor_parallel.collectives import collectives_through_host
 from lightning_pipeoffload.runtime.weight_grad import (
     WeightGradQueue,
     deferring_kernels,
