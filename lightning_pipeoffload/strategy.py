@@ -1,7 +1,8 @@
 """The Lightning strategy: its arguments, and the methods that Lightning calls.
 
-Its bases start and end the processes (``processes/``), save and load (``checkpoints/``). One
-:class:`~lightning_pipeoffload.loop.fit.Fit` owns all that belongs to a fit or an evaluation.
+Its bases start and end the processes (``processes/``). It holds the module that is cut, one
+:class:`~lightning_pipeoffload.loop.split.Split`, and for a fit or an evaluation one
+:class:`~lightning_pipeoffload.loop.fit.Fit`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -24,7 +28,17 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pipeoffload.checkpoints import CheckpointHooks, SplitState
+from lightning_pipeoffload.checkpoints import (
+    BEFORE_FIRST_BATCH,
+    Continued,
+    WholeCheckpoints,
+    load_whole,
+    parts_of,
+    read_checkpoint,
+    whole_state,
+    write_file,
+    write_folder,
+)
 from lightning_pipeoffload.loop import (
     Fit,
     ModelInParts,
@@ -35,7 +49,7 @@ from lightning_pipeoffload.loop import (
     refuse_readers_of_shards,
 )
 from lightning_pipeoffload.metrics import SharedMetricsConnector
-from lightning_pipeoffload.optimizers import MasterWeights, OptimizedParameters
+from lightning_pipeoffload.optimizers import MasterWeights, read_states
 from lightning_pipeoffload.planning.limits import Limit
 from lightning_pipeoffload.planning.settings import (
     PipelineSettings,
@@ -46,6 +60,7 @@ from lightning_pipeoffload.planning.settings import (
     check_timeout,
 )
 from lightning_pipeoffload.processes import (
+    PipelineProcesses,
     describe_module,
     describe_optimizers,
     describe_trainer,
@@ -63,7 +78,7 @@ class _Described(NamedTuple):
     report: dict[str, Any]
 
 
-class PipeOffloadStrategy(CheckpointHooks):
+class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
     """Trains an unchanged LightningModule over the stages of a pipeline.
 
     The module is cut at the entries of its ModuleLists or Sequentials. Each rank runs the module's
@@ -171,6 +186,9 @@ class PipeOffloadStrategy(CheckpointHooks):
     """
 
     strategy_name = "pipeoffload"
+    _continued = Continued()  # what is saved of the entry that runs, or ran last
+    _loaded = Continued()  # of the last checkpoint
+    _masters: MasterWeights | None = None
     _split: Split | None = None
     _making: ModelInParts  # from setup_environment on
     _fit: Fit | None = None
@@ -335,15 +353,17 @@ class PipeOffloadStrategy(CheckpointHooks):
         return self._split
 
     @property
-    @override
-    def _split_state(self) -> SplitState | None:
-        state = None if self._split is None else self._split.state
-        return state if state is not None and state.is_split else None
+    def _is_split(self) -> bool:
+        return self._split is not None and self._split.state.is_split
 
     @property
-    @override
-    def _parameters(self) -> OptimizedParameters:
-        return self.split.parameters
+    def _fits(self) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def _resumed(self) -> Continued | None:
+        """What the fit that runs continues; None: it resumes no other."""
+        return self._loaded if self._fits and self._trainer.ckpt_path is not None else None
 
     @property
     def fit(self) -> Fit:
@@ -436,9 +456,9 @@ class PipeOffloadStrategy(CheckpointHooks):
         """Return the seed of an entry's steps: drawn, or that of the fit that is resumed."""
         self.agree_on_randomness()
         with forked_randomness():  # the user's generators give what they give on one device
-            self.continued = self.continued.next(draw_seed(), self._resumed)
-        assert self.continued.seed is not None
-        return self.continued.seed
+            self._continued = self._continued.next(draw_seed(), self._resumed)
+        assert self._continued.seed is not None
+        return self._continued.seed
 
     def _enter_split(self) -> Split:
         """Cut the module, or return to the cut of an entry before."""
@@ -460,7 +480,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         self._at_end.callback(split.leave)
         if self._resumed is not None:
             split.cutter.resume(self._resumed.first_batch)
-        self.continued = self.continued._replace(first_batch=split.cutter.first_batch)
+        self._continued = self._continued._replace(first_batch=split.cutter.first_batch)
         return split
 
     def _described(self, split: Split) -> dict[str, str]:
@@ -508,19 +528,6 @@ class PipeOffloadStrategy(CheckpointHooks):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
-    def wait_for_parameters(self) -> None:
-        super().wait_for_parameters()
-        if self._fit is not None:
-            self._fit.boundary.wait_for_parameters()
-
-    @override
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self._fit is not None:
-            self._fit.batch_end.compare()  # before anything is saved
-            self._note_read()
-        super().save_checkpoint(*args, **kwargs)
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
             return self.fit.evaluate("validation_step", args, kwargs)
@@ -546,7 +553,7 @@ class PipeOffloadStrategy(CheckpointHooks):
         """Note for a checkpoint what the readers have read; all ranks call it together."""
         if self._fits:
             read = self.fit.read_states()
-            self.continued = self.continued._replace(read=read or self.continued.read)
+            self._continued = self._continued._replace(read=read or self._continued.read)
 
     @override
     def _break_off(self, is_of_all: bool) -> None:
@@ -554,6 +561,72 @@ class PipeOffloadStrategy(CheckpointHooks):
         connector = self._trainer._logger_connector
         if isinstance(connector, SharedMetricsConnector):
             connector.abandon()
+
+    # Checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._refuse_alone("save_checkpoint")
+        if self._is_split:
+            if self._fit is not None:
+                self._fit.boundary.wait_for_parameters()
+            return self.split.state.of_module(self._save_distributed_checkpoint)
+        if self.processes.group is not None and self.group.num_tensor_ranks > 1:
+            raise RuntimeError(BEFORE_FIRST_BATCH)
+        return whole_state(self._module, self._masters, self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._split is None:
+            return super().optimizer_state(optimizer)
+        return self._split.state.of_optimizer(plain, by_name=self._save_distributed_checkpoint)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._fit is not None:
+            self._fit.batch_end.compare()  # before anything is saved
+            self._note_read()
+        if self.processes.group is None:  # before the first run, or after forks
+            if "optimizer_states" in checkpoint:
+                self._refuse_without_optimizers()
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        self._continued.write_to(checkpoint)
+        if not self._is_split:  # what is not read yet may be in the file that is replaced
+            for optimizer in self.optimizers:
+                read_states(optimizer)
+            if self._masters is not None:
+                self._masters.read()
+        if self._save_distributed_checkpoint:
+            write_folder(checkpoint, filepath, self.group, storage_options)
+        else:
+            write_file(checkpoint, filepath, self.group, self.checkpoint_io, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        checkpoint = read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only, self._fits)
+        self._loaded = Continued.read_from(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state = checkpoint["state_dict"]
+        if self._is_split:
+            self.split.state.load_module(state, strict)
+        else:
+            load_whole(self._module, state, strict)
+        if self._masters is not None and self._fits:
+            self._masters.keep_loaded(parts_of(state, self._module))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if checkpoint["optimizer_states"]:
+            self.split.state.load_optimizers(checkpoint["optimizer_states"])
 
     # The run's end and that of its last hooks come in either order.
 

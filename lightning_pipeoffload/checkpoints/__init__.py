@@ -25,11 +25,11 @@ The stand-ins are these: ShapeOnly (saved, from 1 on), LateTensor (in torch.save
 StoredTensor (loaded, up to 3 and 6). None of them is trained.
 """
 
-from .checkpoint_hooks import CheckpointHooks
-from .continued import Continued
+from .checkpoint import Continued, read_checkpoint, write_file, write_folder
 from .file import present
 from .folder import PartWriter, WholeCheckpoints, refuse_remote_folder, write_checkpoint_folder
 from .load_weights import load_weights
 from .save_pretrained import save_pretrained
 from .saved_values import SavedValues
-from .split_state import SplitState, make_whole
+from .shards import BEFORE_FIRST_BATCH, parts_of
+from .split_state import SplitState, load_whole, make_whole, whole_state

@@ -1,4 +1,4 @@
-"""State dicts of a module and its optimizers that are spread over ranks.
+"""State dicts of a module and its optimizers, over the ranks once the module is split.
 
 Keys are those of the plain module, and an optimizer's state has the layout of the plain optimizer.
 So a checkpoint loads into the plain module and into a pipeline of another size.
@@ -6,6 +6,7 @@ So a checkpoint loads into the plain module and into a pipeline of another size.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.checkpoints.file import state_dict_of
-from lightning_pipeoffload.checkpoints.saved_values import described_shapes
-from lightning_pipeoffload.checkpoints.shards import join_shards, shards_in, state_of_whole
+from lightning_pipeoffload.checkpoints.saved_values import described_shapes, shapes_of
+from lightning_pipeoffload.checkpoints.shards import (
+    join_shards,
+    optimizer_parts_of,
+    shards_in,
+    state_of_whole,
+)
 from lightning_pipeoffload.optimizers import (
     GroupNames,
     MasterWeights,
@@ -23,6 +29,8 @@ from lightning_pipeoffload.optimizers import (
     follow_parameters,
     groups_with,
     load_optimizer_state,
+    name_optimizer_state,
+    number_optimizer_state,
     plain_layout,
     read_states,
 )
@@ -30,6 +38,7 @@ from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, reporti
 from lightning_pipeoffload.runtime.cut import (
     absent_in,
     explain_absent,
+    load_quantization,
     make_real,
     remove_complete_hooks,
 )
@@ -38,8 +47,28 @@ from lightning_pipeoffload.runtime.shapes import ShapeOnly, copy_state
 from lightning_pipeoffload.runtime.users_code import find_slots
 
 
+def whole_state(
+    module: nn.Module, masters: MasterWeights | None, is_global_zero: bool
+) -> dict[str, Any]:
+    """Return the state dict of a module that no batch has split yet: that of global rank 0."""
+    # Without a seed the ranks' modules differ until they are split.
+    state: dict[str, Any] = module.state_dict()
+    if masters is not None:
+        masters.replace_in(state, module)
+    return state if is_global_zero else shapes_of(state, global_rank=0)
+
+
+def load_whole(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state dict into a module that no batch has split yet."""
+    loaded = load_quantization(module, state, is_split=False)
+    plain = copy.copy(state)  # with its attribute: the versions that modules load by
+    for key in loaded:
+        del plain[key]  # type: ignore[attr-defined]
+    module.load_state_dict(plain, strict=strict)
+
+
 class SplitState:
-    """One rank's state dicts of a split module and its optimizers.
+    """One rank's state dicts of a module that has stages, and its optimizers.
 
     Args:
         pipeline: This rank's part of the module.
@@ -114,6 +143,8 @@ class SplitState:
             optimizer: One of the trainer's optimizers.
             by_name: Whether to return this rank's part only, by the names of the parameters.
         """
+        if not self.is_split:
+            return self._of_whole_optimizer(optimizer, by_name)
         names = self._parameters.names_in(optimizer)
         mine = self._named_state(optimizer, in_shards=by_name)
         if by_name:
@@ -121,6 +152,15 @@ class SplitState:
         is_shared_out = self._parameters.shares_of(optimizer) is not None
         ranks = self._group.world if is_shared_out else self._group
         return plain_layout(optimizer, names, self._of_all(mine, ranks))
+
+    def _of_whole_optimizer(self, optimizer: Optimizer, by_name: bool) -> dict[str, Any]:
+        """Return the state on global rank 0, which is that of all before the module is split."""
+        if self._group.global_rank:
+            return {}
+        state = optimizer.state_dict()
+        if not by_name:
+            return state
+        return name_optimizer_state(state, self._parameters.names_in(optimizer))
 
     def _part_of_optimizer(
         self, optimizer: Optimizer, names: GroupNames, state: dict[str, Any]
@@ -155,6 +195,7 @@ class SplitState:
                 f"the checkpoint does not fit {type(module).__name__}: missing {sorted(missing)}, "
                 f"unexpected {sorted(unexpected)}"
             )
+        load_quantization(module, state, is_split=True)
         keys = self._own_keys()
         part = {key: value for key, value in state.items() if key in keys}
         module.load_state_dict(state_dict_of(part, like=state), strict=False)
@@ -166,9 +207,19 @@ class SplitState:
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's part of the plain optimizers' states.
 
+        Before the module is split they stay unread: the part is read at the first batch.
+
         Raises:
             ValueError: The states belong to other groups.
         """
+        if self._group.num_tensor_ranks > 1:
+            of_all = zip(states, self._parameters.names, strict=True)
+            states = [optimizer_parts_of(s, names, self._pipeline.module) for s, names in of_all]
+        if not self.is_split:
+            for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
+                with self._parameters.loading_state(optimizer):
+                    optimizer.load_state_dict(number_optimizer_state(state, names))
+            return
         parameters = self._pipeline.tensors.canonical_parameters()
         for (optimizer, names), state in zip(self._parameters.named(), states, strict=True):
             shares = self._parameters.shares_of(optimizer)

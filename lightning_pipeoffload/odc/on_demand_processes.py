@@ -70,8 +70,7 @@ class OnDemandProcesses(JointStrategy, ModelParallelStrategy):
         shape = (self.world_size // size, size, 1)
         names = ("replicas", *self.device_mesh.mesh_dim_names)  # type: ignore[misc]
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        self._module._device_mesh = self._device_mesh
         for first in range(0, self.world_size, size):
             ranks = _host_group(groups, range(first, first + size))
             if first <= self.global_rank < first + size:

@@ -156,11 +156,6 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
         assert self.processes.world is not None
         return self.processes.world
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     def _connect(self, module: LightningModule) -> None:
         size = self._check_group_size(self.world_size)
         shared = self.device_mesh["data_parallel"].get_group()

@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
@@ -66,9 +67,13 @@ class JointStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def _own_trainer(self) -> Any:
+    def _module(self) -> LightningModule:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
 
     # Collective operations; before the first run there is no other rank to wait for
 
@@ -149,7 +154,7 @@ class JointStrategy(ParallelStrategy):
     def _end_together(self) -> None:
         self.restore_user_objects()
         is_connected = self.processes.board is not None
-        if is_connected and self._own_trainer.received_sigterm:  # in one of the last hooks
+        if is_connected and self._trainer.received_sigterm:  # in one of the last hooks
             raise SIGTERMException
         self.processes.end()
 
@@ -164,7 +169,7 @@ class JointStrategy(ParallelStrategy):
         if is_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if is_interrupt or says_peer_lost(exception):  # this process exits before Lightning does it
-            for logger in self._own_trainer.loggers:
+            for logger in self._trainer.loggers:
                 logger.finalize("failed")
         board = self.processes.pop_board()
         if board is None:
@@ -173,13 +178,13 @@ class JointStrategy(ParallelStrategy):
         if says_peer_lost(exception):
             board.exit_for_lost_rank(first_line(exception))  # exits
         action = self.running_action if isinstance(exception, Exception) else ""
-        status = status_after(exception, self._own_trainer.global_step > 0)
+        status = status_after(exception, self._trainer.global_step > 0)
         is_of_all = board.report(exception, action, status)
         self._break_off(is_of_all)
         self._warns = self.global_rank == 0 or not is_of_all
         self._exception_hooks = [
             WrappedHook(callback, "on_exception", self._run_alone)
-            for callback in self._own_trainer.callbacks
+            for callback in self._trainer.callbacks
         ]
         if isinstance(exception, SystemExit) and exception.code in (None, 0):
             exception.code = 1

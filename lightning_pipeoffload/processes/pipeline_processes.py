@@ -220,10 +220,9 @@ class PipelineProcesses(JointStrategy):
 
     def names_to_return(self) -> set[str]:
         """Return the parameters and buffers whose values this rank returns; all ranks call it."""
-        assert self.lightning_module is not None
         group = self.group
         group.replicas.pending.wait()
-        slots = find_slots(self.lightning_module)
+        slots = find_slots(self._module)
         names = {slot.name for slot in slots if not isinstance(slot.tensor, ShapeOnly)}
         of_ranks = dict(zip(group.global_ranks, group.gather(names), strict=True))
         if group.replica:

@@ -1,0 +1,126 @@
+"""Checkpoints of all ranks, written together and read by each; what a fit continues that resumes.
+
+The states of module and optimizers are in ``split_state.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lightning.fabric.plugins import CheckpointIO
+
+from lightning_pipeoffload.checkpoints.file import MovingCheckpointIO, present
+from lightning_pipeoffload.checkpoints.folder import (
+    META_FILE,
+    is_checkpoint_folder,
+    read_checkpoint_folder,
+    refuse_incomplete_folder,
+    refuse_remote_folder,
+    write_checkpoint_folder,
+)
+from lightning_pipeoffload.checkpoints.saved_values import SavedValues
+from lightning_pipeoffload.checkpoints.shards import join_saved, place_saved
+from lightning_pipeoffload.runtime import mix_seed, without_collection
+from lightning_pipeoffload.runtime.comm import PipelineGroup
+
+_SEED, _FIRST_BATCH = "pipeoffload_seed", "pipeoffload_first_batch"
+_NUM_ENTRIES, _READ = "pipeoffload_num_entries", "pipeoffload_read"
+_BY_RANKS = ("state_dict", "optimizer_states")  # entries of which each rank writes its own
+
+
+class Continued(NamedTuple):
+    """What a checkpoint has of an entry of the trainer: a fit or an evaluation.
+
+    Attributes:
+        seed: The seed of its steps; None before the first entry.
+        first_batch: What the first batch has decided for later ones; empty before it.
+        num_entries: The number of fits and evaluations of the trainer, this one included.
+        read: What the reader of each replica has read, and its generators; empty before a pass.
+    """
+
+    seed: int | None = None
+    first_batch: Mapping[str, Any] = MappingProxyType({})
+    num_entries: int = 0
+    read: Sequence[dict[str, Any]] = ()
+
+    def next(self, drawn: int, resumed: Continued | None) -> Continued:
+        """Return what the next entry begins with.
+
+        Args:
+            drawn: A seed that all ranks have drawn.
+            resumed: What that entry continues; None: it resumes no other.
+        """
+        if resumed is not None and resumed.seed is not None:
+            return Continued(resumed.seed, num_entries=resumed.num_entries)
+        num_entries = self.num_entries + 1  # a second fit from the same state has other numbers
+        return Continued(mix_seed(drawn, num_entries), num_entries=num_entries)
+
+    @classmethod
+    def read_from(cls, checkpoint: Mapping[str, Any]) -> Continued:
+        return cls(
+            checkpoint.get(_SEED),
+            checkpoint.get(_FIRST_BATCH, {}),
+            checkpoint.get(_NUM_ENTRIES, 0),
+            checkpoint.get(_READ, ()),
+        )
+
+    def write_to(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_SEED], checkpoint[_NUM_ENTRIES] = self.seed, self.num_entries
+        if self.read:
+            checkpoint[_READ] = self.read
+        if self.first_batch.keys() - {"lists"}:
+            checkpoint[_FIRST_BATCH] = copy.deepcopy(self.first_batch)
+
+
+def write_file(
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    group: PipelineGroup,
+    io: CheckpointIO,
+    storage_options: Any | None,
+) -> None:
+    """Write one file from global rank 0, with the values of all ranks; all of them call it."""
+    # Another plugin may copy the checkpoint before it writes it.
+    one_by_one = type(io) is MovingCheckpointIO
+    checkpoint = join_saved(checkpoint, group)
+    with without_collection(), SavedValues(checkpoint, group).coming(one_by_one) as coming:
+        if group.global_rank == 0:
+            io.save_checkpoint(coming, path, storage_options=storage_options)
+
+
+def write_folder(
+    checkpoint: dict[str, Any], path: str | Path, group: PipelineGroup, storage_options: Any | None
+) -> None:
+    """Write a folder, to which each rank writes what it owns; all of them call it."""
+    refuse_remote_folder(path, storage_options)
+    path = Path(group.world.broadcast(path, 0))
+    by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
+    rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
+    by_ranks["state_dict"] = place_saved(by_ranks["state_dict"])
+    rest = join_saved(rest, group)
+    with SavedValues(rest, group).coming(one_by_one=False) as whole:
+        rest = whole
+    write_checkpoint_folder({**rest, **by_ranks}, path, group.world)
+
+
+def read_checkpoint(
+    path: str | Path, io: CheckpointIO, weights_only: bool | None, fits: bool
+) -> dict[str, Any]:
+    """Read a file or a folder, whose values are read when they are used.
+
+    Args:
+        path: Its path.
+        io: Reads a file.
+        weights_only: As for ``torch.load``.
+        fits: Whether the optimizers' states are needed.
+    """
+    folder = Path(present(path))
+    if not is_checkpoint_folder(folder):
+        refuse_incomplete_folder(folder)
+        return io.load_checkpoint(path, weights_only=weights_only)
+    rest = io.load_checkpoint(folder / META_FILE, weights_only=weights_only)
+    return read_checkpoint_folder(folder, rest, weights_only, fits)
