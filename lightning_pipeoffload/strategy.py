@@ -36,8 +36,7 @@ from lightning_pipeoffload.checkpoints import (
     parts_of,
     read_checkpoint,
     whole_state,
-    write_file,
-    write_folder,
+    write_checkpoint,
 )
 from lightning_pipeoffload.loop import (
     Fit,
@@ -600,10 +599,8 @@ class PipeOffloadStrategy(WholeCheckpoints, PipelineProcesses):
                 read_states(optimizer)
             if self._masters is not None:
                 self._masters.read()
-        if self._save_distributed_checkpoint:
-            write_folder(checkpoint, filepath, self.group, storage_options)
-        else:
-            write_file(checkpoint, filepath, self.group, self.checkpoint_io, storage_options)
+        io = None if self._save_distributed_checkpoint else self.checkpoint_io
+        write_checkpoint(checkpoint, filepath, self.group, io, storage_options)
 
     @override
     def load_checkpoint(

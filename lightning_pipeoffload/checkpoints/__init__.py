@@ -25,7 +25,7 @@ The stand-ins are these: ShapeOnly (saved, from 1 on), LateTensor (in torch.save
 StoredTensor (loaded, up to 3 and 6). None of them is trained.
 """
 
-from .checkpoint import Continued, read_checkpoint, write_file, write_folder
+from .checkpoint import Continued, read_checkpoint, write_checkpoint
 from .file import present
 from .folder import PartWriter, WholeCheckpoints, refuse_remote_folder, write_checkpoint_folder
 from .load_weights import load_weights

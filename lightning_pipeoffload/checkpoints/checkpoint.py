@@ -76,14 +76,21 @@ class Continued(NamedTuple):
             checkpoint[_FIRST_BATCH] = copy.deepcopy(self.first_batch)
 
 
-def write_file(
+def write_checkpoint(
     checkpoint: dict[str, Any],
     path: str | Path,
     group: PipelineGroup,
-    io: CheckpointIO,
+    io: CheckpointIO | None,
     storage_options: Any | None,
 ) -> None:
-    """Write one file from global rank 0, with the values of all ranks; all of them call it."""
+    """Write the values of all ranks; all of them call it.
+
+    ``io`` writes one file, from global rank 0; None: a folder, to which each writes what it owns.
+    """
+    if io is None:
+        refuse_remote_folder(path, storage_options)
+        _write_folder(checkpoint, Path(group.world.broadcast(path, 0)), group)
+        return
     # Another plugin may copy the checkpoint before it writes it.
     one_by_one = type(io) is MovingCheckpointIO
     checkpoint = join_saved(checkpoint, group)
@@ -92,12 +99,7 @@ def write_file(
             io.save_checkpoint(coming, path, storage_options=storage_options)
 
 
-def write_folder(
-    checkpoint: dict[str, Any], path: str | Path, group: PipelineGroup, storage_options: Any | None
-) -> None:
-    """Write a folder, to which each rank writes what it owns; all of them call it."""
-    refuse_remote_folder(path, storage_options)
-    path = Path(group.world.broadcast(path, 0))
+def _write_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) -> None:
     by_ranks = {key: checkpoint[key] for key in _BY_RANKS if key in checkpoint}
     rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
     by_ranks["state_dict"] = place_saved(by_ranks["state_dict"])
@@ -112,11 +114,7 @@ def read_checkpoint(
 ) -> dict[str, Any]:
     """Read a file or a folder, whose values are read when they are used.
 
-    Args:
-        path: Its path.
-        io: Reads a file.
-        weights_only: As for ``torch.load``.
-        fits: Whether the optimizers' states are needed.
+    ``fits`` says whether the optimizers' states are needed.
     """
     folder = Path(present(path))
     if not is_checkpoint_folder(folder):

@@ -162,10 +162,12 @@ class BatchCutter:
             ValueError: The batch has no samples, or it or the step cannot be cut.
         """
         is_first = not self.microbatch_size
-        if self.by_user:
-            microbatches = self.trace(inputs, self._parts_by_user(inputs, is_first))
-        else:
+        if not self.by_user:
             microbatches = self._cut_by_size(inputs)
+        elif is_first:
+            microbatches = self._cut_first_by_user(inputs)
+        else:
+            microbatches = self.trace(inputs, self.make_parts(inputs))
         if is_first and len(microbatches) > 1:
             self._note_differences(inputs, microbatches)
         return microbatches
@@ -263,33 +265,29 @@ class BatchCutter:
 
     # By make_microbatches
 
-    def _parts_by_user(self, inputs: StepInputs, is_first: bool) -> BatchParts:
-        if not is_first:
-            return self.make_parts(inputs)
-
+    def _cut_first_by_user(self, inputs: StepInputs) -> list[Microbatch]:
         def cut(batch: StepInputs, count: int) -> list[Microbatch]:
-            return self.trace(batch, self._make_parts(batch, count))
+            return self.trace(batch, self.make_parts(batch, count))
 
         count = self._plans.choose(inputs, 0, self.packs_rows(inputs.kind), cut)
-        parts = self._make_parts(inputs, count)
-        self.microbatch_size = -(-sum(parts.sizes) // len(parts.parts))
+        parts = self.make_parts(inputs, count)
+        self.microbatch_size = -(-sum(parts.sizes) // count)
         if self._pipeline.group.reports:
             self._loss_weights.note_ignored_labels(inputs.batch)
-        return parts
+        return self.trace(inputs, parts)
 
-    def make_parts(self, inputs: StepInputs) -> BatchParts:
-        """Return the batches that ``make_microbatches`` makes of one that is not the first.
+    def make_parts(self, inputs: StepInputs, count: int = 0) -> BatchParts:
+        """Return the batches that ``make_microbatches`` makes of one: ``count`` of them.
+
+        0: as many as the plan has, or fewer: of batches after the first.
 
         Raises:
-            ValueError: They are more than the plan has, or their samples cannot be counted.
+            ValueError: They are not so many, or their samples cannot be counted.
             TypeError: They are no list.
         """
-        count = self._plans.training.schedule.num_microbatches
-        return self._make_parts(inputs, count, may_be_fewer=True)
-
-    def _make_parts(self, inputs: StepInputs, count: int, may_be_fewer: bool = False) -> BatchParts:
-        make = self._settings.make_microbatches
+        make, may_be_fewer = self._settings.make_microbatches, not count
         assert make is not None
+        count = count or self._plans.training.schedule.num_microbatches
         batches = make(inputs.batch, count)
         if not isinstance(batches, list):
             raise TypeError(

@@ -45,15 +45,6 @@ from lightning_pipeoffload.processes import Processes, StepOptions
 class BatchEnd:
     """What ranks tell each other at the end of batches, and where they meet.
 
-    Args:
-        trainer: The trainer.
-        split: The module.
-        exchange: Sends and reads the vectors.
-        boundary: Counts the optimizer's steps.
-        processes: This rank's connections to the others.
-        environment: What started the processes.
-        at_end: Closed when the trainer leaves the entry.
-
     Attributes:
         stop: Stops all ranks; None on one rank, and in an evaluation.
         clocks: Decides what goes by the clock; None as above.

@@ -25,7 +25,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_pipeoffload.loop.backward import BatchBackward, GradientTotals, scaler_of
 from lightning_pipeoffload.loop.batch_end import BatchEnd
@@ -122,29 +122,23 @@ def leave_group_samplers(trainer: Trainer, replace: Callable[..., None] = replac
 
 
 class BackwardInStep(_AutomaticOptimization):
-    """Leaves zero_grad and backward to the strategy, which runs them in its training step."""
+    """Leaves zero_grad and backward to the strategy, which runs them in its training step.
 
-    _expect: Callable[[Callable[[], None] | None], None]
-    _outputs: Callable[[], Any] | None
+    Args:
+        plain: Lightning's loop, whose progress goes on.
+        expect: Called with the ``zero_grad`` of a batch; None while gradients accumulate.
+        outputs: Returns what hooks get in place of a step's outputs; None: these.
+    """
 
-    @classmethod
-    def from_plain(
-        cls,
+    def __init__(
+        self,
         plain: _AutomaticOptimization,
         expect: Callable[[Callable[[], None] | None], None],
         outputs: Callable[[], Any] | None = None,
-    ) -> Self:
-        """Make a loop with the progress of ``plain``.
-
-        Args:
-            plain: Lightning's loop.
-            expect: Called with the ``zero_grad`` of a batch; None while gradients accumulate.
-            outputs: Returns what hooks get in place of a step's outputs; None: these.
-        """
-        loop = cls(plain.trainer)
-        loop.optim_progress = plain.optim_progress
-        loop._expect, loop._outputs = expect, outputs
-        return loop
+    ) -> None:
+        super().__init__(plain.trainer)
+        self.optim_progress = plain.optim_progress
+        self._expect, self._outputs = expect, outputs
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,14 +189,8 @@ class PipelineThroughput(Throughput):
 class JoinedLoops:
     """What all ranks do together where Lightning's loops and their connector call.
 
-    Each method stands in place of Lightning's own, which it gets as ``plain``.
-
-    Args:
-        trainer: The trainer, with the connector of :func:`join_metrics`.
-        mesh: The ranks.
-        boundary: The weights between two steps.
-        batch_end: What ranks exchange at a batch's end.
-        collected: What steps write; None where one rank runs all of a step.
+    Each method stands in place of Lightning's own, which it gets as ``plain``. The trainer has the
+    connector of :func:`join_metrics`.
     """
 
     def __init__(
@@ -223,8 +211,9 @@ class JoinedLoops:
         replace = partial(_replace_until, at_end)
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         plain = epoch.automatic_optimization
-        outputs = None if self._mesh.is_root else partial(self._outputs, connector.outputs)
-        epoch.automatic_optimization = BackwardInStep.from_plain(plain, backward.expect, outputs)
+        message = "training_step", self._mesh.root, connector.outputs
+        outputs = None if self._mesh.is_root else partial(OutputsElsewhere, *message)
+        epoch.automatic_optimization = BackwardInStep(plain, backward.expect, outputs)
         at_end.callback(setattr, epoch, "automatic_optimization", plain)
         replace(fit, "run", self._fit)
         replace(fit, "on_advance_start", self._start_epoch)
@@ -254,10 +243,6 @@ class JoinedLoops:
                     throughputs[stage] = PipelineThroughput.from_plain(
                         counter, self._mesh.num_ranks
                     )
-
-    def _outputs(self, numbers: Callable[[], dict[str, Any]]) -> OutputsElsewhere:
-        """Return what hooks on other ranks than the root get of a training step."""
-        return OutputsElsewhere("training_step", self._mesh.root, numbers)
 
     def _fit(self, plain: Callable[[], None]) -> None:
         """Fit, unless a rank has set ``should_stop``, in on_fit_start for instance."""

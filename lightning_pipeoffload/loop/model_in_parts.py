@@ -35,15 +35,7 @@ _ONE_RANK = (
 
 
 class ModelInParts:
-    """Makes the layers that a module has in ``configure_model`` where their stages are.
-
-    Args:
-        module: The user's module.
-        group: The run's processes.
-        settings: The strategy's settings.
-        precision: The plugin in whose context layers are made.
-        trains: Whether the entry is a fit.
-    """
+    """Makes the layers that a module has in ``configure_model`` where their stages are."""
 
     def __init__(
         self,

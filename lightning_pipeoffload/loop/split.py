@@ -188,8 +188,8 @@ class Split:
             parameters = self.pipeline.tensors.with_local_stages()
             of_stages = self.pipeline.stage_gradients
             replicas, owner_of = self.group.replicas, self.pipeline.gradients.owner_of
-            self.reduction = GradientReduction(replicas, parameters, of_stages, owner_of)
-        self._buffers = SavedBuffers(self.group.replicas, self.pipeline.tensors)
+            buffers = SavedBuffers(replicas, self.pipeline.tensors)
+            self.reduction = GradientReduction(replicas, parameters, of_stages, owner_of, buffers)
         self.plans.begin()
         self.report.print_start(num_accumulated)
         compile_ahead(self.pipeline, first.record)
@@ -198,7 +198,6 @@ class Split:
         """Wait for the gradients' means over the replicas."""
         reduction.wait()
         self.pipeline.gradients.end_reduction()
-        self._buffers.copy_first()
 
     def leave(self) -> None:
         """Leave the module until the next entry, after an error in the middle of a step too."""

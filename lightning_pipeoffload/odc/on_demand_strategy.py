@@ -182,7 +182,7 @@ class OnDemandStrategy(WholeCheckpoints, OnDemandProcesses):
     def _join_training(self, trainer: Trainer) -> None:
         """Run backwards within ``training_step``, and stop without waiting for other ranks."""
         loop, expect = trainer.fit_loop.epoch_loop, self._connected_training.expect
-        loop.automatic_optimization = BackwardInStep.from_plain(loop.automatic_optimization, expect)
+        loop.automatic_optimization = BackwardInStep(loop.automatic_optimization, expect)
         stop_without_waiting(trainer)
 
     @override

@@ -22,7 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_pipeoffload.runtime.comm import Bundle, Replicas, SumsToOwners, in_buckets
+from lightning_pipeoffload.runtime.comm import (
+    Bundle,
+    Replicas,
+    SavedBuffers,
+    SumsToOwners,
+    in_buckets,
+)
 from lightning_pipeoffload.runtime.shapes import RemoteGradient
 from lightning_pipeoffload.runtime.step import StageGradient
 
@@ -36,6 +42,7 @@ class GradientReduction:
         parameters: The rank's parameters by name, each with the rank's stages that use it.
         apart: Gradients of single stages that are not in ``parameter.grad``, by name.
         owner_of: Returns the replica that steps a parameter; None: all replicas step all.
+        buffers: Those that are copied once the gradients are averaged; None: none are.
     """
 
     def __init__(
@@ -44,8 +51,9 @@ class GradientReduction:
         parameters: Mapping[str, tuple[Tensor, frozenset[int]]],
         apart: Mapping[str, StageGradient],
         owner_of: Callable[[Tensor], int] | None = None,
+        buffers: SavedBuffers | None = None,
     ) -> None:
-        self._replicas, self._owner_of = replicas, owner_of
+        self._replicas, self._owner_of, self._buffers = replicas, owner_of, buffers
         self._tensors = {name: tensor for name, (tensor, _) in parameters.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._stages = {name: stages for name, (_, stages) in parameters.items() if len(stages) < 2}
@@ -95,6 +103,8 @@ class GradientReduction:
                 if not here[self._trained[name]]:  # on any replica
                     self._holders[name].grad = None
         self._begin()
+        if self._buffers is not None:
+            self._buffers.copy_first()
 
     def _make_buckets(self) -> list[_Bucket]:
         """Make buckets, in the order in which gradients became final on replica 0."""
