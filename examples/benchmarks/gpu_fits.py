@@ -274,7 +274,7 @@ def host_step(device: torch.device) -> Iterator[str]:
         trainer.fit(module, DataLoader(rows, count))
         del module
         found.append(steps.seconds)
-    took = strategy._parameters.host_step_seconds()
+    took = strategy.split.parameters.host_step_seconds()
     peak = torch.accelerator.max_memory_allocated() if is_accelerated(device) else 0
     yield (
         f"peak {peak / 2**30:.1f} GiB; a step of {found[0]:.3f} s takes "

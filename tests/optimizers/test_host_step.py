@@ -200,7 +200,7 @@ def fit(
             **options,
         )
         trainer.fit(module, loader(), ckpt_path=start)
-        hosts = [narrowed.stand_ins for narrowed in trainer.strategy._parameters._narrowed]
+        hosts = [narrowed.stand_ins for narrowed in trainer.strategy.split.parameters._narrowed]
         early = sum(getattr(host, "num_early", 0) for host in hosts)
         assert early or not (on_host and is_early)
     return record.losses, len(module.seen)
