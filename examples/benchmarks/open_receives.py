@@ -74,7 +74,7 @@ def enqueued(plan: Schedule, rank: int, expected: Expected) -> Iterator[Operatio
             yield from post()
             yield Operation("compute", action)
         else:
-            receives.reach(action)
+            receives.mark_reached(action)
         yield from post()
 
 

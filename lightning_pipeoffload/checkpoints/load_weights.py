@@ -77,7 +77,7 @@ def load_weights(
     }
     pop_entries(tensors)
     entries = pop_entries(weights)
-    fit = _Fit(module, tensors, weights, entries, str(path))
+    fit = _WeightAssignment(module, tensors, weights, entries, str(path))
     fit.refuse_other_model()
     fit.refuse_packed()
     fit.refuse_shapes()
@@ -150,7 +150,7 @@ def _new_name(key: str, mapping: KeyMapping | None) -> str | None:
     return key
 
 
-class _Fit:
+class _WeightAssignment:
     """Assigns weights to a module, and refuses those that do not fit.
 
     Args:

@@ -131,7 +131,7 @@ class SavedValues:
         return None if place is None else self._leaves[place]
 
     @contextmanager
-    def coming(self, one_by_one: bool) -> Iterator[dict[str, Any]]:
+    def completed(self, one_by_one: bool) -> Iterator[dict[str, Any]]:
         """Yield the checkpoint; on global rank 0 with all values, which others send at the end.
 
         Args:

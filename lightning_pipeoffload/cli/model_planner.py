@@ -245,7 +245,7 @@ class ModelPlanner:
             "recompute": option.recompute,
             "head_weight_grad": option.head_weight_grad,
         }
-        kept = option.kept(num_ranks)
+        kept = option.max_live_microbatches(num_ranks)
         key = placement, option.num_microbatches * self.num_dividing, kept, *varied.values()
         if key not in self._needs:
             settings = replace(self.settings, **varied)

@@ -186,7 +186,7 @@ class GradientTotals:
         """Clip by the norm over all ranks, tied weights counted once."""
         parameters = [*self._precision.main_params(optimizer)]
         squares = self._squared_norms(parameters)
-        own = [p for p in self._gradients.own(parameters) if p.grad is not None]
+        own = [p for p in self._gradients.with_local_gradient(parameters) if p.grad is not None]
         clipping = Clipping(own, clip_val, squares)
         if self._validation.assumes_norm():
             self._validation.expect_clipping(clipping)
@@ -195,7 +195,7 @@ class GradientTotals:
         self._changes.note()
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        own = self._gradients.own([*self._precision.main_params(optimizer)])
+        own = self._gradients.with_local_gradient([*self._precision.main_params(optimizer)])
         parameters = [p for p in own if p.grad is not None]
         if parameters:  # else torch's kernel for many would fail
             nn.utils.clip_grad_value_(parameters, clip_val)
@@ -221,7 +221,7 @@ class GradientTotals:
     ) -> dict[Any, Tensor]:
         """Unscale this rank's gradients, as the scaler does; return whether any rank overflows."""
         members = [p for g in optimizer.param_groups for p in g["params"]]
-        parameters = self._gradients.own(members)
+        parameters = self._gradients.with_local_gradient(members)
         stepped: Any = SimpleNamespace(param_groups=[{"params": parameters}])
         by_device = type(scaler)._unscale_grads_(scaler, stepped, inv_scale, found_inf, allow_fp16)
         self._changes.note()

@@ -87,7 +87,7 @@ class CutCosts:
             for place in (places[rank] for rank in placement)
         ]
         sizes = costs.per_stage("activation", len(self._pipeline.chain) + 1)
-        return Room(sizes, limits, option.kept(self._num_ranks), self.weights)
+        return Room(sizes, limits, option.max_live_microbatches(self._num_ranks), self.weights)
 
     def memory_without_activations(self, option: Option) -> float | Sequence[float]:
         """Return what each rank's weights in an option's cut take more than the limits allow for.

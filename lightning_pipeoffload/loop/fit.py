@@ -126,8 +126,8 @@ class Fit:
         at_end.enter_context(joined_precision(self._precision, totals))
         self._connector = join_metrics(trainer, group, processes, at_end)
         self._hook_forwards = None
-        if processes.meeting is not None:
-            self._hook_forwards = HookForwards(pipeline, split.whole_runs, processes.meeting)
+        if processes.barrier is not None:
+            self._hook_forwards = HookForwards(pipeline, split.whole_runs, processes.barrier)
             at_end.callback(self._hook_forwards.leave)
         self._collected = None
         if group.num_ranks > 1:

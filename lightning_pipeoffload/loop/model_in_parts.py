@@ -94,7 +94,9 @@ class ModelInParts:
         self._blueprint = None
         with self._noting_no_copies():
             if is_new and self._settings.schedule == "auto":
-                self._group.place(self._settings.provisional_schedule(self._group.num_ranks))
+                self._group.assign_stages(
+                    self._settings.provisional_schedule(self._group.num_ranks)
+                )
             blueprint = self._make_blueprint()
             if blueprint is None:
                 with self._sharing_layers():
@@ -110,7 +112,7 @@ class ModelInParts:
                 _without_advice(),
                 constructing(self._module, blueprint, local, where),
                 self._sharing_layers(),
-                self._dividing(),
+                self._dividing_parameters(),
             ):
                 yield
             self._blueprint = blueprint
@@ -132,7 +134,7 @@ class ModelInParts:
             yield
 
     @contextmanager
-    def _dividing(self) -> Iterator[None]:
+    def _dividing_parameters(self) -> Iterator[None]:
         """Divide parameters among tensor ranks, on ranks that make their own parts."""
         if self._group.device_mesh is None:
             yield
@@ -175,7 +177,7 @@ class ModelInParts:
             )
 
     def _configure(self) -> None:
-        with self._sharing_layers(), self._dividing():
+        with self._sharing_layers(), self._dividing_parameters():
             self._module.configure_model()
 
     def pop_parts(self) -> PartedModule | None:

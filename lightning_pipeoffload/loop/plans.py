@@ -158,9 +158,9 @@ class Plans:
         )
         self.training.replace(Current(settings, schedule, offloaded=offloaded))
         if is_chosen and not self._pipeline.is_split:
-            self._group.place(schedule)
+            self._group.assign_stages(schedule)
             self._pipeline.cut_anew(self._group.rank, settings.cut_settings(self._group))
-            self._executor.place(self._group.rank, self._group.transport)
+            self._executor.set_rank(self._group.rank, self._group.transport)
         return count
 
     def estimate_memory(

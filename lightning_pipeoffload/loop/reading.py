@@ -60,7 +60,7 @@ from lightning_pipeoffload.loop.receiving import (
     Batch,
     Inbox,
     Length,
-    Pass,
+    LoaderStart,
     ReceivingFetcher,
 )
 from lightning_pipeoffload.processes import say
@@ -285,7 +285,7 @@ class _ReadingFetcher(_DataFetcher):
         self.done = self.done or self._has_ended()
         if self._channel.is_needed:
             self._has_drawn = not are_alike(before, _states(self._places))
-            self._channel.send(Pass(self._number, self.length, self.done), self._drawn(None))
+            self._channel.send(LoaderStart(self._number, self.length, self.done), self._drawn(None))
         return self
 
     def _go_on(self, resumed: _Resumed) -> None:

@@ -36,7 +36,7 @@ class Length(NamedTuple):
     batches: int | None
 
 
-class Pass(NamedTuple):
+class LoaderStart(NamedTuple):
     """The start of a pass through loaders."""
 
     number: int
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
 
 _PLACES = {
     Length: "the length of a loader",
-    Pass: "the start of a pass through its loaders",
+    LoaderStart: "the start of a pass through its loaders",
     Batch: "the next batch",
 }
 
@@ -107,9 +107,9 @@ class Inbox:
                 )
             coming.append((header, values))
 
-    def begin_pass(self) -> tuple[Pass, deque[Message]]:
+    def begin_pass(self) -> tuple[LoaderStart, deque[Message]]:
         """Receive the start of a pass, and return where its batches are put aside."""
-        header, states = self.receive(Pass)
+        header, states = self.receive(LoaderStart)
         _restore(states)
         coming = self._coming[header.number] = deque()
         return header, coming

@@ -99,7 +99,7 @@ class SolverSearch:
         """Whether the solver of this rank has a better plan for what was measured, or has ended."""
         if self._solver is None or not self._measurements.are_enough:
             return False
-        self._solver.look()
+        self._solver.poll()
         return self._better is not None or self._solver.is_over
 
     @property

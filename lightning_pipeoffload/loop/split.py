@@ -83,7 +83,7 @@ class Split:
         optimizers: Callable[[], list[Optimizer]],
     ) -> None:
         if settings.is_chosen:  # a run before this one may have chosen another placement
-            group.place(settings.provisional_schedule(group.num_ranks))
+            group.assign_stages(settings.provisional_schedule(group.num_ranks))
         cut = settings.cut_settings(group)
         cut = cut if parts is None else replace(cut, split=parts.counts)
         self.group, self.masters = group, masters
@@ -183,7 +183,7 @@ class Split:
         """In the first batch, synchronize shared parameters and print the plan."""
         self.whole_runs.forget()
         self.group.replicas.copy_first(self.pipeline.tensors.distinct(), "weights")
-        self.pipeline.gradients.share(self.pipeline.tensors, self.pipeline.records)
+        self.pipeline.gradients.copy_shared(self.pipeline.tensors, self.pipeline.records)
         if self.group.num_replicas > 1:
             parameters = self.pipeline.tensors.with_local_stages()
             of_stages = self.pipeline.stage_gradients

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pipeoffload.metrics.metric_calls import MetricCalls, batch_value
-from lightning_pipeoffload.metrics.metric_value import Derived, Entry, MetricValue
+from lightning_pipeoffload.metrics.metric_value import Entry, MetricExpression, MetricValue
 from lightning_pipeoffload.runtime.batch import in_mean
 from lightning_pipeoffload.runtime.shapes import whole_value
 
@@ -26,7 +26,7 @@ _REDUCTIONS: dict[str, Any] = {"sum": torch.sum, "min": torch.min, "max": torch.
 
 @dataclass
 class _Call:
-    """One call of ``self.log``; ``value`` may be the recipe of a value of metrics."""
+    """One call of ``self.log``; ``value`` may be the expression of a value of metrics."""
 
     microbatch: int
     value: Any
@@ -149,19 +149,19 @@ def _detach(value: Any) -> Any:
     if type(value) is Tensor:  # as most are
         return value.detach()
     if isinstance(value, MetricValue):
-        return value.own().detach() if value.recipe is None else value.recipe
+        return value.microbatch_value().detach() if value.expression is None else value.expression
     return whole_value(value).detach() if isinstance(value, Tensor) else value
 
 
 def _over_batch(values: list[Any]) -> list[Any]:
     """Return the batch's value where each microbatch logs the same of a metric; else each value."""
-    recipes = [value for value in values if isinstance(value, Entry | Derived)]
-    if not recipes:
+    expressions = [value for value in values if isinstance(value, Entry | MetricExpression)]
+    if not expressions:
         return values
-    if len(recipes) == len(values) and all(
-        recipe.batch_key == recipes[0].batch_key for recipe in recipes
+    if len(expressions) == len(values) and all(
+        expression.batch_key == expressions[0].batch_key for expression in expressions
     ):
-        return [batch_value(recipes[0])]
+        return [batch_value(expressions[0])]
     return [*map(batch_value, values)]
 
 

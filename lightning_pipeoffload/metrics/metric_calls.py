@@ -47,8 +47,8 @@ from torchmetrics.wrappers import Running
 
 from lightning_pipeoffload.metrics.joined_arguments import Joining, NotJoinedError
 from lightning_pipeoffload.metrics.metric_value import (
-    Derived,
     Entry,
+    MetricExpression,
     MetricValue,
     own_values,
     promise,
@@ -97,7 +97,7 @@ def is_exact_apart(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @dataclass(eq=False)
-class _Part:
+class _MicrobatchCall:
     """A call in one microbatch; ``given`` are its arguments with their graph, in the step only."""
 
     microbatch: int
@@ -111,7 +111,7 @@ class _Call:
 
     def __init__(self, target: nn.Module, method: str) -> None:
         self.target, self.method = target, method
-        self.parts: list[_Part] = []
+        self.parts: list[_MicrobatchCall] = []
         self.copy: Any = None  # which is updated with each microbatch; None: made once
         self.is_made = False
         self.result: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class MetricCalls:
         created, self._created = self._created, []
         for reference in () if has_failed or self._is_trace else created:
             value = reference()
-            if value is not None and value.recipe is not None:
+            if value is not None and value.expression is not None:
                 self._note(value)
                 value.make_final()
         for call in self._of_microbatch:
@@ -220,7 +220,7 @@ class MetricCalls:
             return self._trace(target, method, plain, args, kwargs)
         call = self._call_of(target, method)
         is_first = not any(other.target is target for other in self._of_microbatch)
-        part = _Part(self._microbatch, None, (args, kwargs))
+        part = _MicrobatchCall(self._microbatch, None, (args, kwargs))
         call.parts.append(part)
         self._of_microbatch.append(call)
         if method == "reset" and is_first:
@@ -260,9 +260,9 @@ class MetricCalls:
         return True
 
     def _keep(self, leaf: Any) -> Any:
-        """Return a copy of a tensor without its graph, or the recipe of a metric's value."""
+        """Return a copy of a tensor without its graph, or the expression of a metric's value."""
         if isinstance(leaf, MetricValue):
-            leaf = leaf.own() if leaf.recipe is None else leaf.recipe
+            leaf = leaf.microbatch_value() if leaf.expression is None else leaf.expression
         if not isinstance(leaf, Tensor):
             return leaf
         known = self._copies.get(id(leaf))
@@ -295,7 +295,7 @@ class MetricCalls:
                 if isinstance(error, ValueNeededError):
                     return None
                 raise
-            call, part = _Call(target, method), _Part(0, None, (args, kwargs))
+            call, part = _Call(target, method), _MicrobatchCall(0, None, (args, kwargs))
             like = torch.zeros(())
             return promise(like, partial(Entry, call, part), self._own, self._created)
 
@@ -308,7 +308,7 @@ class MetricCalls:
 
     # The microbatch's own value
 
-    def _promise(self, call: _Call, part: _Part) -> Any:
+    def _promise(self, call: _Call, part: _MicrobatchCall) -> Any:
         key = id(call.target), call.method
         if key not in self._likes:
             try:
@@ -327,7 +327,7 @@ class MetricCalls:
             part.own = _entries(self._inside(partial(self._compute_own, call, part)))
         return part.own[entry.path]
 
-    def _compute_own(self, call: _Call, part: _Part, syncs: bool = True) -> Any:
+    def _compute_own(self, call: _Call, part: _MicrobatchCall, syncs: bool = True) -> Any:
         assert part.given is not None
         args, kwargs = own_values(part.given)
         if call.method == "forward" and _has_plain_forward(call.target) and syncs:
@@ -344,7 +344,7 @@ class MetricCalls:
         return getattr(copy, call.method)(*args, **kwargs)
 
     def _resolve_own(self, leaf: Any) -> Any:
-        return leaf.value(self._own) if isinstance(leaf, Entry | Derived) else leaf
+        return leaf.value(self._own) if isinstance(leaf, Entry | MetricExpression) else leaf
 
     def _blank(self, target: nn.Module, number: int) -> Any:
         """Return a copy of a metric with nothing in it; those of unlike numbers differ."""
@@ -359,8 +359,8 @@ class MetricCalls:
         return self._blanks[key]
 
     def _note(self, value: MetricValue) -> None:
-        recipe: Any = value.recipe
-        for entry in [recipe, *tree_leaves(getattr(recipe, "operands", ()))]:
+        expression: Any = value.expression
+        for entry in [expression, *tree_leaves(getattr(expression, "operands", ()))]:
             if isinstance(entry, Entry):
                 self._note_use(entry.call)
 
@@ -433,8 +433,8 @@ class MetricCalls:
 
 
 def batch_value(value: Any) -> Any:
-    """Return what a recipe gives for the batch; any other value is returned as it is."""
-    return value.value(_over_batch) if isinstance(value, Entry | Derived) else value
+    """Return what an expression gives for the batch; any other value is returned as it is."""
+    return value.value(_over_batch) if isinstance(value, Entry | MetricExpression) else value
 
 
 def _over_batch(entry: Entry) -> Any:

@@ -3,7 +3,7 @@
 ``self.log`` gets its value over the batch, also of what the step computes of it alone::
 
     accuracy = self.accuracy(logits, y)     a MetricValue: nothing is computed
-    self.log("error", 1 - accuracy)         its recipe; made and logged once for the batch
+    self.log("error", 1 - accuracy)         its expression; made and logged once for the batch
     if accuracy > 0.9:                      reads it: the microbatch's own value is computed
     loss = loss - accuracy                  so does this, by the loss of a microbatch
 """
@@ -66,7 +66,7 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Derived:
+class MetricExpression:
     """A value that a step computes of entries alone: ``function`` of ``operands``, at ``path``."""
 
     function: Callable[..., Any]
@@ -76,23 +76,25 @@ class Derived:
     @property
     def batch_key(self) -> tuple[Any, ...]:
         """The same where microbatches compute the same."""
-        keys = tree_map(lambda leaf: leaf.batch_key if _is_recipe(leaf) else leaf, self.operands)
+        keys = tree_map(
+            lambda leaf: leaf.batch_key if _is_expression(leaf) else leaf, self.operands
+        )
         return self.function, keys, self.path
 
     def value(self, source: Source) -> Any:
         """Return the value by a source: the batch's, or the microbatch's own."""
         args, kwargs = tree_map(
-            lambda leaf: leaf.value(source) if _is_recipe(leaf) else leaf, self.operands
+            lambda leaf: leaf.value(source) if _is_expression(leaf) else leaf, self.operands
         )
         return at_path(self.function(*args, **kwargs), self.path)
 
 
-Recipe = Entry | Derived
+Expression = Entry | MetricExpression
 """How a value follows from what metrics return."""
 
 
-def _is_recipe(leaf: Any) -> bool:
-    return isinstance(leaf, Entry | Derived)
+def _is_expression(leaf: Any) -> bool:
+    return isinstance(leaf, Entry | MetricExpression)
 
 
 def at_path(tree: Any, path: str) -> Any:
@@ -104,25 +106,25 @@ class MetricValue(Tensor):
     """A value that has not been computed; made by :func:`promise`.
 
     Attributes:
-        recipe: How it follows from what metrics return; None once it is the microbatch's own.
+        expression: How it follows from what metrics return; None once it is the microbatch's own.
     """
 
-    recipe: Recipe | None
+    expression: Expression | None
     _own_source: Source
     _created: list[Any]
     _own: Tensor | None
 
-    def own(self) -> Tensor:
+    def microbatch_value(self) -> Tensor:
         """Return the microbatch's own value, which is computed now if it was not before."""
         if self._own is None:
-            assert self.recipe is not None
-            self._own = self.recipe.value(self._own_source)
+            assert self.expression is not None
+            self._own = self.expression.value(self._own_source)
         return self._own
 
     def make_final(self) -> None:
         """Be the microbatch's own value from now on."""
-        self.own()
-        self.recipe = None
+        self.microbatch_value()
+        self.expression = None
 
     @classmethod
     def __torch_function__(
@@ -155,42 +157,47 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_open(tensor: Tensor) -> bool:
-    return isinstance(tensor, MetricValue) and tensor.recipe is not None
+    return isinstance(tensor, MetricValue) and tensor.expression is not None
 
 
 def _recipe_of(leaf: Any) -> Any:
-    return leaf.recipe if isinstance(leaf, MetricValue) else leaf
+    return leaf.expression if isinstance(leaf, MetricValue) else leaf
 
 
 def _own_of(leaf: Any) -> Any:
-    return leaf.own() if isinstance(leaf, MetricValue) else leaf
+    return leaf.microbatch_value() if isinstance(leaf, MetricValue) else leaf
 
 
 def _derive(func: Any, operands: Any, like: Any, first: Any) -> Any:
-    recipes = tree_map(
-        lambda leaf: leaf.recipe if isinstance(leaf, MetricValue) else leaf, operands
+    expressions = tree_map(
+        lambda leaf: leaf.expression if isinstance(leaf, MetricValue) else leaf, operands
     )
     return promise(
-        like, lambda path: Derived(func, recipes, path), first._own_source, first._created
+        like,
+        lambda path: MetricExpression(func, expressions, path),
+        first._own_source,
+        first._created,
     )
 
 
-def promise(like: Any, recipe: Callable[[str], Recipe], own: Source, created: list[Any]) -> Any:
+def promise(
+    like: Any, expression: Callable[[str], Expression], own: Source, created: list[Any]
+) -> Any:
     """Return a tree like another one, with a :class:`MetricValue` for each tensor.
 
     Args:
         like: A tree of the same structure, dtypes and, mostly, shapes.
-        recipe: Returns the recipe of a path.
+        expression: Returns the expression of a path.
         own: Computes a microbatch's own value of an entry.
         created: Gets a weak reference to each value.
     """
 
     def make(place: Any, leaf: Any) -> Any:
-        made = recipe(keystr(place))
+        made = expression(keystr(place))
         if not isinstance(leaf, Tensor):
             return made.value(own) if isinstance(leaf, float | int) else leaf
         value = leaf.detach().as_subclass(MetricValue)
-        value.recipe, value._own, value._own_source = made, None, own
+        value.expression, value._own, value._own_source = made, None, own
         value._created = created
         created.append(weakref.ref(value))
         return value

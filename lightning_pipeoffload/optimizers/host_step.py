@@ -174,10 +174,10 @@ class HostStep(StandInStep):
         self._copied, self._submitted, self._spent = None, {}, 0.0
 
     @override
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self._last is not None:
             wait([self._last])
-        super().put_back()
+        super().restore()
 
     @torch.no_grad()
     def _advance(self, bucket: list[Tensor], before: Future[None] | None = None) -> None:

@@ -63,7 +63,7 @@ class MasterWeights:
         """Return whether there is a master and the parameter was not written since."""
         return self._versions.get(parameter) == parameter._version
 
-    def of(self, parameter: Tensor) -> Tensor:
+    def master_of(self, parameter: Tensor) -> Tensor:
         """Return the master of a parameter for which :meth:`has` is true."""
         return self._masters[parameter]
 

@@ -151,7 +151,7 @@ def narrow_steps(optimizer: Optimizer, changes: GradientChanges) -> NarrowedOpti
         if narrows(hook):
             narrowed: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
             narrowed.changes = changes
-            narrowed.adopt()
+            narrowed.replace_shapes()
             return narrowed
     return NarrowedOptimizer(optimizer, changes)
 
@@ -180,7 +180,7 @@ class NarrowedOptimizer:
         self.changes = changes
         self.shares: StepShares | None = None
         self.stand_ins: StandInStep | None = None
-        self._adopted: list[Tensor] = []
+        self._replaced: list[Tensor] = []
         self._looked_at: tuple[int, ...] = ()
         self._zero_own = optimizer.zero_grad
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
@@ -192,7 +192,7 @@ class NarrowedOptimizer:
         hooks.move_to_end(ended.id, last=False)
         self._pre_hook = optimizer.register_step_pre_hook(self._start_step)
 
-    def adopt(self) -> None:
+    def replace_shapes(self) -> None:
         """Replace shapes in the groups by the parameters of a module that is whole again."""
         self._widen()  # after a step that has ended in an error
         members = [group["params"] for group in self.optimizer.param_groups]
@@ -202,7 +202,7 @@ class NarrowedOptimizer:
         self._looked_at = looked_at
         shapes = [p for of_group in members for p in of_group if isinstance(p, RemoteTensor)]
         real = {id(p): p.became for p in shapes if p.became is not None}
-        self._adopted += real.values()
+        self._replaced += real.values()
         if real:
             for group in self.optimizer.param_groups:
                 group["params"] = [real.get(id(p), p) for p in group["params"]]
@@ -244,7 +244,7 @@ class NarrowedOptimizer:
     def stateless(self) -> list[Tensor]:
         """Parameters that came from another rank, on which their state has stayed."""
         state = self.optimizer.state
-        return [p for p in self._adopted if state and p not in state and p.requires_grad]
+        return [p for p in self._replaced if state and p not in state and p.requires_grad]
 
     def move_hook_to_end(self) -> None:
         """Run after the user's hooks before a step, so that they see whole groups."""
@@ -290,7 +290,7 @@ class NarrowedOptimizer:
         self.changes.note(are_none=set_to_none)
 
     def _narrow(self, shares: StepShares | None) -> None:
-        self.adopt()  # the module may be whole again, on one device
+        self.replace_shapes()  # the module may be whole again, on one device
         for group in self.optimizer.param_groups:
             self._whole.append((group, group["params"]))
             members = own_members(group)
@@ -298,7 +298,7 @@ class NarrowedOptimizer:
 
     def _widen(self) -> None:
         if self.stand_ins is not None:
-            self.stand_ins.put_back()
+            self.stand_ins.restore()
         for group, members in self._whole:
             group["params"] = members
         self._whole.clear()

@@ -176,7 +176,7 @@ class OptimizedParameters:
     def _adopt(self) -> None:
         """Add to the groups the parameters that the first batch has moved to this rank."""
         for narrowed in self._narrowed:
-            narrowed.adopt()
+            narrowed.replace_shapes()
 
     def _send_moved_states(self) -> None:
         """Send the states of parameters that have moved to other ranks."""

@@ -64,7 +64,7 @@ class StandInStep:
         """Give parameters their new values, after the optimizer has stepped the last bucket."""
         raise NotImplementedError
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Put the user's parameters back into the optimizer, also after an error in its step."""
         self._restore()
 
@@ -104,7 +104,7 @@ class StandInStep:
         if masters is not None:
             if not masters.has(parameter):
                 masters.follow(parameter, weight)
-            weight, gradient = masters.of(parameter), gradient.float()
+            weight, gradient = masters.master_of(parameter), gradient.float()
         stand_in = nn.Parameter(weight, parameter.requires_grad)
         stand_in.__dict__.update(parameter.__dict__)  # an optimizer may go by a user's attribute
         stand_in.grad = gradient

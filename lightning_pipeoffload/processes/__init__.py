@@ -12,5 +12,5 @@ from .rank_differences import (
     refuse_differences,
 )
 from .replica import data_parallel_rank, data_parallel_size, forget_replica, reads_data, set_replica
-from .run_store import Meeting, free_port
+from .run_store import StoreBarrier, free_port
 from .tensor_gather import gather_tensor

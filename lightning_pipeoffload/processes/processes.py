@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # exported at 
 from lightning_pipeoffload.processes.failure import EXIT_SECONDS, polls
 from lightning_pipeoffload.processes.failure_board import FailureBoard
 from lightning_pipeoffload.processes.launcher import BetweenRuns, JointLauncher, LaunchedProcesses
-from lightning_pipeoffload.processes.run_store import Meeting, connect_store, end_connections
+from lightning_pipeoffload.processes.run_store import StoreBarrier, connect_store, end_connections
 from lightning_pipeoffload.runtime.comm import HostGroup, PipelineGroup, ProcessGroups
 
 # Timeout for all ranks to reach a hook that needs them.
@@ -39,14 +39,14 @@ class Processes:
         group: Those of the pipeline; None before the first run, and with ``odc``.
         board: Watches for failures of other ranks; None on one rank, and between runs.
         metrics_store: The run's store, for numbers that ranks publish; None on one rank.
-        meeting: Where ranks wait for each other in hooks; None on one rank.
+        barrier: Where ranks wait for each other in hooks; None on one rank.
     """
 
     world: HostGroup | None = None
     group: PipelineGroup | None = None
     board: FailureBoard | None = None
     metrics_store: Store | None = None
-    meeting: Meeting | None = None
+    barrier: StoreBarrier | None = None
 
     def __reduce__(self) -> Any:
         """Leave all of it in this process."""
@@ -74,7 +74,7 @@ class Processes:
         run = self.world.broadcast(secrets.token_hex(8), 0)
         if self.group is not None:
             self.metrics_store = connect_store(run, "metrics", self._timeout)
-            self.meeting = Meeting(
+            self.barrier = StoreBarrier(
                 connect_store(run, "meeting", self._timeout),
                 self._global_rank,
                 self.group.global_ranks,

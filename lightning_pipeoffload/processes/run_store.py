@@ -71,7 +71,7 @@ def end_connections() -> None:
     _connections.clear()
 
 
-class Meeting:
+class StoreBarrier:
     """A barrier that ranks enter in the same order; it returns the ranks that have arrived.
 
     Args:
@@ -95,7 +95,7 @@ class Meeting:
 
         Args:
             purpose: Why this rank waits.
-            patience: How long to wait; None: as long as the meeting's.
+            patience: How long to wait; None: as long as the barrier's.
         """
         self._count += 1
         keys = {rank: f"meeting/{self._count}/{rank}" for rank in self._global_ranks}
@@ -106,7 +106,7 @@ class Meeting:
             keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
         values = {rank: self._store.get(key) for rank, key in keys.items()}
         purposes = {rank: value.decode(errors="replace") for rank, value in values.items()}
-        if self._count > 2:  # others may still read the keys of the last meeting
+        if self._count > 2:  # others may still read the keys of the last wait
             self._store.delete_key(f"meeting/{self._count - 2}/{self._global_rank}")
         return purposes
 

@@ -75,18 +75,18 @@ def tensors_in(tree: Any) -> list[Tensor]:
 # that a block writes into has to stay the same object.
 
 
-class Opened:
+class DataclassNode:
     """A dataclass as a node of a pytree."""
 
-    def __init__(self, hollow: Any, values: list[Any]) -> None:
-        self.hollow = hollow  # a copy of the object, without the values
+    def __init__(self, template: Any, values: list[Any]) -> None:
+        self.template = template  # a copy of the object, without the values
         self.values = values
 
 
 register_pytree_node(
-    Opened,
-    lambda opened: (opened.values, opened.hollow),
-    lambda values, hollow: Opened(hollow, list(values)),
+    DataclassNode,
+    lambda node: (node.values, node.template),
+    lambda values, template: DataclassNode(template, list(values)),
 )
 
 
@@ -96,13 +96,13 @@ def has_dataclasses(tree: Any) -> bool:
 
 
 def open_dataclasses(tree: Any) -> Any:
-    """Return a pytree with an :class:`Opened` in place of each dataclass."""
+    """Return a pytree with a :class:`DataclassNode` in place of each dataclass."""
     return tree_map(_open, tree)
 
 
 def close_dataclasses(tree: Any) -> Any:
     """Undo :func:`open_dataclasses`, with new objects."""
-    return tree_map(_close, tree, is_leaf=lambda part: isinstance(part, Opened))
+    return tree_map(_close, tree, is_leaf=lambda part: isinstance(part, DataclassNode))
 
 
 def _is_closed(leaf: Any) -> bool:
@@ -112,16 +112,16 @@ def _is_closed(leaf: Any) -> bool:
 def _open(leaf: Any) -> Any:
     if not _is_closed(leaf):
         return leaf
-    names, hollow = [field.name for field in fields(leaf)], copy(leaf)
+    names, template = [field.name for field in fields(leaf)], copy(leaf)
     for name in names:
-        object.__setattr__(hollow, name, None)  # also of what is frozen
-    return Opened(hollow, [open_dataclasses(getattr(leaf, name)) for name in names])
+        object.__setattr__(template, name, None)  # also of what is frozen
+    return DataclassNode(template, [open_dataclasses(getattr(leaf, name)) for name in names])
 
 
 def _close(leaf: Any) -> Any:
-    if not isinstance(leaf, Opened):
+    if not isinstance(leaf, DataclassNode):
         return leaf
-    closed = copy(leaf.hollow)
+    closed = copy(leaf.template)
     for field, value in zip(fields(closed), leaf.values, strict=True):
         object.__setattr__(closed, field.name, close_dataclasses(value))
     return closed

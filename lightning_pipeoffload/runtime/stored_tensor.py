@@ -38,7 +38,7 @@ class StoredTensor(Tensor):
         """Return the value, which must not be written."""
         return self._read() if self._kept is None else self._kept
 
-    def kept(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the value, and hold it from now on."""
         self._kept = self.value()
         return self._kept
@@ -46,16 +46,16 @@ class StoredTensor(Tensor):
     @property
     def data(self) -> Tensor:
         """The same tensor, detached."""
-        return self.kept().data
+        return self.materialize().data
 
     @data.setter
     def data(self, value: Tensor) -> None:
         """Replace the value."""
-        self.kept().data = value
+        self.materialize().data = value
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the value as an array."""
-        return self.kept().numpy(force=force)
+        return self.materialize().numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the value as a list."""
@@ -63,18 +63,18 @@ class StoredTensor(Tensor):
 
     def data_ptr(self) -> int:
         """Return the value's address."""
-        return self.kept().data_ptr()
+        return self.materialize().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the value's memory."""
-        return self.kept().untyped_storage()
+        return self.materialize().untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.value().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the value."""
-        return self.kept().__reduce_ex__(protocol)
+        return self.materialize().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: None = None) -> str:  # type: ignore[override]
         return f"StoredTensor({tuple(self.shape)}, {self.dtype})"
@@ -109,7 +109,7 @@ def value_of(leaf: Any) -> Any:
 
 
 def _kept_of(leaf: Any) -> Any:
-    return leaf.kept() if isinstance(leaf, StoredTensor) else leaf
+    return leaf.materialize() if isinstance(leaf, StoredTensor) else leaf
 
 
 def read_stored(tree: Any) -> Any:

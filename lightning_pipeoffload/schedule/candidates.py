@@ -47,7 +47,7 @@ class Option:
     num_sequence_slices: int = 1
     num_kept: int = 0
 
-    def kept(self, num_ranks: int) -> tuple[int, ...]:
+    def max_live_microbatches(self, num_ranks: int) -> tuple[int, ...]:
         """Return of how many microbatches each stage's activations fit by the cut; (): of any."""
         placement = self.placement(num_ranks)
         if not self.num_kept:

@@ -159,7 +159,7 @@ class OpenReceives:
             self._expected.add(receive)
             self._post_next(self._sources[receive])
 
-    def reach(self, receive: Action) -> None:
+    def mark_reached(self, receive: Action) -> None:
         """Record that the plan has reached a RECV, whose message may come from then on."""
         self._reached.add(receive)
         self._post_next(self._sources[receive])
@@ -215,8 +215,10 @@ class PendingSends:
     ) -> None:
         self._release = release
         self._most = {} if most is None else most
-        self._proven = _num_proven(plan, rank)
-        self._sources = {receive: plan.rank_of(send_of(receive).stage) for receive in self._proven}
+        self._delivered = _num_delivered(plan, rank)
+        self._sources = {
+            receive: plan.rank_of(send_of(receive).stage) for receive in self._delivered
+        }
         self._peers = peers_of(plan, rank)
         self._sent: Counter[int] = Counter()  # in this step
 
@@ -230,11 +232,11 @@ class PendingSends:
         if peer in self._most:
             self._release(peer, self._most[peer] - 1)
 
-    def prove(self, receive: Action) -> None:
+    def release_delivered(self, receive: Action) -> None:
         """Release what has arrived before the peer sent a message, which is there now."""
-        if receive in self._proven:
+        if receive in self._delivered:
             peer = self._sources[receive]
-            self._release(peer, self._sent[peer] - self._proven[receive])
+            self._release(peer, self._sent[peer] - self._delivered[receive])
 
     def end_step(self) -> None:
         """Release what was sent before this step: it has arrived, or its peer is a step behind."""
@@ -247,7 +249,7 @@ class PendingSends:
             self._release(peer, 0)
 
 
-def _num_proven(plan: Schedule, rank: int) -> dict[Action, int]:
+def _num_delivered(plan: Schedule, rank: int) -> dict[Action, int]:
     """Return, for RECVs of a rank, how many of its SENDs to their sender have arrived before."""
     proven: dict[Action, int] = {}
     totals: Counter[int] = Counter()
@@ -276,7 +278,7 @@ def most_pending(plan: Schedule, rank: int) -> dict[int, int]:
                 pending[peer] += 1
                 most[peer] = max(most[peer], pending[peer])
             elif action.kind in RECVS:
-                sends.prove(action)
+                sends.release_delivered(action)
         sends.end_step()
     return dict(most)
 

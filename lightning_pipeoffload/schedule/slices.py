@@ -126,7 +126,7 @@ class Slices:
             divided += of_stage
         return divided
 
-    def kept(
+    def key_value_bytes(
         self, activations: Sequence[float], num_slices: int
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Return the keys and values of every slice of every stage, and their gradients."""

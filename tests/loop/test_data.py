@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_pipeoffload import reads_data
 from lightning_pipeoffload.loop.reading import Reading
-from lightning_pipeoffload.loop.receiving import Batch, Inbox, Pass
+from lightning_pipeoffload.loop.receiving import Batch, Inbox, LoaderStart
 from tests.support import fits
 from tests.support.pairs import pairs, slow, some
 
@@ -391,7 +391,7 @@ def receive(sent):
     messages = [(header, []) for header in sent]
     inbox = Inbox(SimpleNamespace(receive=lambda: messages.pop(0), reader=0))
     _, coming = inbox.begin_pass()
-    header, _ = inbox.receive(Pass)
+    header, _ = inbox.receive(LoaderStart)
     return header.number, [header.place[0] for header, _ in coming]
 
 
@@ -400,7 +400,7 @@ def ahead(number, place=0, is_ahead=True):
 
 
 def test_a_loop_within_another_puts_aside_what_was_sent_ahead():
-    training, validation = Pass(7, 9, False), Pass(8, 2, False)
+    training, validation = LoaderStart(7, 9, False), LoaderStart(8, 2, False)
     assert receive([training, ahead(7, 3), ahead(6), ahead(7, 4), validation]) == (8, [3, 4])
     elsewhere = "come to the next batch, and this rank to the start of a pass"
     for sent in ([ahead(7)] * 3, [ahead(7, is_ahead=False)]):

@@ -41,7 +41,7 @@ class Scripted:
         first, second = (build(name, *sizes) for name in ("gpipe", "1f1b"))
         self.plans = [offload_activations(first, costs, "full")[0], second]
 
-    def look(self):
+    def poll(self):
         self.num_looks += 1
         if self.num_looks % 2 == 1:  # it is asked again when the plan in use has been measured
             self.is_over = not self.plans
@@ -175,7 +175,7 @@ def test_it_finds_plans_that_are_valid_and_better(tmp_path):
     solver = PlanSolver(PROBLEM, start, 30.0, str(tmp_path))
 
     def has_found():
-        solver.look()
+        solver.poll()
         return solver.best is not None
 
     assert until(has_found)

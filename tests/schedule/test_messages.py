@@ -72,7 +72,7 @@ class Edges:
             self.num_sent += 1
             self.receives.count_send()
         elif action.kind in RECVS:
-            self.receives.reach(action)
+            self.receives.mark_reached(action)
         elif needed and needed not in self.taken:
             self.take(plan, self.receives.until(needed))
             assert needed in self.taken
@@ -98,7 +98,7 @@ def test_what_is_expected_still_comes_in_the_order_of_each_edge():
     plan = lower(build("zb_v", 2, 4))
     edges = Edges(plan, 1)
     edges.num_sent = 8
-    edges.receives.reach(next(action for action in plan[1] if action.kind in RECVS))
+    edges.receives.mark_reached(next(action for action in plan[1] if action.kind in RECVS))
     edges.take(plan, edges.receives.rest())
     assert edges.taken == {action for action in plan[1] if action.kind in RECVS}
 

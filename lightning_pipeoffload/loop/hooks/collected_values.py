@@ -73,7 +73,7 @@ class CollectedValues:
         self._found_metrics: tuple[list[int], list[tuple[str, Metric]]] = [], []
         # Global rank 0 runs the step to its end, and so every line that writes.
         self._late_writes = (
-            LateWrites(module, self._variables, self._metrics, self._learn)
+            LateWrites(module, self._variables, self._metrics, self._record_write)
             if group.is_root
             else None
         )
@@ -225,7 +225,7 @@ class CollectedValues:
             self._found_metrics = key, [(path, p) for path, p in parts if isinstance(p, Metric)]
         return self._found_metrics[1]
 
-    def _learn(self, label: str) -> None:
+    def _record_write(self, label: str) -> None:
         """Note that the running step writes a variable."""
         owner = self._now(label).part
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()

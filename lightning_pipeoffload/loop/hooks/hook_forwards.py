@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map  # private: see runtime/leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_pipeoffload.processes import Meeting
+from lightning_pipeoffload.processes import StoreBarrier
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import give_values
 from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
@@ -37,10 +37,10 @@ _TO_EXPLAIN = timedelta(seconds=5)  # for the others to say what they call, once
 class HookForwards:
     """The calls of a module that is cut, and of its submodules, outside of its steps."""
 
-    def __init__(self, pipeline: Pipeline, runs: WholeRuns, meeting: Meeting) -> None:
+    def __init__(self, pipeline: Pipeline, runs: WholeRuns, barrier: StoreBarrier) -> None:
         self._pipeline, self._runs = pipeline, runs
         self._group = pipeline.group
-        self._meeting = meeting
+        self._barrier = barrier
         self._calls = self._group.make_group("calls in hooks", backend="gloo")
         self._names: dict[int, str] = {}
         self._named: Mapping[str, frozenset[int]] = {}
@@ -119,7 +119,7 @@ class HookForwards:
         """Wait for all ranks to call the same module; raise ``RuntimeError`` if one does not."""
         if self._do_all_call(name):
             return
-        calls = self._meeting.wait_for_all(name, _TO_EXPLAIN)
+        calls = self._barrier.wait_for_all(name, _TO_EXPLAIN)
         missing = [rank for rank in sorted(self._group.global_ranks) if rank not in calls]
         others = [
             f"global rank {rank} calls {what}" for rank, what in calls.items() if what != name
@@ -138,13 +138,13 @@ class HookForwards:
         bounds = torch.tensor([checksum, -checksum])
         work = self._calls.allreduce([bounds], op=dist.ReduceOp.MAX)
         try:
-            work.wait(timedelta(seconds=self._meeting.seconds))
+            work.wait(timedelta(seconds=self._barrier.seconds))
         except RuntimeError:  # some rank has not come, or has ended
             return False
         return bounds.tolist() == [checksum, -checksum]
 
     def _explain_missing(self, ranks: list[int]) -> str:
-        return f"and global ranks {ranks} have not come to it for {self._meeting.seconds:.0f} s"
+        return f"and global ranks {ranks} have not come to it for {self._barrier.seconds:.0f} s"
 
 
 class _WithoutBackward(torch.autograd.Function):

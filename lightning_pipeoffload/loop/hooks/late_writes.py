@@ -32,7 +32,7 @@ class LateWrites:
         module: The module whose step runs.
         skipped: Labels of attributes that need no comparison, "self.count".
         metrics: Returns the module's metrics with their paths.
-        learn: Called with the label of each attribute that a step has written.
+        record_write: Called with the label of each attribute that a step has written.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class LateWrites:
         module: pl.LightningModule,
         skipped: Container[str],
         metrics: Callable[[], list[tuple[str, Metric]]],
-        learn: Callable[[str], None],
+        record_write: Callable[[str], None],
     ) -> None:
         self._module = module
         self._skipped = skipped
         self._metrics = metrics
-        self._learn = learn
+        self._record_write = record_write
         self._attributes: dict[str, Any] = {}  # the same object while none of them is another
         self._holding: list[str] = []  # whose values can change in place
 
@@ -60,10 +60,10 @@ class LateWrites:
             for name in self._attributes.keys() - OF_LIGHTNING:
                 was, now = self._before.get(name, GONE), self._attributes[name]
                 if f"self.{name}" not in self._skipped and not is_unchanged([(was, 0)], [(now, 0)]):
-                    self._learn(f"self.{name}")
+                    self._record_write(f"self.{name}")
         for label, after in self._fingerprint_insides().items():
             if not is_unchanged(self._inside.get(label, []), after):
-                self._learn(label)
+                self._record_write(label)
 
     def _record_attributes(self) -> None:
         now, seen = vars(self._module), self._attributes

@@ -90,7 +90,7 @@ class PipelineGroup(RankMesh, HostGroup):
         self.connect_sharing(self._sharing)
         self.transport.connect()
 
-    def place(self, schedule: Schedule) -> None:
+    def assign_stages(self, schedule: Schedule) -> None:
         """Assign stages to ranks as another schedule does; all processes call it between steps.
 
         The schedule must have the same number of ranks. Pipelines and counterparts stay the same.

@@ -38,7 +38,7 @@ class SharedCasts:
     def __init__(self) -> None:
         self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
-    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         key = id(weight), dtype
         cast = self._casts.get(key)
         if cast is None or cast[1] != weight._version:  # private: a step may write its weights
@@ -64,12 +64,12 @@ class WeightSource:
     views: tuple[Callable[[Any], Any], ...] = ()
     dtype: torch.dtype | None = None
 
-    def of(self, inputs: Sequence[Any]) -> Tensor:
+    def compute_weight(self, inputs: Sequence[Any]) -> Tensor:
         """Compute the weight from the region's inputs, in autograd's graph."""
         weight: Tensor = inputs[self.index]
         if self.dtype is not None:
             casts = IN_FORCE.latest(SharedCasts)
-            weight = weight.to(self.dtype) if casts is None else casts.of(weight, self.dtype)
+            weight = weight.to(self.dtype) if casts is None else casts.cast_of(weight, self.dtype)
         for view in self.views:
             weight = view(weight)
         return weight

@@ -119,7 +119,7 @@ def _shape_of(
 
 
 @dataclass(frozen=True)
-class Tap:
+class ProductInput:
     """The source of a product's input: the region's "input" or "output" number ``index``."""
 
     place: str
@@ -131,7 +131,7 @@ class SplitProduct:
     """A product in the rewritten graph, its original, and the shape of its result."""
 
     original: FoundProduct
-    tap: Tap
+    product_input: ProductInput
     shape: Shape
 
 
@@ -174,7 +174,7 @@ class _Splitting:
         self._num_outputs = len(self._outputs)
         self._placeholders = self._graph.find_nodes(op="placeholder")
         self._copies = writes_in_place(self._graph)
-        self._taps: dict[tuple[fx.Node, torch.dtype], Tap] = {}
+        self._product_inputs: dict[tuple[fx.Node, torch.dtype], ProductInput] = {}
         self._weights: dict[WeightSource, fx.Node] = {}
         self._zeros: list[Tensor] = []
         self.products: list[SplitProduct] = []
@@ -202,14 +202,14 @@ class _Splitting:
         arguments = product.signature.arguments(node)
         with self._graph.inserting_before(node):
             x = self._in_dtype(arguments["x"], example.dtype)
-            tap = self._tap(arguments["x"], x, example.dtype)
+            product_input = self._product_input(arguments["x"], x, example.dtype)
         product.signature.put(node, "x", x)
         for name, source in (("weight", product.weight), ("bias", product.bias)):
             if source is not None:
                 product.signature.put(node, name, self._weights[source])
                 _erase_unread(self._graph, arguments[name])
         self._add_zero(node, example)
-        self.products.append(SplitProduct(product, tap, shape))
+        self.products.append(SplitProduct(product, product_input, shape))
 
     def _add_zero(self, node: fx.Node, example: Tensor) -> None:
         zero = self._add_input(f"zero_{len(self._zeros)}")
@@ -239,32 +239,32 @@ class _Splitting:
             return x
         return self._graph.call_method("to", (x, dtype))
 
-    def _tap(self, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> Tap:
+    def _product_input(self, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> ProductInput:
         if self._copies:
-            return self._tap_output(self._graph.call_method("clone", (self._detach(x),)))
-        if (before, dtype) not in self._taps:
+            return self._add_output(self._graph.call_method("clone", (self._detach(x),)))
+        if (before, dtype) not in self._product_inputs:
             if x in self._placeholders:
-                tap = Tap("input", self._placeholders.index(x))
+                product_input = ProductInput("input", self._placeholders.index(x))
             elif x in self._outputs[: self._num_outputs]:
-                tap = Tap("output", self._outputs.index(x))
+                product_input = ProductInput("output", self._outputs.index(x))
             else:
-                tap = self._tap_output(self._detach(x))
-            self._taps[before, dtype] = tap
-        return self._taps[before, dtype]
+                product_input = self._add_output(self._detach(x))
+            self._product_inputs[before, dtype] = product_input
+        return self._product_inputs[before, dtype]
 
     def _detach(self, x: fx.Node) -> fx.Node:
         return self._graph.call_method("detach", (x,))
 
-    def _tap_output(self, x: fx.Node) -> Tap:
+    def _add_output(self, x: fx.Node) -> ProductInput:
         self._outputs.append(x)
-        return Tap("output", len(self._outputs) - 1)
+        return ProductInput("output", len(self._outputs) - 1)
 
     def finish(self) -> SplitGraph:
         self._graph.output(tuple(self._outputs))
         kept = [index for index in range(len(self._placeholders)) if not self._drop(index)]
         self._graph.lint()
         examples = [self._inputs[index] for index in kept]
-        examples += [self._example_of_weight(s.of(self._inputs)) for s in self._weights]
+        examples += [self._example_of_weight(s.compute_weight(self._inputs)) for s in self._weights]
         return SplitGraph(
             fx.GraphModule(self._module, self._graph),
             [*examples, *self._zeros],

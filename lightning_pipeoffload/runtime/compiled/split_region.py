@@ -13,7 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_pipeoffload.runtime import IN_FORCE
 from lightning_pipeoffload.runtime.compiled.products import WeightSource
-from lightning_pipeoffload.runtime.compiled.split_graph import SplitGraph, SplitProduct, Tap
+from lightning_pipeoffload.runtime.compiled.split_graph import (
+    ProductInput,
+    SplitGraph,
+    SplitProduct,
+)
 from lightning_pipeoffload.runtime.weight_grad import (
     ANCHOR,
     DeferredCall,
@@ -68,16 +72,18 @@ class _Run:
     """One run of a region, from its F to its B; ``kept`` are the products' inputs."""
 
     def __init__(
-        self, calls: Sequence[tuple[DeferredCall, Tap]], shapes: Sequence[tuple[int, ...]]
+        self, calls: Sequence[tuple[DeferredCall, ProductInput]], shapes: Sequence[tuple[int, ...]]
     ) -> None:
         self.calls = calls
         self.shapes = shapes
-        self.kept: dict[Tap, ReadInput] = {}
+        self.kept: dict[ProductInput, ReadInput] = {}
         self._sharing: list[tuple[Tensor, int]] = []
 
-    def keep(self, taps: Mapping[Tap, Tensor], sharing: Sequence[Tensor]) -> None:
-        for tap, tensor in taps.items():
-            self.kept[tap] = keep_input(tensor)
+    def keep(
+        self, product_inputs: Mapping[ProductInput, Tensor], sharing: Sequence[Tensor]
+    ) -> None:
+        for product_input, tensor in product_inputs.items():
+            self.kept[product_input] = keep_input(tensor)
         self._sharing = [(tensor.detach(), tensor._version) for tensor in sharing]
 
     def leave_for_w(self, gradients: Sequence[Tensor | None]) -> None:
@@ -89,12 +95,12 @@ class _Run:
                     f"was written in place before the backward that needs it; write a copy of it"
                 )
         queue = active_queue()
-        taps = {tap: read() for tap, read in self.kept.items()}
-        for (call, tap), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
+        product_inputs = {product_input: read() for product_input, read in self.kept.items()}
+        for (call, product_input), gradient in reversed([*zip(self.calls, gradients, strict=True)]):
             if gradient is not None:
                 if call.weight._version != call.version:
                     call.refuse_change()
-                x, fetch = taps[tap]
+                x, fetch = product_inputs[product_input]
                 if queue is not None:
                     queue.defer(call, x, fetch, gradient)
                 else:
@@ -111,16 +117,18 @@ class SplitRegion:
         examples = [product.original.example for product in graph.products]
         self._zeros = [torch.zeros((), dtype=e.dtype, device=e.device) for e in examples]
         self._indices = sorted({source.index for source in graph.sources})
-        self._taps = [*dict.fromkeys(product.tap for product in graph.products)]
-        self._sharing: list[Tap] | None = None
+        self._product_inputs = [*dict.fromkeys(product.product_input for product in graph.products)]
+        self._sharing: list[ProductInput] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         stop_if_compiling_ahead()
         if active_queue() is None or not all(may_wait(inputs[index]) for index in self._indices):
             return self._whole(*inputs)
         graph = self._graph
-        weights = {source: source.of(inputs) for source in graph.sources}
-        calls = [(_make_call(product, weights), product.tap) for product in graph.products]
+        weights = {source: source.compute_weight(inputs) for source in graph.sources}
+        calls = [
+            (_make_call(product, weights), product.product_input) for product in graph.products
+        ]
         run = _Run(calls, [product.shape(inputs) for product in graph.products])
         zeros = _Zeros.apply(ANCHOR, run, self._zeros)
         kept = (inputs[index] for index in graph.kept)
@@ -131,18 +139,31 @@ class SplitRegion:
 
     def _keep(self, run: _Run, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         places = {"input": inputs, "output": outputs}
-        taps = {tap: places[tap.place][tap.index] for tap in self._taps}
+        product_inputs = {
+            product_input: places[product_input.place][product_input.index]
+            for product_input in self._product_inputs
+        }
         if self._sharing is None:  # which memory is shared is decided with the code
-            self._sharing = self._find_sharing(taps, inputs, outputs)
-        run.keep(taps, [places[tap.place][tap.index] for tap in self._sharing])
+            self._sharing = self._find_sharing(product_inputs, inputs, outputs)
+        run.keep(
+            product_inputs,
+            [places[product_input.place][product_input.index] for product_input in self._sharing],
+        )
 
     def _find_sharing(
-        self, taps: Mapping[Tap, Tensor], inputs: Sequence[Any], outputs: Sequence[Any]
-    ) -> list[Tap]:
-        shared = {_memory_of(tensor) for tap, tensor in taps.items() if tap.place == "output"}
-        others = {Tap("input", index): tensor for index, tensor in enumerate(inputs)}
+        self,
+        product_inputs: Mapping[ProductInput, Tensor],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+    ) -> list[ProductInput]:
+        shared = {
+            _memory_of(tensor)
+            for product_input, tensor in product_inputs.items()
+            if product_input.place == "output"
+        }
+        others = {ProductInput("input", index): tensor for index, tensor in enumerate(inputs)}
         for index, tensor in enumerate(outputs[: self._graph.num_outputs]):
-            others[Tap("output", index)] = tensor
+            others[ProductInput("output", index)] = tensor
         return [
             place
             for place, tensor in others.items()

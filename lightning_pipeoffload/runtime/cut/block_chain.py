@@ -1,7 +1,7 @@
 """The chain of blocks that is cut into stages, and the interception of their calls.
 
 A block keeps its place in the module tree, its name and its parameters: only the class of the
-instance is replaced, by a subclass whose ``__call__`` calls the running :class:`Pass`.
+instance is replaced, by a subclass whose ``__call__`` calls the running :class:`StepRun`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_pipeoffload.runtime.shapes import RULES, StepRules
 from lightning_pipeoffload.runtime.users_code import own_class, subclass_like
 
 
-class Pass(Protocol):
+class StepRun(Protocol):
     """One run of the user's step; defines the effect of a call of a block."""
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +64,7 @@ class BlockChain:
         self._origins = [frozenset((f"the output of {block}",)) for block in blocks]
         self._index = {block: index for index, block in enumerate(blocks)}
         self._place = {id(block): index for index, block in enumerate(self.blocks)}
-        self._pass: Pass | None = None
+        self._pass: StepRun | None = None
         self.plain_calls: list[Callable[..., Any]] = []
         self._intercepting = False
 
@@ -102,7 +102,7 @@ class BlockChain:
         return self._pass is not None
 
     def intercept(self) -> None:
-        """Route the blocks' calls to the running :class:`Pass` from now on; idempotent.
+        """Route the blocks' calls to the running :class:`StepRun` from now on; idempotent.
 
         A call while no pass is running runs the block itself.
         """
@@ -128,7 +128,7 @@ _RULES = StepRules()  # unless the pass has others
 class Running:
     """Calls ``step_pass.call_block`` in place of each block called within the context."""
 
-    def __init__(self, chain: BlockChain, step_pass: Pass) -> None:
+    def __init__(self, chain: BlockChain, step_pass: StepRun) -> None:
         self._chain = chain
         self._step_pass = step_pass
 

@@ -196,14 +196,14 @@ class CarriedValues(CallCounter):
     """
 
     def __init__(
-        self, coming: Sequence[CarriedValue], going: Sequence[CarriedValue], derivation: str = ""
+        self, received: Sequence[CarriedValue], sent: Sequence[CarriedValue], derivation: str = ""
     ) -> None:
         super().__init__()
         self._derivation = derivation  # see StepRecord
-        self._incoming = [crossing.port for crossing in coming if crossing.port]
-        self._outgoing = [crossing.port for crossing in going if crossing.port]
+        self._incoming = [crossing.port for crossing in received if crossing.port]
+        self._outgoing = [crossing.port for crossing in sent if crossing.port]
         self._wanted = _places({*self._incoming, *self._outgoing})
-        self._digests = {c.port[:2]: c.digest for c in (*coming, *going) if c.port}
+        self._digests = {c.port[:2]: c.digest for c in (*received, *sent) if c.port}
         self.counts = any(call for _, call in self._wanted)
         self._awaited: dict[Port, Awaited] = {}
         self._values: dict[Port, Tensor] = {}

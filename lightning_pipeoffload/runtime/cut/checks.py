@@ -101,7 +101,7 @@ def _obstacles_to_slices(record: StepRecord, chain: BlockChain, compile: bool) -
         yield "the step calls blocks several times"
     if record.backwards.are_any:
         yield "the step starts a backward of its own"
-    for crossing in record.crossings:
+    for crossing in record.carried_values:
         line = in_brackets(crossing.line)
         yield f"it uses what was computed from {_origins(crossing.origins)} after blocks{line}"
     for write in record.writes.attributes:
@@ -185,7 +185,7 @@ class _StepChecks:
         yield from self._assumed()
         yield from self._own_backwards()
         yield from self._hooked_spans()
-        yield from self._crossings()
+        yield from self._carried_values()
         yield from self._aliases()
         yield from self._argument_writes()
 
@@ -282,8 +282,8 @@ class _StepChecks:
                     f"or register a hook on a tensor"
                 )
 
-    def _crossings(self) -> Iterator[str]:
-        for crossing in self._record.crossings:
+    def _carried_values(self) -> Iterator[str]:
+        for crossing in self._record.carried_values:
             source, used = self._stage_of[crossing.made_in], self._stage_of[crossing.used_in]
             obstacle = self._obstacle(crossing)
             if source != used and obstacle:

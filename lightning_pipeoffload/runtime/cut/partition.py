@@ -505,7 +505,7 @@ class SegmentUses:
         )  # buffers that a step writes from what a stage computes
         self.segments: dict[str, set[int]] = {}  # by name
 
-    def learn(self, slots: Iterable[Slot], record: StepRecord) -> bool:
+    def add_record(self, slots: Iterable[Slot], record: StepRecord) -> bool:
         """Add a record; return whether a segment uses a tensor that it did not use before."""
         new_uses = find_segments(slots, self._chain, record)
         computed = {n for n in new_uses if n not in self._trainable and record.segments[n]}

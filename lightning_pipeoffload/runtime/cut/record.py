@@ -62,7 +62,7 @@ class StepRecord(RecordPart):
     arguments: BlockArguments = field(default_factory=BlockArguments)
     outputs: list[BlockOutput] = field(default_factory=list, metadata=BY_LENGTHS)
     """The output of each call of a block."""
-    crossings: list[CarriedValue] = field(
+    carried_values: list[CarriedValue] = field(
         default_factory=list, metadata=BY_LENGTHS
     )  # carried values
     opened: set[int] = field(default_factory=set)
@@ -153,7 +153,7 @@ class StepRecord(RecordPart):
 
     def carried_over(self, block: int) -> list[CarriedValue]:
         """List the carried values that cross the cut before ``block``, in the order of sending."""
-        crossing = [(c.port, c) for c in self.crossings if c.port and c.crosses(block)]
+        crossing = [(c.port, c) for c in self.carried_values if c.port and c.crosses(block)]
         return [each for _, each in sorted(crossing, key=itemgetter(0))]
 
     def calls_sent_over(self, block: int) -> list[int]:
@@ -194,8 +194,8 @@ class StageRecord:
         specs_in: Specs of the tensors that the previous stage sends.
         specs_out: Specs of the tensors that are sent to the next stage.
         gradient_specs: Specs of the sent tensors whose gradients come back.
-        coming: The carried values that are received.
-        going: The carried values that are sent.
+        received_values: The carried values that are received.
+        sent_values: The carried values that are sent.
         calls: The block of each call.
         entry: The call at which the stage receives; -1: the first stage does not.
         received_outputs: For each call whose output the previous stage sends, the indices of its
@@ -216,8 +216,8 @@ class StageRecord:
         self.specs_in = step.payload_over(start) if start else []
         self.specs_out = [] if is_last else step.payload_over(stop)
         self.gradient_specs = [spec for spec in self.specs_out if spec.gets_gradient]
-        self.coming = step.carried_over(start) if start else []
-        self.going = [] if is_last else step.carried_over(stop)
+        self.received_values = step.carried_over(start) if start else []
+        self.sent_values = [] if is_last else step.carried_over(stop)
         self.calls = step.calls.blocks
         self.entry = step.calls.entry(start) if start else -1
         self.received_outputs: dict[int, slice] = {}

@@ -60,7 +60,7 @@ class Work(RecordPart):
     between: SegmentDigest = field(default=_NOTHING, metadata=BY_LENGTHS)
 
     @classmethod
-    def of(cls, num_segments: int) -> Work:
+    def empty(cls, num_segments: int) -> Work:
         """Return no work of so many segments."""
         return cls([0] * num_segments, [0] * num_segments, [0] * num_segments)
 

@@ -126,7 +126,7 @@ class StepTrace:
         self._kernels = KernelsOnZeros() if kernels is None else kernels
         self._assumed, self._assumed_after = assumed
         self._observes = observes
-        self.record = record = StepRecord(self.calls, work=Work.of(len(chain) + 1))
+        self.record = record = StepRecord(self.calls, work=Work.empty(len(chain) + 1))
         self._values = ValueTrace(chain, self.record, self._note_function, log)
         self.stripped = StrippedModule(device)
         self._checks = CallChecks(chain, self.calls)
@@ -160,7 +160,7 @@ class StepTrace:
     @property
     def segment(self) -> int:
         """The running segment; between blocks that are called again, the first possible one."""
-        return self._values.place
+        return self._values.position
 
     @property
     def num_calls(self) -> int:

@@ -94,14 +94,14 @@ class ValueTrace(CallCounter):
         self._new: list[ShapeOnly] = []
         self._inside: list[ref[ShapeOnly]] = []  # what blocks have got and made
         self._aliased: dict[int, tuple[Any, Any]] = {}  # a block's argument of each alias, by id
-        self._crossings: dict[Port | _Source, CarriedValue] = {}
+        self._carried_values: dict[Port | _Source, CarriedValue] = {}
         self._reach = LossGraph()
         self._reach.begin(0)
         self._edges: defaultdict[Port | _Source, set[_Edge]] = defaultdict(set)
         self._output_edges: list[list[_Edge | None]] = []
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """The position of the running block, or the least position of the code that runs."""
         return self._calls.least[self.segment] if self._running is None else self._block
 
@@ -113,13 +113,15 @@ class ValueTrace(CallCounter):
     @property
     def is_between_repeated(self) -> bool:
         """Whether code between repeated calls of blocks runs: its operands decide its position."""
-        return self._running is None and not self._calls.is_once and self.place < len(self._chain)
+        return (
+            self._running is None and not self._calls.is_once and self.position < len(self._chain)
+        )
 
     def position_of(self, tensors: Iterable[Any]) -> int:
         """Return the position of an operation on some tensors, at the present point of the step."""
         if not self.is_between_repeated:
-            return self.place
-        return max(self.place, *(tensor.source.position for tensor in _with_source(tensors)), 0)
+            return self.position
+        return max(self.position, *(tensor.source.position for tensor in _with_source(tensors)), 0)
 
     def __torch_function__(
         self,
@@ -142,7 +144,7 @@ class ValueTrace(CallCounter):
             ]
             with _disable_current_modes():  # which would take these reads for the step's
                 results = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
-            self._log.append(LoggedValue(self.place, name, inputs, results, calling_line()))
+            self._log.append(LoggedValue(self.position, name, inputs, results, calling_line()))
 
     def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Assign a port to new tensors."""
@@ -203,7 +205,7 @@ class ValueTrace(CallCounter):
             raise CallsError(
                 f"the step writes in place{in_brackets(calling_line())} into what stages before "
                 f"{self._chain.block_name(min(position, len(self._chain) - 1))} have, and calls "
-                f"{self._chain.block_name(self.place)} again: compute a new tensor instead "
+                f"{self._chain.block_name(self.position)} again: compute a new tensor instead "
                 f"(x = x + y for x += y)"
             )
 
@@ -272,7 +274,7 @@ class ValueTrace(CallCounter):
             self._aliased.clear()
             output = map_output(alias, output)
             self.start(following)
-            self._reach.begin(self.place)
+            self._reach.begin(self.position)
             tensors = output_tensors(output)
             if not self._calls.is_once:  # the block itself passes what may be in a list too
                 self._reach.assign(tensors, index)
@@ -287,7 +289,7 @@ class ValueTrace(CallCounter):
             self.use(leaf, len(self._chain))
         if loss.grad_fn is not None:
             self._reach.walk(loss)
-        for key, crossing in self._crossings.items():
+        for key, crossing in self._carried_values.items():
             crossing.set_gradient_spans(self._reach.spans(self._edges[key]))
         outputs = self._record.outputs
         for index, edges in enumerate(self._output_edges):
@@ -342,14 +344,14 @@ class ValueTrace(CallCounter):
     def _cross(self, tensor: Any, position: int) -> None:
         source = tensor.source
         key = source.port or source
-        crossing = self._crossings.get(key)
+        crossing = self._carried_values.get(key)
         if crossing is None:
-            crossing = self._crossings[key] = CarriedValue(
+            crossing = self._carried_values[key] = CarriedValue(
                 source.port, source.position, 0, tensor.shape, tensor.dtype,
                 source.trains_from, tensor.origins, calling_line(), source.digest,
                 stride=dense_stride(tensor),
             )  # fmt: skip
-            self._record.crossings.append(crossing)
+            self._record.carried_values.append(crossing)
         edge = _edge_of(tensor)
         if edge is not None:
             self._edges[key].add(edge)

@@ -106,7 +106,7 @@ class RegisteredParameters:
         self._shapes: dict[int, ParameterShape] = {}
         for slot in parameters_in(module):
             if self.index_of(slot.tensor) is None:
-                self._know(slot.tensor, self._count(slot.attribute, slot.path, slot.tensor))
+                self._set_index(slot.tensor, self._count(slot.attribute, slot.path, slot.tensor))
         self.num_found = len(self.appeared)
 
     def is_real(self, index: int, parameter: Tensor) -> bool:
@@ -152,7 +152,7 @@ class RegisteredParameters:
         kept = parameter if self.is_real(index, parameter) else self._shape(index, parameter)
         if kept is not parameter:
             self._freed.note(parameter.nbytes)
-        self._know(kept, index)
+        self._set_index(kept, index)
         return kept
 
     def _register(self, module: nn.Module, name: str, parameter: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class RegisteredParameters:
             index = self._count(name, type(module).__qualname__, parameter)
             if isinstance(parameter, ShapeOnly):
                 self.note_sources(index, parameter.origins)
-            self._know(parameter, index)
+            self._set_index(parameter, index)
         return self.replace(index, parameter)
 
     def _copying(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +177,7 @@ class RegisteredParameters:
                 is_real = self.is_real(index, parameter)
                 new = plain(parameter, memo) if is_real else self._shape(index, parameter)
                 memo[id(parameter)] = new
-                self._know(new, index)
+                self._set_index(new, index)
             copied: Tensor = memo[id(parameter)]
             return copied
 
@@ -193,7 +193,7 @@ class RegisteredParameters:
         self.appeared.append(Appearance(name, owner, parameter.shape, parameter.dtype))
         return len(self.appeared) - 1
 
-    def _know(self, parameter: Tensor, index: int) -> None:
+    def _set_index(self, parameter: Tensor, index: int) -> None:
         self._indices[id(parameter)] = weakref.ref(parameter), index
 
 

@@ -51,7 +51,7 @@ class _Kept:
 
 
 @dataclass
-class _Recipe:
+class _RecomputedTensor:
     """A tensor to recompute: a view with this layout of the value of ``source``.
 
     Attributes:
@@ -110,12 +110,12 @@ class CheapRecompute(WeightInputStore):
         return self._keep(tensor, is_weight_input=False)
 
     @override
-    def pack_weight_input(self, x: Tensor) -> _Kept | _Recipe:
+    def pack_weight_input(self, x: Tensor) -> _Kept | _RecomputedTensor:
         return self._pack(x, is_weight_input=True)
 
     @override
-    def unpack(self, packed: _Kept | _Recipe) -> Tensor:
-        if isinstance(packed, _Recipe):
+    def unpack(self, packed: _Kept | _RecomputedTensor) -> Tensor:
+        if isinstance(packed, _RecomputedTensor):
             return self._value(packed)
         tensor = self._unpack_around(packed.handle)
         if tensor is packed.handle and tensor._version != packed.version:
@@ -127,15 +127,15 @@ class CheapRecompute(WeightInputStore):
         return tensor
 
     @override
-    def unpack_for_b(self, packed: _Kept | _Recipe) -> tuple[Tensor, Fetch | None]:
-        if isinstance(packed, _Recipe) and packed.for_w:
+    def unpack_for_b(self, packed: _Kept | _RecomputedTensor) -> tuple[Tensor, Fetch | None]:
+        if isinstance(packed, _RecomputedTensor) and packed.for_w:
             stand_in = make_stand_in(packed.size, packed.dtype, packed.device)
             return stand_in, partial(self._value, packed)
-        if isinstance(packed, _Recipe) or self._keeper_around is None:
+        if isinstance(packed, _RecomputedTensor) or self._keeper_around is None:
             return self.unpack(packed), None
         return self._keeper_around.unpack_for_b(packed.handle)
 
-    def _pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept | _Recipe:
+    def _pack(self, tensor: Tensor, is_weight_input: bool = False) -> _Kept | _RecomputedTensor:
         if type(tensor) not in self._kinds:
             return self._pass_on(tensor, is_weight_input)
         origin = self._recorder.find(tensor) if tensor.numel() >= SMALLEST_NUMEL else None
@@ -153,13 +153,13 @@ class CheapRecompute(WeightInputStore):
 
     def _make_recipe(
         self, source: ValueSource, value_offset: int, tensor: Tensor, is_weight_input: bool
-    ) -> _Recipe:
+    ) -> _RecomputedTensor:
         for_w = is_weight_input and not source.is_needed_in_b and source.bytes_read <= tensor.nbytes
         source.claim(self, for_w)
         layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        return _Recipe(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
+        return _RecomputedTensor(source, value_offset, *layout, tensor.dtype, tensor.device, for_w)
 
-    def _value(self, packed: _Recipe) -> Tensor:
+    def _value(self, packed: _RecomputedTensor) -> Tensor:
         value = packed.source.value(self, packed.for_w)
         offset = packed.offset - packed.value_offset + value.storage_offset()
         return value.as_strided(packed.size, packed.stride, offset)

@@ -137,9 +137,9 @@ class ActivationStore(WeightInputStore):
         self._storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._num_storages = 0
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self._leaving: list[_Copied] = []
-        self._away: list[_Copied] = []
-        self._returning: list[_Copied] = []
+        self._offloading: list[_Copied] = []
+        self._on_host: list[_Copied] = []
+        self._reloading: list[_Copied] = []
 
     # Saved tensors
 
@@ -185,9 +185,9 @@ class ActivationStore(WeightInputStore):
 
     @property
     def held(self) -> Held:
-        moving = _num_bytes([*self._leaving, *self._returning])
+        moving = _num_bytes([*self._offloading, *self._reloading])
         on_device = sum(storage.num_bytes for storage in self._on_device())
-        return Held(on_device, moving + _num_bytes(self._away), moving)
+        return Held(on_device, moving + _num_bytes(self._on_host), moving)
 
     def _pack(self, tensor: Tensor, part: Part) -> Saved:
         if type(tensor) not in _PLAIN:
@@ -253,7 +253,7 @@ class ActivationStore(WeightInputStore):
                 for storage in storages:
                     source, what = storage.bytes_to_copy(), f"{storage.description} to the host"
                     _copy(lane, storage, source, slab, what, to_host=True)
-                self._leaving.append(_Copied(part, storages, slab, lane.mark()))
+                self._offloading.append(_Copied(part, storages, slab, lane.mark()))
 
     def measure(self) -> Held:
         """Return the bytes held after an action; measure the parts' host bytes if that is due."""
@@ -278,20 +278,20 @@ class ActivationStore(WeightInputStore):
             CopyError: A copy has failed.
         """
         with self._named():
-            for group in self._leaving:
+            for group in self._offloading:
                 self._settings.lanes.d2h.hold_compute(group.copied)
                 for storage in group.storages:
                     storage.free()
-        self._away += self._leaving
-        self._leaving = []
+        self._on_host += self._offloading
+        self._offloading = []
         self._by_address.clear()  # another storage may get a freed address
 
     def reload(self, parts: Part) -> None:
         """Allocate device memory for offloaded storages of ``parts``; start to copy them back."""
         lane = self._settings.lanes.h2d
         with self._named():
-            for group in [group for group in self._away if group.part in parts]:
-                self._away.remove(group)
+            for group in [group for group in self._on_host if group.part in parts]:
+                self._on_host.remove(group)
                 targets = [storage.allocate() for storage in group.storages]
                 lane.wait_for_compute()
                 lane.wait_for(group.copied)
@@ -299,13 +299,13 @@ class ActivationStore(WeightInputStore):
                     what = f"{storage.description} from the host"
                     _copy(lane, storage, target, group.slab, what, to_host=False)
                 group.loaded = lane.mark()
-                self._returning.append(group)
+                self._reloading.append(group)
 
     def arrive(self, parts: Part) -> None:
         """Make the compute lane wait for copies back, and return the host memory to the pool."""
         with self._named():
-            for group in [group for group in self._returning if group.part in parts]:
-                self._returning.remove(group)
+            for group in [group for group in self._reloading if group.part in parts]:
+                self._reloading.remove(group)
                 self._settings.lanes.h2d.hold_compute(group.loaded)
                 group.slab.release()
 
@@ -313,13 +313,13 @@ class ActivationStore(WeightInputStore):
         """Return the host memory once the compute lane has waited; no backward follows."""
         lanes = self._settings.lanes
         with self._named():
-            for group in self._returning:
+            for group in self._reloading:
                 lanes.h2d.hold_compute(group.loaded)
-            for group in [*self._leaving, *self._away]:
+            for group in [*self._offloading, *self._on_host]:
                 lanes.d2h.hold_compute(group.copied)
-        for group in [*self._leaving, *self._away, *self._returning]:
+        for group in [*self._offloading, *self._on_host, *self._reloading]:
             group.slab.release()
-        self._leaving, self._away, self._returning = [], [], []
+        self._offloading, self._on_host, self._reloading = [], [], []
 
     def _by_part(self) -> list[tuple[Part, list[SavedStorage]]]:
         by_part = [(part, [s for s in self._on_device() if s.part == part]) for part in Part]

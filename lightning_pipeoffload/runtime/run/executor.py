@@ -86,7 +86,7 @@ class Executor:
             **dict.fromkeys(FINAL, self._declare_final),
             **dict.fromkeys(COPIES, self.memory.move),
             **dict.fromkeys(SENDS, self.mailbox.send),
-            **dict.fromkeys(RECVS, self.mailbox.reach),
+            **dict.fromkeys(RECVS, self.mailbox.post),
         }
         self._run = self._handlers
         self._is_marked = False
@@ -117,7 +117,7 @@ class Executor:
         """The microbatches of the last step."""
         return [*self._microbatches.values()]
 
-    def place(self, rank: int, transport: Transport) -> None:
+    def set_rank(self, rank: int, transport: Transport) -> None:
         """From the next plan on, be pipeline rank ``rank``, which sends through ``transport``."""
         self.rank = rank
         self.mailbox.send_through(transport)
@@ -243,11 +243,11 @@ class Executor:
         there = {*actions}
         ahead = [action for action in self._ahead if action in there]
         there.difference_update(ahead)
-        put_back = next(iter(self.stages.values())).keep_writes()
+        restore = next(iter(self.stages.values())).keep_writes()
         self._run_forwards(ahead)
         if wait_for_weights():
             self._undo_forwards()
-            put_back()
+            restore()
             self._run_forwards(ahead)
         return [action for action in actions if action in there]
 

@@ -60,7 +60,7 @@ class Gradients:
         self._shared: list[_Shared] = []
         self._counted_elsewhere: set[int] = set()
 
-    def share(self, tensors: SplitModule, records: StepRecords) -> None:
+    def copy_shared(self, tensors: SplitModule, records: StepRecords) -> None:
         """Copy shared parameters from their first owner, and common buffers from the root.
 
         Of ranks that share a stage's layers the first one sends what all of them have whole. All
@@ -123,7 +123,7 @@ class Gradients:
 
     # Which parameters a sum or a norm includes
 
-    def own(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def with_local_gradient(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return those of the parameters whose gradient this rank has, or would have."""
         own = [p for p in parameters if not isinstance(p, ShapeOnly)]
         return [*filter(self.owns, own)] if self._is_divided else own

@@ -112,9 +112,9 @@ class Mailbox:
         """Expect the messages of the next actions; each edge delivers them in this order."""
         self.receives.expect(actions)
 
-    def reach(self, receive: Action) -> None:
+    def post(self, receive: Action) -> None:
         """Post a receive if it is not posted yet, without waiting; :meth:`receive` waits."""
-        self.receives.reach(receive)
+        self.receives.mark_reached(receive)
 
     def _post(self, receive: Action, peer: int) -> None:
         self._profiled_transport.post(receive, peer, self._specs_of(receive))
@@ -132,7 +132,7 @@ class Mailbox:
             timer.pause()
             for receive in self.receives.until(needed):
                 self._messages[receive] = self._profiled_transport.wait(receive)
-                self._sends.prove(receive)
+                self._sends.release_delivered(receive)
             timer.resume()
         return self._messages.pop(needed)
 

@@ -362,7 +362,7 @@ class Pipeline:
     def _use_record(self, record: StepRecord) -> None:
         """Assign to stages the tensors that a new record uses; refuse a step that cannot be cut."""
         if not self.committed:
-            self._learn(record)
+            self._add_record(record)
         self._writes.expect(record, self.cut.stages)
         if self._shard_draws is not None:
             self._shard_draws.expect(record.draws.modules, self.chain.blocks, self.settings.compile)
@@ -407,13 +407,13 @@ class Pipeline:
                 mark_at_once(tensor)
 
     @torch.inference_mode(False)  # a validation may run before training
-    def _learn(self, record: StepRecord) -> None:
+    def _add_record(self, record: StepRecord) -> None:
         """Cut by the first record; add to stages the tensors that a later record uses there."""
         slots = find_slots(self.module)
         self.tensors.refuse_added(slots)
         if not self._uses.segments:
             self._cut(slots, record)
-        if self._uses.learn(slots, record):
+        if self._uses.add_record(slots, record):
             self._assign(slots)
 
     def _cut(self, slots: list[Slot], record: StepRecord) -> None:

@@ -95,7 +95,7 @@ class BlockOnSlice:
         if not self._has_run:  # in a backward no later slice comes
             if len(slices) != part.index:
                 self._refuse_other_number()
-            slices.append((self._earlier.share(part, key), self._earlier.share(part, value)))
+            slices.append((self._earlier.leaf_of(part, key), self._earlier.leaf_of(part, value)))
         keys, values = zip(*slices[: part.index], (key, value), strict=True)
         if not self._has_dropout:
             options["dropout_p"] = 0.0

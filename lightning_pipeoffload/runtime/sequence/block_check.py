@@ -195,7 +195,7 @@ class _Joined(EarlierSlices):
     """Slices with one graph."""
 
     @override
-    def share(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
+    def leaf_of(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
         return tensor
 
 

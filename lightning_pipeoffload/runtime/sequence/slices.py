@@ -129,7 +129,7 @@ class EarlierSlices:
         self.keys_and_values = defaultdict(list)
         self._shared: defaultdict[int, list[SharedValue]] = defaultdict(list)
 
-    def share(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
+    def leaf_of(self, part: SequenceSlice, tensor: Tensor) -> Tensor:
         """Return a leaf with the value of a slice's tensor, for the graphs of later slices."""
         leaf = tensor.detach()
         if tensor.requires_grad:

@@ -42,7 +42,7 @@ class KnownSize:
 
 
 @dataclass(frozen=True)
-class Derived:
+class GradientExpression:
     """Describes a tensor that elementwise operations computed from a gradient of known size.
 
     Attributes:
@@ -60,9 +60,11 @@ class Derived:
         """Whether the tensor shares memory with the gradient."""
         return self.what in ("value", "part")
 
-    def view(self, func: torch._ops.OpOverload) -> Derived:
+    def view(self, func: torch._ops.OpOverload) -> GradientExpression:
         """Return the description of the tensor's view that ``func``, a view operation, returns."""
-        return self if func.overloadpacket in _WHOLE_VIEWS else Derived(self.size, "part")
+        return (
+            self if func.overloadpacket in _WHOLE_VIEWS else GradientExpression(self.size, "part")
+        )
 
 
 _WHOLE_VIEWS = {aten.detach, aten.alias, aten.view}
@@ -92,17 +94,21 @@ def _is_infinite(largest: float) -> bool | None:
     return None if math.isnan(largest) else math.isinf(largest)
 
 
-def derive(packet: Any, operands: Sequence[Derived | float]) -> Derived | None:
+def derive(
+    packet: Any, operands: Sequence[GradientExpression | float]
+) -> GradientExpression | None:
     """Return the description of an elementwise operation's result; None if it is unknown."""
-    sizes = [operand.size for operand in operands if isinstance(operand, Derived)]
-    words = [operand.what if isinstance(operand, Derived) else operand for operand in operands]
+    sizes = [operand.size for operand in operands if isinstance(operand, GradientExpression)]
+    words = [
+        operand.what if isinstance(operand, GradientExpression) else operand for operand in operands
+    ]
     what = _STEPS.get((packet, *words))
     is_of_one = all(size is sizes[0] for size in sizes)
-    return Derived(sizes[0], what) if what is not None and is_of_one else None
+    return GradientExpression(sizes[0], what) if what is not None and is_of_one else None
 
 
 def reduce_known(
-    func: torch._ops.OpOverload, of: Derived, args: Sequence[Any], kwargs: dict[str, Any]
+    func: torch._ops.OpOverload, of: GradientExpression, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> float | None:
     """Return the result of a reduction over all elements of ``of``; None if it is unknown."""
     packet = func.overloadpacket
@@ -120,7 +126,7 @@ GRADIENT_OF = "the gradient of "
 class RemoteGradient(ShapeOnly):
     """A gradient without values, or the result of elementwise operations on one."""
 
-    derived: Derived | None = None
+    expression: GradientExpression | None = None
 
     @classmethod
     def of(cls, parameter: ShapeOnly, size: KnownSize | None) -> RemoteGradient:
@@ -146,7 +152,7 @@ class RemoteGradient(ShapeOnly):
 
     def know(self, size: KnownSize | None) -> None:
         """Set the gradient's norm and largest magnitude; None: they are unknown."""
-        self.derived = None if size is None else Derived(size)
+        self.expression = None if size is None else GradientExpression(size)
 
     @override
     def written_from(self, origins: frozenset[str]) -> None:
@@ -170,7 +176,7 @@ class RemoteGradient(ShapeOnly):
         """
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, RemoteGradient) and first.derived is not None:
+        if isinstance(first, RemoteGradient) and first.expression is not None:
             answer = first._answer(func, args[1:], kwargs)
             if answer is not None:
                 return answer
@@ -183,24 +189,24 @@ class RemoteGradient(ShapeOnly):
     def _answer(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        assert self.derived is not None
-        value = reduce_known(func, self.derived, args, kwargs)
+        assert self.expression is not None
+        value = reduce_known(func, self.expression, args, kwargs)
         if value is None:
             return None
         shape = func(self.meta, *args, **kwargs)
         if not isinstance(shape, Tensor) or shape.dim():
             return None
-        if not self.derived.size.is_current:
+        if not self.expression.size.is_current:
             name = func.overloadpacket.__name__
             raise ValueNeededError(f"{name}() after something was written to it", self.origins)
         return torch.full((), value, dtype=shape.dtype, device=self.device)
 
     def _forget(self) -> None:
         """Discard the known size after a write."""
-        if self.derived is not None and self.derived.is_memory:
-            self.derived.size.expire()
+        if self.expression is not None and self.expression.is_memory:
+            self.expression.size.expire()
         else:
-            self.derived = None
+            self.expression = None
 
 
 def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
@@ -208,20 +214,20 @@ def _gradients_in(tree: Iterable[Any]) -> Iterable[RemoteGradient]:
 
 
 def _derived(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> Any:
-    """Return the result with its description, if it is derived."""
-    operands = [arg.derived if isinstance(arg, RemoteGradient) else arg for arg in args]
+    """Return the result with its description, if it has one."""
+    operands = [arg.expression if isinstance(arg, RemoteGradient) else arg for arg in args]
     description = _derive(func, operands)
     if description is None or type(result) is not ShapeOnly:
         return result
     gradient = RemoteGradient(result.meta, result.device, result.origins)
-    gradient.derived = description
+    gradient.expression = description
     return gradient
 
 
-def _derive(func: torch._ops.OpOverload, operands: list[Any]) -> Derived | None:
+def _derive(func: torch._ops.OpOverload, operands: list[Any]) -> GradientExpression | None:
     returned = func._schema.returns
     if returned and returned[0].alias_info is not None:
-        return operands[0].view(func) if isinstance(operands[0], Derived) else None
-    if not all(isinstance(operand, (Derived, Number)) for operand in operands):
+        return operands[0].view(func) if isinstance(operands[0], GradientExpression) else None
+    if not all(isinstance(operand, (GradientExpression, Number)) for operand in operands):
         return None
     return derive(func.overloadpacket, operands)

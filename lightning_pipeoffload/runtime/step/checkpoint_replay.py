@@ -61,7 +61,7 @@ class _Rerun:
         self._function = function
         self._watch = watch
         self._digests: list[int] = []
-        self._called_before, is_in_block = watch.step.place()
+        self._called_before, is_in_block = watch.step.last_block()
         self._is_in_block = is_in_block or watch.writes.is_block(function)
         self._name = ""
         is_ours = isinstance(function, RecomputedCall)
@@ -76,7 +76,7 @@ class _Rerun:
             self._digests = _digests(output)
 
     def _find_name(self) -> str:
-        called, is_running = self._watch.step.place()
+        called, is_running = self._watch.step.last_block()
         if is_running or called != self._called_before:
             return called
         return getattr(self._function, "__qualname__", type(self._function).__name__)

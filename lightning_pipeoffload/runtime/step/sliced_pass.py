@@ -96,7 +96,7 @@ class SlicedPass(StagePass):
 
     def _join(self, call: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         if not self._part.is_last:
-            kept = [self._earlier.share(self._part, tensor) for tensor in tensors]
+            kept = [self._earlier.leaf_of(self._part, tensor) for tensor in tensors]
             self._earlier.outputs.append(kept)
             self._has_exited = True
             raise StageExit([])

@@ -150,7 +150,7 @@ class StageContext:
         attributes = self.writes.of_stage(self.stage)
         if not self.generators.exist:
             return attributes
-        return together(attributes, self.generators.kept())
+        return together(attributes, self.generators.restoring())
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""
@@ -189,12 +189,14 @@ class StagePass:
         self._start, self._stop = context.stage.blocks.start, context.stage.blocks.stop
         self._recomputes = context.recompute == "full" and flight.received is not None
         self._carried = self._counter = None
-        if record.coming or record.going:
-            self._carried = CarriedValues(record.coming, record.going, self._step_record.derivation)
+        if record.received_values or record.sent_values:
+            self._carried = CarriedValues(
+                record.received_values, record.sent_values, self._step_record.derivation
+            )
             self._counter = self._carried if self._carried.counts else None
         self._shape_outputs = {} if self._carried else record.shape_outputs
 
-    def place(self) -> tuple[str, bool]:
+    def last_block(self) -> tuple[str, bool]:
         """Return the name of the stage's block called last, and whether it is still running."""
         name = "" if self._called < 0 else self._context.chain.block_name(self._called)
         return name, self._is_in_block

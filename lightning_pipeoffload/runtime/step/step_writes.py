@@ -247,19 +247,19 @@ class StepWrites:
         # All buffers: the trace does not see what a kernel writes, statistics of a norm say.
         state = self._state(self._own_buffers())
 
-        def put_back() -> None:
+        def restore() -> None:
             self._values_of.clear()
             self._num_passes = dict.fromkeys(self._num_passes, 0)
-            state.put_back()
+            state.restore()
 
-        return put_back
+        return restore
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Restore the attributes at the end of the context; the writes of the last slice remain."""
         state = self._state(())
         yield
-        state.put_back()
+        state.restore()
 
     def _own_buffers(self) -> list[Slot]:
         buffers = [slot for slot in self._tensors.slots if slot.kind == "_buffers"]
@@ -307,7 +307,7 @@ class StepWrites:
         try:
             yield
         finally:
-            state.put_back()
+            state.restore()
             for variable, value in values:
                 variable.put(value)
 

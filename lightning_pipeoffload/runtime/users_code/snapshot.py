@@ -312,18 +312,18 @@ class TensorValues:
     def again(self, now: TensorValues | None = None) -> Iterator[None]:
         """Restore these values within the context, and the present ones, ``now``, afterwards."""
         now = now or TensorValues(self.tensors)
-        self.put_back()
+        self.restore()
         try:
             yield
         finally:
-            now.put_back()
+            now.restore()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the values."""
         for seen in self._seen:
             self._put(*seen)
 
-    def put_back_written(self) -> list[Tensor]:
+    def restore_written(self) -> list[Tensor]:
         """Restore the tensors that were written since, and return them."""
         written = [seen for seen in self._seen if is_written(seen[0], *seen[2:])]
         for seen in written:
@@ -391,15 +391,15 @@ class StepState:
             ]
         self._tensors = TensorValues(tensors)
 
-    def put_back(self) -> set[int]:
+    def restore(self) -> set[int]:
         """Restore all; return the ids of objects changed in place, except given tensors."""
         refilled = [each for each in self._contents if not _has_same_entries(*each)]
         refilled += [(container, ()) for container in self._empty.values() if container]
         changed = {id(container) for container, _ in refilled}
         if self._compares:
-            changed.update(map(id, self._tensors.put_back_written()))
+            changed.update(map(id, self._tensors.restore_written()))
         else:
-            self._tensors.put_back()
+            self._tensors.restore()
         for array, copied in self._arrays:
             if _bytes_of(array) != _bytes_of(copied):
                 changed.add(id(array))
@@ -432,11 +432,11 @@ def unchanged(module: nn.Module) -> Iterator[set[Attribute]]:
     with without_collection():
         state = StepState((part, name) for part, before in names for name in before)
     written: set[Attribute] = set()
-    with forked_randomness(), Generators(module).kept():
+    with forked_randomness(), Generators(module).restoring():
         try:
             yield written
         finally:
-            changed = state.put_back()
+            changed = state.restore()
             if changed:
                 written |= state.attributes_with(changed)
             for part, before in names:
@@ -488,4 +488,4 @@ def restoring_module(module: nn.Module, written: Container[str]) -> Iterator[Non
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        weights.put_back()
+        weights.restore()

@@ -55,12 +55,12 @@ class Generators:
             if is_generator(value):
                 yield label, value
 
-    def kept(self) -> AbstractContextManager[Any]:
+    def restoring(self) -> AbstractContextManager[Any]:
         """Restore the state of each generator afterwards."""
-        return self._kept() if self._places else NOTHING
+        return self._restoring() if self._places else NOTHING
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _restoring(self) -> Iterator[None]:
         restore = self._snapshot()
         try:
             yield
@@ -74,7 +74,7 @@ class Generators:
     def _replayed(self, restore: Callable[[], None]) -> Callable[[], AbstractContextManager[Any]]:
         @contextmanager
         def replayed() -> Iterator[None]:
-            with self._kept():
+            with self._restoring():
                 restore()
                 yield
 

@@ -23,7 +23,7 @@ _CALL_THE_SAME = (
 )
 
 
-class Wanted(NamedTuple):
+class ValueRequest(NamedTuple):
     number: int
     holder: int
     shape: tuple[int, ...]
@@ -36,13 +36,13 @@ class Header(NamedTuple):
     Attributes:
         serial: The number of headers before it, equal on all ranks.
         subject: The unit, and a checksum of the shapes of its arguments.
-        wanted: The value that the owner needs to go on; None: the unit has run.
+        request: The value that the owner needs to go on; None: the unit has run.
         result: The pickled result and changes.
     """
 
     serial: int
     subject: tuple[str, int]
-    wanted: Wanted | None = None
+    request: ValueRequest | None = None
     result: bytes = b""
 
 
@@ -118,9 +118,9 @@ class Values:
             if held.value is None:
                 self._request(held)
         elif isinstance(held, HeldOutput) and not held.is_everywhere:
-            self.share(held)
+            self.broadcast(held)
 
-    def share(self, held: HeldOutput) -> None:
+    def broadcast(self, held: HeldOutput) -> None:
         """Send an output to all ranks, which all call this."""
         value = held.meta if held.value is None else held.value
         received = self._group.copy_to_devices(value, held.holder)
@@ -137,10 +137,10 @@ class Values:
     def _request(self, held: HeldValue) -> None:
         """Ask, from within a unit, for a value of another rank; the others wait for the header."""
         assert self.running is not None
-        wanted = Wanted(held.number, held.holder, tuple(held.meta.shape), held.meta.dtype)
-        self.send_header(self.running, wanted)
+        request = ValueRequest(held.number, held.holder, tuple(held.meta.shape), held.meta.dtype)
+        self.send_header(self.running, request)
         if isinstance(held, HeldOutput):
-            self.share(held)
+            self.broadcast(held)
             return
         assert isinstance(held, HeldState)
         # Not kept: the holder may write the tensor in place.
@@ -158,9 +158,9 @@ class Values:
             self._fetched.pop().value = None
 
     def send_header(
-        self, subject: tuple[str, int], wanted: Wanted | None = None, result: bytes = b""
+        self, subject: tuple[str, int], request: ValueRequest | None = None, result: bytes = b""
     ) -> None:
-        header = Header(self._num_headers, subject, wanted, result)
+        header = Header(self._num_headers, subject, request, result)
         self._num_headers += 1
         self._group.send_bytes(pickle.dumps(header), self._group.global_rank)
 
@@ -178,24 +178,24 @@ class Values:
                     f"{_CALL_THE_SAME}"
                 )
             self._num_headers += 1
-            if header.wanted is None:
+            if header.request is None:
                 return header.result
-            self._answer(header.wanted)
+            self._answer(header.request)
 
-    def _answer(self, wanted: Wanted) -> None:
-        output = self._outputs.get(wanted.number)
+    def _answer(self, request: ValueRequest) -> None:
+        output = self._outputs.get(request.number)
         if output is not None:
-            self.share(output)
+            self.broadcast(output)
             return
-        tensor = self._states.get(wanted.number)
+        tensor = self._states.get(request.number)
         if tensor is None:
-            if wanted.holder == self._group.rank:
+            if request.holder == self._group.rank:
                 raise RuntimeError(
                     "a block of another rank reads what a block of this rank had written into an "
                     "argument, and which no longer exists here"
                 )
-            tensor = torch.empty(wanted.shape, dtype=wanted.dtype, device="meta")
-        self._group.copy_to_devices(tensor, wanted.holder)
+            tensor = torch.empty(request.shape, dtype=request.dtype, device="meta")
+        self._group.copy_to_devices(tensor, request.holder)
 
     def share_outputs(self) -> None:
         """Send the outputs that still exist on all ranks, at the end of a run, to all.
@@ -217,4 +217,4 @@ class Values:
         if have_some:
             of_ranks = self._group.gather(alive)
             for number in sorted(set(alive).intersection(*of_ranks)):
-                self.share(self._outputs[number])
+                self.broadcast(self._outputs[number])

@@ -231,7 +231,7 @@ class WholeRun:
             num_lent = stack.enter_context(self._layout.with_values(self._scope))
             for unit in self._scope.large if self._group.num_ranks > 1 else ():
                 stack.enter_context(self._on_its_owner(unit))
-            stack.enter_context(self._generators.kept())
+            stack.enter_context(self._generators.restoring())
             self._seed_segment()
             yield
             if self._num_held or self._seed is not None:  # ranks begin a hook's call together

@@ -107,7 +107,7 @@ class ListScheduler:
         heappush(self._agenda, (self.clock[rank], rank))
 
 
-class Wanted(NamedTuple):
+class NextOperation(NamedTuple):
     """The next operation of a rank.
 
     Attributes:
@@ -121,16 +121,16 @@ class Wanted(NamedTuple):
     room: float = 0.0
 
 
-_WEIGHT = Wanted(-1)
+_WEIGHT = NextOperation(-1)
 
 
 class OrderRule(Protocol):
     """Chooses the next F or B of a rank; a new object for every run."""
 
-    def next(self, filler: Filler, rank: int, now: float) -> Wanted | None:
+    def next(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return the next action of the rank, ready or awaited; None if none is known."""
 
-    def instead(self, filler: Filler, rank: int, now: float) -> Wanted | None:
+    def instead(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return a ready action to run if the next one would take too long to wait for."""
 
     def started(self, rank: int, operation: int) -> None:
@@ -200,7 +200,7 @@ class _ByClock(Filler):
         self.again(rank)
         self.longest = max(self.longest, self.span(rank))
 
-    def _choose(self, rank: int, now: float) -> Wanted | None:
+    def _choose(self, rank: int, now: float) -> NextOperation | None:
         """Return what to start now: what is next, W, something else; None: wait."""
         weight = _WEIGHT if self.pending[rank] else None
         wanted = self.rule.next(self, rank, now)
@@ -299,7 +299,7 @@ class _ByRounds(Filler):
             self.longest = max(self.longest, self.span(rank))
             self.again(rank)
 
-    def _makes_room(self, rank: int, wanted: Wanted) -> bool:
+    def _makes_room(self, rank: int, wanted: NextOperation) -> bool:
         """Run W until there is room, and those that fit before what is wanted can start."""
         while self.pending[rank] and (
             not self.has_room(rank, wanted.room)
@@ -308,7 +308,7 @@ class _ByRounds(Filler):
             self.start_weight(rank, self.clock[rank])
         return self.has_room(rank, wanted.room)
 
-    def _may_wait(self, rank: int, wanted: Wanted) -> bool:
+    def _may_wait(self, rank: int, wanted: NextOperation) -> bool:
         if self._is_patient_before_b and wanted.operation >= self._num_stages:
             return True
         gap = max(0.0, wanted.ready - self.clock[rank])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf
 
-from .list_schedule import Filler, Wanted
+from .list_schedule import Filler, NextOperation
 from .problem import ROUNDING, Order, Problem
 
 
@@ -35,14 +35,14 @@ class FixedOrder:
         first_w = 2 * problem.num_stages
         return cls(problem, ([n for n, _ in rank if n < first_w] for rank in order), overtaking)
 
-    def next(self, filler: Filler, rank: int, now: float) -> Wanted | None:
+    def next(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return the first of the remaining actions in the order."""
         left = self._left[rank]
         while left and self._overtaken.get(left[0]):
             self._overtaken[left.popleft()] -= 1
         return self._wanted(filler, left[0]) if left else None
 
-    def instead(self, filler: Filler, rank: int, now: float) -> Wanted | None:
+    def instead(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return a B that is ready, wherever it is in the order."""
         last = 2 * self._problem.num_stages - 1
         for stage in self._problem.stages[rank] if self._overtaking else ():
@@ -58,8 +58,8 @@ class FixedOrder:
         else:
             self._overtaken[operation] += 1
 
-    def _wanted(self, filler: Filler, operation: int) -> Wanted:
-        return Wanted(operation, filler.next_ready(operation), self._problem.room(operation))
+    def _wanted(self, filler: Filler, operation: int) -> NextOperation:
+        return NextOperation(operation, filler.next_ready(operation), self._problem.room(operation))
 
 
 class AlternatingOrder:
@@ -90,7 +90,7 @@ class AlternatingOrder:
                 room += problem.growth[stage]
                 self._room[stage], self._num_later[stage] = room, num_later
 
-    def next(self, filler: Filler, rank: int, now: float) -> Wanted | None:
+    def next(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return F or B in turn, what is ready before what is awaited."""
         stages = self._problem.stages[rank]
         # As long as B takes turns, the stage that had the last B has the next F.
@@ -107,7 +107,7 @@ class AlternatingOrder:
             return backward if late and waited <= self._punctuality else forward
         return forward if self._forward_is_due[rank] else backward
 
-    def instead(self, filler: Filler, rank: int, now: float) -> Wanted | None:
+    def instead(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return nothing: what is ready is next already."""
         return None
 
@@ -121,7 +121,7 @@ class AlternatingOrder:
 
     def _next_forward(
         self, filler: Filler, rank: int, stages: Sequence[int], now: float
-    ) -> Wanted | None:
+    ) -> NextOperation | None:
         first = None
         depth_left = self._depths[rank] - self._num_in_flight[rank]
         for stage in stages:
@@ -131,15 +131,17 @@ class AlternatingOrder:
             if ready == inf or self._num_later[stage] >= depth_left:
                 continue
             if makes_room or filler.has_room(rank, room):
-                first = _earlier(first, Wanted(stage, ready, room), now)
+                first = _earlier(first, NextOperation(stage, ready, room), now)
         return first
 
-    def _next_backward(self, filler: Filler, stages: Sequence[int], now: float) -> Wanted | None:
+    def _next_backward(
+        self, filler: Filler, stages: Sequence[int], now: float
+    ) -> NextOperation | None:
         first, last = None, 2 * self._problem.num_stages - 1
         for stage in stages:
             ready = filler.next_ready(last - stage)
             if ready < inf:
-                wanted = Wanted(last - stage, ready, self._problem.room(last - stage))
+                wanted = NextOperation(last - stage, ready, self._problem.room(last - stage))
                 first = _earlier(first, wanted, now)
         return first
 
@@ -164,7 +166,7 @@ class AlternatingSlices(AlternatingOrder):
 
     def _next_forward(
         self, filler: Filler, rank: int, stages: Sequence[int], now: float
-    ) -> Wanted | None:
+    ) -> NextOperation | None:
         first = None
         for stage in stages:
             ready = filler.next_ready(stage)
@@ -172,7 +174,7 @@ class AlternatingSlices(AlternatingOrder):
                 continue
             room = self._growth(filler, stage) + self._problem.headroom[rank]
             if (ready <= now and filler.pending[rank]) or filler.has_room(rank, room):
-                first = _earlier(first, Wanted(stage, ready, room), now)
+                first = _earlier(first, NextOperation(stage, ready, room), now)
         return first
 
     def _growth(self, filler: Filler, stage: int) -> float:
@@ -206,7 +208,7 @@ class AlternatingSlices(AlternatingOrder):
         return (microbatches + 1) * of_first[-1] - of_first[self._problem.num_slices - slices]
 
 
-def _earlier(first: Wanted | None, second: Wanted, now: float) -> Wanted:
+def _earlier(first: NextOperation | None, second: NextOperation, now: float) -> NextOperation:
     """Return what is ready, the first one if both are, else what is awaited for less long."""
     if first is None or first.ready > max(now, second.ready):
         return second

@@ -95,7 +95,7 @@ def part_sizes(costs: Costs, num_stages: int, num_slices: int = 1) -> UnitSizes:
     if num_slices == 1:
         return UnitSizes([_sizes_of_unit(*stage) for stage in stages])
     slices = costs.slices or Slices()
-    held, gradients = slices.kept([stage[0] for stage in stages], num_slices)
+    held, gradients = slices.key_value_bytes([stage[0] for stage in stages], num_slices)
     activation, *others = (costs.per_unit(name, num_stages, num_slices) for name in names)
     movable = [max(0.0, a - of_unit) for a, of_unit in zip(activation, held, strict=True)]
     units = zip(movable, *others, strict=True)
@@ -293,10 +293,10 @@ class _MessageMemory:
                 self._send(action, peer)
                 receives.count_send()
             elif action.kind in RECVS:
-                receives.reach(action)
+                receives.mark_reached(action)
             elif needed is not None:
                 for receive in receives.until(needed) if needed not in received else ():
                     received.add(receive)
-                    sends.prove(receive)
+                    sends.release_delivered(receive)
                 self._held -= self._size(send_of(needed))
             yield self._held

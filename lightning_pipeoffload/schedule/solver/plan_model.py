@@ -150,7 +150,7 @@ _Stay = tuple[Any, int]
 """An interval in which something is on a device, and its memory."""
 
 
-class _Pass:
+class _ActionVariables:
     """F, B, W and the copies of one stage and microbatch.
 
     Attributes:
@@ -325,7 +325,7 @@ class _Entry(NamedTuple):
 
 
 def _read_plan(
-    passes: Iterable[_Pass], placement: tuple[int, ...], value: Callable[[_Hinted], int]
+    passes: Iterable[_ActionVariables], placement: tuple[int, ...], value: Callable[[_Hinted], int]
 ) -> Schedule:
     """Return the plan of a solution."""
     ranks: list[list[_Entry]] = [[] for _ in range(max(placement) + 1)]
@@ -385,7 +385,7 @@ class PlanModel:
         self._add_lanes()
         self._add_memory()
 
-    def _make_passes(self) -> dict[tuple[int, int], _Pass]:
+    def _make_passes(self) -> dict[tuple[int, int], _ActionVariables]:
         whole, count = self._whole, self._num_microbatches
         first = earliest_starts(whole.seconds, whole.latencies)
         tight = [whole.is_tight(rank, count) for rank in range(whole.num_ranks)]
@@ -397,7 +397,9 @@ class PlanModel:
             }
             may_copy = tight[whole.placement[stage]]
             place = stage, microbatch
-            passes[place] = _Pass(self._model, whole, place, self._hint, earliest, may_copy)
+            passes[place] = _ActionVariables(
+                self._model, whole, place, self._hint, earliest, may_copy
+            )
         return passes
 
     def _add_orders(self) -> None:

@@ -79,7 +79,7 @@ class PlanSolver:
         """Whether it has ended; all that it has found has been read then."""
         if self._process.poll() is None:
             return False
-        self.look()
+        self.poll()
         if self._process.returncode:
             log.warning(
                 "the solver has failed with status %d; training goes on with the plan in use",
@@ -87,7 +87,7 @@ class PlanSolver:
             )
         return True
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the plans that it has found, without waiting."""
         read = self._output.read()
         if read:

@@ -105,7 +105,7 @@ def derived_in(pipeline):
 
 def sizes_of(record):
     operations = [each.sizes for each in record.work.digests]
-    return record.outputs, record.crossings, record.work.training_flops, operations
+    return record.outputs, record.carried_values, record.work.training_flops, operations
 
 
 TRACED = (3, 9, 4, 6, 7)

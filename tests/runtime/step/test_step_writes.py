@@ -500,8 +500,8 @@ def test_what_forwards_that_run_again_have_written_is_put_back(write):
     pipeline.run(batch, 4)
     (rank,) = pipeline.ranks
     before = copy.deepcopy(rank.module.state_dict()), copy.deepcopy(rank.module.written())
-    put_back = rank.stages[0].keep_writes()
+    restore = rank.stages[0].keep_writes()
     pipeline.run(batch, 4)
-    put_back()
+    restore()
     after = rank.module.state_dict(), rank.module.written()
     torch.testing.assert_close(after, before, rtol=0, atol=0)
