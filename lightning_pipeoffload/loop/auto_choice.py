@@ -160,14 +160,14 @@ class AutoChoice:
         if torch.are_deterministic_algorithms_enabled():  # times differ from run to run
             return self._by_default(num_microbatches)
         first = cut_batch(num_microbatches)[0]
-        self._note_trace()
+        self._record_trace()
         cut_costs, chosen = self._measure_and_decide(cut_batch, first, num_microbatches, batch_size)
         if store is not None:
             self._store(store, cut_costs, chosen)
         order = self._find_order(cut_costs, chosen.limits, chosen)
         return replace(chosen, better_order=order)
 
-    def _note_trace(self) -> None:
+    def _record_trace(self) -> None:
         self._shared = self._pipeline.shared_segments()
         self._left_out = self._find_recompute_risk()
         self._first_cut = self._pipeline.cut  # measuring cuts it in other ways
@@ -178,7 +178,7 @@ class AutoChoice:
         if stored is None:
             return None
         cut_batch(stored.option.num_microbatches)
-        self._note_trace()
+        self._record_trace()
         is_same = self._works[stored.option.num_microbatches] == stored.work
         if not self._group.world.broadcast(is_same, 0):
             return None

@@ -157,7 +157,7 @@ class BatchBackward(BackwardHooks):
             self._pipeline.sum_stage_gradients()
             self._pipeline.gradients.sum_shared()
             self._is_summed = True
-        self._pipeline.gradient_changes.note()
+        self._pipeline.gradient_changes.record()
         output = self._shown(None) if output is None else output
         self._precision.post_backward(self._shown(_loss_of(output)), self._module)
         return output
@@ -192,14 +192,14 @@ class GradientTotals:
             self._validation.expect_clipping(clipping)
             return
         clipping.clip(clipping.norm(self._gradients.sum(squares)))
-        self._changes.note()
+        self._changes.record()
 
     def clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         own = self._gradients.with_local_gradient([*self._precision.main_params(optimizer)])
         parameters = [p for p in own if p.grad is not None]
         if parameters:  # else torch's kernel for many would fail
             nn.utils.clip_grad_value_(parameters, clip_val)
-        self._changes.note()
+        self._changes.record()
 
     def _squared_norms(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return those of the gradients that this rank counts, in float64; 0 for the others."""
@@ -224,7 +224,7 @@ class GradientTotals:
         parameters = self._gradients.with_local_gradient(members)
         stepped: Any = SimpleNamespace(param_groups=[{"params": parameters}])
         by_device = type(scaler)._unscale_grads_(scaler, stepped, inv_scale, found_inf, allow_fp16)
-        self._changes.note()
+        self._changes.record()
         # A rank whose parameters are frozen has looked at nothing.
         overflow = by_device.get(found_inf.device, found_inf)
         if self._validation.assumes():

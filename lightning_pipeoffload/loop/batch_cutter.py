@@ -213,7 +213,7 @@ class BatchCutter:
         is_packed = self.packs_rows(inputs.kind)
         size = of_first // self._plans.choose(inputs, of_first, is_packed, cut)
         if size < total and self._pipeline.group.reports:
-            self._loss_weights.note_ignored_labels(inputs.batch)
+            self._loss_weights.record_ignored_labels(inputs.batch)
         return size
 
     def _smallest_size(self, inputs: StepInputs, total: int) -> int:
@@ -250,7 +250,7 @@ class BatchCutter:
         if not self.by_user and may_follow_samples(microbatches[0].record, size):
             larger = self._record_of_first(inputs, more)
         if self._pipeline.group.reports:
-            self._loss_weights.note_differences(microbatches, larger, more)
+            self._loss_weights.record_differences(microbatches, larger, more)
 
     def _record_of_first(self, inputs: StepInputs, size: int) -> StepRecord | None:
         """Return the step on the first ``size`` samples; None if it fails with so many.
@@ -273,7 +273,7 @@ class BatchCutter:
         parts = self.make_parts(inputs, count)
         self.microbatch_size = -(-sum(parts.sizes) // count)
         if self._pipeline.group.reports:
-            self._loss_weights.note_ignored_labels(inputs.batch)
+            self._loss_weights.record_ignored_labels(inputs.batch)
         return self.trace(inputs, parts)
 
     def make_parts(self, inputs: StepInputs, count: int = 0) -> BatchParts:

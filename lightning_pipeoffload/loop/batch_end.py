@@ -126,7 +126,7 @@ class BatchEnd:
         """Compare the last batches and the optimizers' options; all ranks call it, and wait."""
         any_stops = self._flush()
         if self.stop is not None:
-            self.stop.note(any_stops)
+            self.stop.record(any_stops)
 
     def finish(self) -> None:
         """Compare what is not compared yet, after the last batch."""

@@ -26,7 +26,7 @@ class Evaluation:
     Args:
         split: The module.
         exchange: Compares the batches with the other ranks'.
-        note: Called with the microbatches of each batch, none where it runs whole unseen.
+        record: Called with the microbatches of each batch, none where it runs whole unseen.
         send_written: Sends to all ranks the attributes that training steps wrote on some, for a
             step that runs whole on each.
     """
@@ -35,11 +35,11 @@ class Evaluation:
         self,
         split: Split,
         exchange: Exchange,
-        note: Callable[[Sequence[Microbatch]], None],
+        record: Callable[[Sequence[Microbatch]], None],
         send_written: Callable[[], None],
     ) -> None:
         self._split, self._group = split, split.group
-        self._exchange, self._note, self._send_written = exchange, note, send_written
+        self._exchange, self._record, self._send_written = exchange, record, send_written
         self._runs_whole = split.runs_whole
 
     def run(self, inputs: StepInputs) -> StepOutput:
@@ -47,7 +47,7 @@ class Evaluation:
         key = inputs.kind, shape_signature(inputs.batch)
         is_open = not self._runs_whole.get(key)
         microbatches = self._cut(inputs, key) if is_open else None
-        self._note(microbatches or ())
+        self._record(microbatches or ())
         if microbatches is not None and not self._runs_whole[key]:
             return self._run_microbatches(inputs, microbatches)
         self._send_written()
@@ -60,7 +60,7 @@ class Evaluation:
     def _run_microbatches(self, inputs: StepInputs, microbatches: list[Microbatch]) -> StepOutput:
         split, training = self._split, self._split.plans.training
         training.expect(any(map(attrgetter("is_new"), microbatches)), split.pipeline.cut.costs)
-        self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
+        self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
         sizes, shares = split.shares(inputs, microbatches)
         results: list[Any] = []
         most = training.schedule.num_microbatches  # a batch may have more packed rows
@@ -117,7 +117,7 @@ class Evaluation:
         Returns:
             The outcome, and whether the step has called the blocks as the traces did.
         """
-        self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
+        self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
         num_shared = self._num_shared_calls(inputs.kind, microbatches)
         run = self._split.whole_runs.run(inputs.seed, num_shared_calls=num_shared)
         with run.running():

@@ -93,7 +93,7 @@ class Exchange:
         self._flags_of_all, self._all_stop = Flags(), False
         self._of_root: Callable[[], int] | None = None
 
-    def note(self, batch: Any, kind: str) -> None:
+    def record_checksum(self, batch: Any, kind: str) -> None:
         """Start to compute the checksum of a batch, which errors call ``kind``, where needed."""
         if self._compares_batches:
             self._batch = _Batch(kind, start_checksum(batch))

@@ -226,7 +226,7 @@ class Fit:
             num_slices = microbatches[0].num_slices
             has_fewer_slices = num_slices < training.schedule.num_sequence_slices
             training.expect(is_new, split.pipeline.cut.costs, has_fewer_slices)
-            self._exchange.note(inputs.batch, f"batch in {inputs.kind}")
+            self._exchange.record_checksum(inputs.batch, f"batch in {inputs.kind}")
             sizes, shares = split.shares(inputs, microbatches)
             of_replica = split.share_of_replica()
             weights = [share * of_replica / accumulation.num_batches for share in shares]
@@ -288,7 +288,7 @@ class Fit:
 
     def _note_microbatches(self, microbatches: Sequence[Microbatch]) -> None:
         if self._collected is not None:
-            self._collected.note(microbatches)
+            self._collected.record_writes(microbatches)
 
     def _send_in_step(self) -> None:
         if self._collected is not None:

@@ -109,7 +109,7 @@ def stop_without_waiting(trainer: Trainer, replace: Callable[..., None] = replac
     epoch = trainer.fit_loop.epoch_loop
     replace(epoch, "_broadcast_sigterm_tensor", _stop_after_signal, trainer)
     # Private: Lightning's own broadcasts inside the handler, wherever the rank happens to be.
-    replace(trainer._signal_connector, "_sigterm_notifier_fn", _note_sigterm, trainer)
+    replace(trainer._signal_connector, "_sigterm_notifier_fn", _record_sigterm, trainer)
 
 
 def leave_group_samplers(trainer: Trainer, replace: Callable[..., None] = replace_method) -> None:
@@ -331,7 +331,7 @@ def _requires_sampler(plain: Callable[[Any], bool], loader: Any) -> bool:
     return group_sampler_of(loader) is None and plain(loader)
 
 
-def _note_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None) -> None:
+def _record_sigterm(trainer: Any, plain: Any, signum: int, frame: FrameType | None) -> None:
     """Request a stop of this rank after this batch; its failure then ends the other ranks."""
     trainer._signal_connector.received_sigterm = True
 

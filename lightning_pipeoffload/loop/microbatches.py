@@ -106,12 +106,12 @@ class MicrobatchWeights:
         """Leave the last batch unchecked, after an error."""
         self._check = lambda: None
 
-    def note_ignored_labels(self, batch: Any) -> None:
+    def record_ignored_labels(self, batch: Any) -> None:
         """Warn where weights by samples may not be those of the loss."""
         if self._weight == "samples" and _has_ignored_labels(batch):
             log.warning(_LABELS_LEFT_OUT)
 
-    def note_differences(
+    def record_differences(
         self, microbatches: Sequence[Microbatch], larger: StepRecord | None, num_larger: int
     ) -> None:
         """Warn of what microbatches compute otherwise than the whole batch, a line for each kind.

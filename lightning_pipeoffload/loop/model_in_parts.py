@@ -92,7 +92,7 @@ class ModelInParts:
                 yield
             return
         self._blueprint = None
-        with self._noting_no_copies():
+        with self._recording_no_copies():
             if is_new and self._settings.schedule == "auto":
                 self._group.assign_stages(
                     self._settings.provisional_schedule(self._group.num_ranks)
@@ -145,7 +145,7 @@ class ModelInParts:
             yield
 
     @contextmanager
-    def _noting_no_copies(self) -> Iterator[None]:
+    def _recording_no_copies(self) -> Iterator[None]:
         """Leave copies out of which the module is made."""
         if self._copies is None:
             yield

@@ -92,14 +92,14 @@ class PackedRowCheck:
             rows += [*map(with_other_labels, rows)]
         with restoring_module(self._module, ()), torch.no_grad(), DenseMasks() as masks:
             self._compare(kind, [self._numbers_of(replace(inputs, batch=row)) for row in rows])
-        self._note_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
+        self._record_mask(kind, masks.num_bytes, rows[0]["input_ids"].shape[-1])
 
     def _give_up(self, kind: str) -> None:
         self._done.add(kind)
         if self._split.group.reports:
             log.warning(_UNCHECKED, kind, _NUM_TRIES)
 
-    def _note_mask(self, kind: str, num_bytes: int, num_tokens: int) -> None:
+    def _record_mask(self, kind: str, num_bytes: int, num_tokens: int) -> None:
         group = self._split.group
         most = max(group.world.gather(num_bytes))
         if most > _MASK_BYTES and group.reports:

@@ -170,7 +170,7 @@ class PostValidation:
             self._scaling.overflow.fill_(1)
         if not self._is_right(total):
             self._clip(total)
-            self._changes.note()
+            self._changes.record()
 
     def _start_sum(self) -> _Sum:
         scaling, clipping = self._scaling, self._clipping
@@ -227,7 +227,7 @@ class PostValidation:
         of_replicas.wait()  # it would overwrite what is put back
         if not total[0]:
             self._snapshot.repeat(partial(self._clip, total))
-            self._changes.note()
+            self._changes.record()
             of_replicas.wait()  # of the step that is right, for which nobody waits after this
         elif not numbers[0]:  # else neither the optimizer nor the scale has gone on
             assert self._scaling is not None

@@ -192,8 +192,8 @@ class Reading:
         )
         return _Resumed(num_seen, num_seen, None, None)
 
-    def note_begun(self) -> None:
-        """Note that a batch is trained on: further passes go on by themselves."""
+    def record_begun(self) -> None:
+        """Record that a batch is trained on: further passes go on by themselves."""
         self._resumes = False
 
     def poll(self, store: Store) -> None:
@@ -315,7 +315,7 @@ class _ReadingFetcher(_DataFetcher):
         if is_end:
             raise StopIteration
         if self._is_training:
-            self._reading.note_begun()
+            self._reading.record_begun()
         return read.item
 
     def _pop(self) -> _Read:

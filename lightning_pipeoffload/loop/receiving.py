@@ -134,7 +134,7 @@ class ReceivingFetcher(_DataFetcher):
         self.done = header.is_done
         if self._predicts:
             for loader in self.combined_loader.flattened:
-                _note_indices(loader, None)
+                _record_indices(loader, None)
         return self
 
     @override
@@ -160,7 +160,7 @@ class ReceivingFetcher(_DataFetcher):
         self.fetched += 1
         number, loader = header.place
         if self._predicts:
-            _note_indices(self.combined_loader.flattened[loader], header.indices)
+            _record_indices(self.combined_loader.flattened[loader], header.indices)
         return batch, number, loader
 
     def _receive(self) -> None:
@@ -197,8 +197,8 @@ class _OfLength(_ModeIterator):
         return self._length
 
 
-def _note_indices(loader: Any, indices: Any) -> None:
-    """Note a batch's indices as the sampler does where it is read; None: a pass begins."""
+def _record_indices(loader: Any, indices: Any) -> None:
+    """Record a batch's indices as the sampler does where it is read; None: a pass begins."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, _IndexBatchSamplerWrapper):
         return

@@ -37,7 +37,7 @@ class Requeue:
         connector = trainer._signal_connector
         # Private: Lightning's handler under Slurm, which saves there and then.
         self._save_now: Any = partial(type(connector)._slurm_sigusr_handler_fn, connector)
-        connector._slurm_sigusr_handler_fn = self.note_signal  # type: ignore[method-assign, assignment]
+        connector._slurm_sigusr_handler_fn = self.record_signal  # type: ignore[method-assign, assignment]
         self._steps = [f"{_STEP}{rank}" for rank in range(trainer.world_size)]
         self._has_signal = False
         self._asks = False
@@ -45,8 +45,8 @@ class Requeue:
         self._last_step = 0
         self._is_over = False
 
-    def note_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Note the signal; Python calls it as the handler."""
+    def record_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Record the signal; Python calls it as the handler."""
         if self._trainer.state.fn != TrainerFn.FITTING:
             if self._trainer.is_global_zero:
                 say(f"signal {signum} is ignored: only a fit is saved and requeued")

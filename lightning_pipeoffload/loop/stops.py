@@ -49,7 +49,7 @@ class JointStop:
             self._wants = True
         return self._wants or self._trainer.should_stop
 
-    def note(self, any_stops: bool) -> None:
+    def record(self, any_stops: bool) -> None:
         """Count at the batch's end what was read in the middle of it."""
         self._any_stopped = self._any_stopped or any_stops
 

@@ -179,7 +179,7 @@ class MetricCalls:
         for reference in () if has_failed or self._is_trace else created:
             value = reference()
             if value is not None and value.expression is not None:
-                self._note(value)
+                self._record_result(value)
                 value.make_final()
         for call in self._of_microbatch:
             call.parts[-1].given = call.parts[-1].own = None
@@ -322,7 +322,7 @@ class MetricCalls:
 
     def _own(self, entry: Entry) -> Any:
         call, part = entry.call, entry.part
-        self._note_use(call)
+        self._record_use(call)
         if part.own is None:
             part.own = _entries(self._inside(partial(self._compute_own, call, part)))
         return part.own[entry.path]
@@ -358,13 +358,13 @@ class MetricCalls:
         self._blanks[key].reset()
         return self._blanks[key]
 
-    def _note(self, value: MetricValue) -> None:
+    def _record_result(self, value: MetricValue) -> None:
         expression: Any = value.expression
         for entry in [expression, *tree_leaves(getattr(expression, "operands", ()))]:
             if isinstance(entry, Entry):
-                self._note_use(entry.call)
+                self._record_use(entry.call)
 
-    def _note_use(self, call: _Call) -> None:
+    def _record_use(self, call: _Call) -> None:
         if id(call.target) not in self._noted and not self._is_trace:
             self._noted.add(id(call.target))
             log.info(_OWN_VALUE, type(call.target).__name__, in_brackets(calling_line()))

@@ -113,14 +113,14 @@ class MinibatchTraining(BackwardHooks):
 
     def _end(self, part: Minibatch, output: Any, total: Any, is_last: bool) -> Any:
         logged = self._logs.pop_logged([weight * part.total for weight in part.weights])
-        notes = self._run.close(self._note(part, total, logged), is_last)
+        notes = self._run.close(self._step_report(part, total, logged), is_last)
         _refuse_unlike(notes)
         loss = _mean_loss(notes).to(self._device)
         self._logs.log([note.logged for note in notes], self._device)
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _note(self, part: Minibatch, total: Any, logged: list[LoggedName]) -> _RankNote:
+    def _step_report(self, part: Minibatch, total: Any, logged: list[LoggedName]) -> _RankNote:
         num = self._module.trainer.num_training_batches
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         is_end = progress.is_last_batch or progress.current.ready >= num

@@ -87,9 +87,9 @@ class MasterWeights:
     def put(self, parameter: Tensor, master: Tensor) -> None:
         """Set the master of a parameter that has its value, or is about to get it."""
         self._masters[parameter] = master
-        self.note(parameter)
+        self.remember_bits(parameter)
 
-    def note(self, parameter: Tensor) -> None:
+    def remember_bits(self, parameter: Tensor) -> None:
         """Record that a parameter now equals its rounded master."""
         self._versions[parameter] = parameter._version
 

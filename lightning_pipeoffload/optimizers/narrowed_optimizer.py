@@ -287,7 +287,7 @@ class NarrowedOptimizer:
         self._narrow(None)
         self._zero_own(set_to_none)
         self._widen()
-        self.changes.note(are_none=set_to_none)
+        self.changes.record(are_none=set_to_none)
 
     def _narrow(self, shares: StepShares | None) -> None:
         self.replace_shapes()  # the module may be whole again, on one device

@@ -131,7 +131,7 @@ def test_all_ranks_save_after_the_same_step_however_far_apart_they_are(seed, num
     told = {draw.randrange(300): rank for rank in ranks[: draw.randint(1, num_ranks)]}
     for moment in range(100 * num_ranks + 300):
         if moment in told:
-            told[moment].requeue.note_signal(10, None)
+            told[moment].requeue.record_signal(10, None)
         draw.choice(ranks).go_on(draw)
         draw.choice(ranks).requeue.poll(store)
     (saved,) = {tuple(rank.saved) for rank in ranks}

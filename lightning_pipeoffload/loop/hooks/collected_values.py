@@ -108,8 +108,8 @@ class CollectedValues:
                 self._late.update(dict.fromkeys(labels, kind))
             self._end_step()
 
-    def note(self, microbatches: Iterable[Microbatch]) -> None:
-        """Note the microbatches of the step, by whose records it writes."""
+    def record_writes(self, microbatches: Iterable[Microbatch]) -> None:
+        """Record the microbatches of the step, by whose records it writes."""
         self._records = [*{id(each.record): each.record for each in microbatches}.values()]
 
     @contextmanager
@@ -226,7 +226,7 @@ class CollectedValues:
         return self._found_metrics[1]
 
     def _record_write(self, label: str) -> None:
-        """Note that the running step writes a variable."""
+        """Record that the running step writes a variable."""
         owner = self._now(label).part
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
         path = label.rpartition(".")[0]

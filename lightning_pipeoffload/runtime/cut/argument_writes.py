@@ -77,11 +77,11 @@ class ArgumentWatch:
         self._before: list[_State] = []
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the state of a block's arguments."""
+        """Record the state of a block's arguments."""
         self._before = [_state_of(value) for value in (*args, *kwargs.values())]
 
     def after(self, block: int, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the arguments that a call of a block has changed."""
+        """Record the arguments that a call of a block has changed."""
         values = (*args, *kwargs.values())
         for place, (value, was) in enumerate(zip(values, self._before, strict=True)):
             written = [tensor for tensor, version in was.versions if tensor._version != version]
@@ -93,8 +93,8 @@ class ArgumentWatch:
             if not _is_same(_state_of(value), was):
                 self.filling.add(block)
 
-    def note_use(self, args: tuple[Any, ...], num_calls: int) -> None:
-        """Note a write into a tensor that an operation reads after the writing call has ended."""
+    def record_use(self, args: tuple[Any, ...], num_calls: int) -> None:
+        """Record a write into a tensor that an operation reads after the writing call has ended."""
         for tensor in tensors_in(args) if self._written else ():
             write, call = self._written.get(memory_of(tensor), (None, num_calls))
             if write is not None and call < num_calls:

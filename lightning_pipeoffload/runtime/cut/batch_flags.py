@@ -85,7 +85,7 @@ class FlagWatch:
         self._numbers: dict[int, int] = {}  # of tensors that depend on the batch, by their id
 
     def start(self, batch: Sequence[Tensor]) -> None:
-        """Note the tensors of the microbatch."""
+        """Record the tensors of the microbatch."""
         for leaf in batch:
             self._id_of(leaf)
 

@@ -85,23 +85,23 @@ class ReadWatch(Observer[DeviceReads]):
         self._part.common = frozenset(each for each in places if each.segment <= last_segment)
         self._values = {}
 
-    def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in _READERS:
-            self._note(args[0])
+            self._record_read(args[0])
             if self._is_between:
                 self._numbers_are_common &= self._is_common(args[0])
 
-    def note_any(self, operation: Operation) -> None:
+    def record_below_autograd(self, operation: Operation) -> None:
         func, args, kwargs, result, _ = operation
         if not isinstance(func, torch._ops.OpOverload):
             return
         if func.overloadpacket in _COPIES:
             if result.device.type == "cpu" != self._device_type:
-                self._note(args[1] if func is aten.copy_.default else args[0])
+                self._record_read(args[1] if func is aten.copy_.default else args[0])
         elif _reads(func, args):
-            self._note(args[0])
+            self._record_read(args[0])
         if self._is_between:
-            self._note_between(func, args, kwargs, result)
+            self._record_between(func, args, kwargs, result)
 
     @property
     def _is_between(self) -> bool:
@@ -109,14 +109,14 @@ class ReadWatch(Observer[DeviceReads]):
         segment, is_in_block = self._trace.point
         return not is_in_block and segment < len(self._trace.chain)
 
-    def _note(self, tensor: Any) -> None:
+    def _record_read(self, tensor: Any) -> None:
         """Record the line that reads a tensor, if that is on the device."""
         if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
             frame = _reading_frame()
             line = line_of(frame.f_code.co_filename, frame.f_lineno)
             self._part.lines.setdefault(line, self._trace.chain.part(*self._trace.point))
 
-    def _note_between(
+    def _record_between(
         self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
         """Record whether an operation between blocks depends only on the batch and constants."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
-from lightning_pipeoffload.runtime.shapes import has_shapes, note_draw
+from lightning_pipeoffload.runtime.shapes import has_shapes, record_draw
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ class DrawWatch(Observer[Draws]):
         super().__init__(trace, draws)
         self._reading: set[int] = set()
 
-    def note_any(self, operation: Operation) -> None:
+    def record_below_autograd(self, operation: Operation) -> None:
         func, args, kwargs, _, segment = operation
         if func is aten._local_scalar_dense.default:
             self._reading.add(segment)
@@ -48,7 +48,7 @@ class DrawWatch(Observer[Draws]):
         if kwargs.get("generator") is not None or not has_shapes(args):
             self._part.segments.add(segment)
         if self._trace.stripped.has_shards:
-            note_draw(self._part.modules, self._trace.module, func, args, kwargs)
+            record_draw(self._part.modules, self._trace.module, func, args, kwargs)
 
     def finish(self) -> None:
         self._part.by_chance |= self._part.segments & self._reading

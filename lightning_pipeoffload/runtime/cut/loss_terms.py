@@ -47,8 +47,8 @@ _SAME = {
 }  # fmt: skip
 
 
-def note_terms(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-    """Note the terms of an operation's result after the blocks."""
+def record_terms(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+    """Record the terms of an operation's result after the blocks."""
     terms = _terms_of_result(func, args, result)
     for leaf in shape_only_leaves(result):
         leaf.terms = terms  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ class HookWatch(Observer[Hooks]):
         """The blocks that had hooks at their call."""
         return {index for index, count in self._num_hooks.items() if count}
 
-    def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func is Tensor.register_hook:
             self._part.line = calling_line()
 

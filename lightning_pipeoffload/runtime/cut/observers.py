@@ -3,7 +3,7 @@
 An observer fills its part of the step's record. A new question is a file with a part and an
 observer, a field of :class:`.record.StepRecord`, and a line of the list in :mod:`.trace`. An
 operation on shape-only tensors is told twice: by ``note`` where the step calls it, without keyword
-arguments, then by ``note_any`` below autograd.
+arguments, then by ``record_below_autograd`` below autograd.
 """
 
 from __future__ import annotations
@@ -73,35 +73,35 @@ class Observer(Generic[_Part]):
         self._trace, self._part = trace, part
 
     def start(self, batch: Sequence[Tensor]) -> None:
-        """Note the tensors of the microbatch, which the step gets."""
+        """Record the tensors of the microbatch, which the step gets."""
 
     def watching(self) -> AbstractContextManager[Any]:
         """Return a context for the step."""
         return nullcontext()
 
     def before_block(self, index: int, arguments: Any) -> None:
-        """Note that a block is called."""
+        """Record that a block is called."""
 
     def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that a block begins, with aliases of its arguments."""
+        """Record that a block begins, with aliases of its arguments."""
 
     def leave_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that it ends; the arguments are those with which it began."""
+        """Record that it ends; the arguments are those with which it began."""
 
-    def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call of a function of torch."""
+    def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call of a function of torch."""
 
-    def note(self, operation: Operation) -> None:
-        """Note an operation on shape-only tensors, above autograd; ``kwargs`` are empty."""
+    def record_operation(self, operation: Operation) -> None:
+        """Record an operation on shape-only tensors, above autograd; ``kwargs`` are empty."""
 
-    def note_any(self, operation: Operation) -> None:
-        """Note an operation below autograd, on tensors with values or without."""
+    def record_below_autograd(self, operation: Operation) -> None:
+        """Record an operation below autograd, on tensors with values or without."""
 
-    def note_kernel(self, name: str, arguments: Any) -> None:
-        """Note a call of a kernel that takes addresses, which runs on zeros."""
+    def record_kernel(self, name: str, arguments: Any) -> None:
+        """Record a call of a kernel that takes addresses, which runs on zeros."""
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Note the loss of a training step."""
+    def record_loss(self, loss: Tensor) -> None:
+        """Record the loss of a training step."""
 
     def finish(self) -> None:
         """Complete the part of the record after the step, before the module is restored."""

@@ -45,8 +45,8 @@ class OwnBackwards(RecordPart):
     in_blocks: dict[int, str] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
 
-    def note_reached(self, block: int) -> None:
-        """Note that a backward reaches a block: the trace starts none."""
+    def record_reached(self, block: int) -> None:
+        """Record that a backward reaches a block: the trace starts none."""
         self.are_any = True
         self.reached.add(block)
 
@@ -54,7 +54,7 @@ class OwnBackwards(RecordPart):
 class BackwardWatch(Observer[OwnBackwards]):
     """Finds calls of torch's backward functions."""
 
-    def note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func not in _BACKWARDS:
             return
         outputs, *rest = args or (kwargs["outputs"],)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeoffload.runtime import tensors_in
-from lightning_pipeoffload.runtime.cut.loss_terms import Terms, note_terms, terms_of
+from lightning_pipeoffload.runtime.cut.loss_terms import Terms, record_terms, terms_of
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, RunningTrace
 from lightning_pipeoffload.runtime.cut.record_part import OF_TRACE, RecordPart
 from lightning_pipeoffload.runtime.cut.writes import Writes
@@ -58,7 +58,7 @@ class SampleWatch(Observer[SampleUses]):
         self._writes = writes
         self._has_chunks = False
 
-    def note(self, operation: Operation) -> None:
+    def record_operation(self, operation: Operation) -> None:
         func, args, _, result, segment = operation
         if func in _CLASS_LOSSES and args[2] is not None and args[3] == _MEAN:
             self._part.class_weights = calling_line()
@@ -68,14 +68,14 @@ class SampleWatch(Observer[SampleUses]):
         for shape in (leaf.shape for leaf in shape_only_leaves(result)):
             for size in {size for size in shape if shape.count(size) > 1}:
                 self._part.pairs.add((size, calling_line()))
-        note_terms(func, args, result)
+        record_terms(func, args, result)
 
-    def note_weights_of_chunks(self) -> None:
-        """Note that a loss in chunks is a mean with class weights."""
+    def record_weights_of_chunks(self) -> None:
+        """Record that a loss in chunks is a mean with class weights."""
         self._part.class_weights = calling_line()
         self._has_chunks = True
 
-    def note_loss(self, loss: Tensor) -> None:
+    def record_loss(self, loss: Tensor) -> None:
         # The divisor of a loss in chunks is noted already.
         if not self._has_chunks:
             self._part.loss_terms = terms_of(loss)

@@ -76,7 +76,7 @@ class WorkBetween(Observer[Work]):
         super().__init__(trace, work)
         self._hash = _WorkHash(1)
 
-    def note_any(self, operation: Operation) -> None:
+    def record_below_autograd(self, operation: Operation) -> None:
         if not self._trace.is_in_call and str(operation.func) not in _BY_LAYOUT:
             self._hash.add(0, str(operation.func), (operation.args, operation.kwargs))
 
@@ -100,13 +100,13 @@ class WorkWatch(Observer[Work]):
     def before_block(self, index: int, arguments: Any) -> None:
         self._hash.add(index, "a block", arguments)
 
-    def note_kernel(self, name: str, arguments: Any) -> None:
+    def record_kernel(self, name: str, arguments: Any) -> None:
         self._hash.add(self._trace.point.segment, name, arguments)
 
-    def note_any(self, operation: Operation) -> None:
+    def record_below_autograd(self, operation: Operation) -> None:
         self._hash.add(operation.segment, str(operation.func), (operation.args, operation.kwargs))
 
-    def note(self, operation: Operation) -> None:
+    def record_operation(self, operation: Operation) -> None:
         func, args, _, result, segment = operation
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
         weights = [getattr(tensor, "is_weight", False) for tensor in tensors]

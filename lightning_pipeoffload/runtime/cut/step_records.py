@@ -151,7 +151,7 @@ class StepRecords:
             families = self._families.setdefault(shapes[:-1], {})
             families.setdefault(record.flags.answers, RecordFamily()).add(shapes[-1], record)
         if torch.is_grad_enabled():
-            self._note_training(record)
+            self._record_training(record)
         return record
 
     def _find_known(self, key: Any, sizes: tuple[Any, ...]) -> StepRecord | None:
@@ -190,7 +190,7 @@ class StepRecords:
         shapes, answers = key
         self._flags.setdefault(shapes, {})[answers] = record.flags
         if any(_is_within((key, sizes), other) for other in self._keys_that_ran()):
-            self.note_run(record)
+            self.record_run(record)
         self.by_key[key, sizes] = record
         if len(self.by_key) > _MOST_RECORDS:
             self._drop_oldest()
@@ -207,8 +207,8 @@ class StepRecords:
         if has_run and not any(_is_within(key, other) for other in self._keys_that_ran()):
             self._ran.add(key)
 
-    def note_run(self, record: StepRecord) -> None:
-        """Note that a batch with microbatches of this record is cut to run."""
+    def record_run(self, record: StepRecord) -> None:
+        """Record that a batch with microbatches of this record is cut to run."""
         self._running.add(record)
 
     def has_run(self, record: StepRecord) -> bool:
@@ -244,7 +244,7 @@ class StepRecords:
         key = next(key for key, each in self.by_key.items() if each is record)
         self.by_key[key] = complete
         if self.has_run(record):
-            self.note_run(complete)
+            self.record_run(complete)
         for families in self._families.values():
             for family in families.values():
                 family.replace(record, complete)
@@ -302,7 +302,7 @@ class StepRecords:
             call()
         return beginning.sizes_before(until)
 
-    def _note_training(self, record: StepRecord) -> None:
+    def _record_training(self, record: StepRecord) -> None:
         trained = record.trained or set()
         if self._first_of_training is None:
             self._first_of_training = record

@@ -77,7 +77,7 @@ class StrippedModule:
         return self._weight_names.get(memory)
 
     def replace_weight(self, owner: nn.Module, attribute: str, new: Any) -> str | None:
-        """Note that a parameter is assigned; return its name if it replaces another one."""
+        """Record that a parameter is assigned; return its name if it replaces another one."""
         name = self._names.get((id(owner), attribute))
         if name is not None:
             self._weights[id(new)] = name

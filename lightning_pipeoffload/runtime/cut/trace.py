@@ -61,7 +61,7 @@ from lightning_pipeoffload.runtime.shapes import (
     ShapeOnly,
     StepRules,
     ValueNeededError,
-    noting_shards,
+    recording_shards,
     refuse_loss_of_shard,
 )
 from lightning_pipeoffload.runtime.users_code import (
@@ -127,7 +127,7 @@ class StepTrace:
         self._assumed, self._assumed_after = assumed
         self._observes = observes
         self.record = record = StepRecord(self.calls, work=Work.empty(len(chain) + 1))
-        self._values = ValueTrace(chain, self.record, self._note_function, log)
+        self._values = ValueTrace(chain, self.record, self._record_function, log)
         self.stripped = StrippedModule(device)
         self._checks = CallChecks(chain, self.calls)
         self._sizes = SizeWatch(self, record.sizes, record.flags, until)
@@ -148,9 +148,9 @@ class StepTrace:
                 DrawWatch(self, record.draws),
                 BackwardWatch(self, record.backwards),
             ]
-        self._on_function = methods_for(Observer.note_function, self._observers)
-        self._on_operation = methods_for(Observer.note, self._observers)
-        self._on_any_operation = methods_for(Observer.note_any, self._observers)
+        self._on_function = methods_for(Observer.record_function, self._observers)
+        self._on_operation = methods_for(Observer.record_operation, self._observers)
+        self._on_any_operation = methods_for(Observer.record_below_autograd, self._observers)
         self._training = torch.is_grad_enabled()
         self.is_in_call = self._is_in_block = False
         self._num_in_block = 0
@@ -181,7 +181,7 @@ class StepTrace:
         return self._sizes.before(call)
 
     def start(self, batch: Sequence[Tensor]) -> None:
-        """Note the tensors of the microbatch, which the step gets."""
+        """Record the tensors of the microbatch, which the step gets."""
         for observer in self._observers:
             observer.start(batch)
 
@@ -259,27 +259,27 @@ class StepTrace:
             stack.enter_context(without_collection())
             stack.enter_context(_same_grad_mode())
             stack.enter_context(_without_cached_casts())
-            stack.enter_context(self._kernels.in_use(self._note_kernel))
+            stack.enter_context(self._kernels.in_use(self._record_kernel))
             changed = stack.enter_context(unchanged(module))
             stack.enter_context(uncompiled())
-            stack.enter_context(noting_shards())
+            stack.enter_context(recording_shards())
             stack.enter_context(refusing_iterators(module))
             slots = find_slots(module)
             self.stripped.strip(slots)
             mark_slots(slots, self.chain)
             stack.enter_context(Running(self.chain, self))
-            stack.enter_context(self._writes.noting_saved())
+            stack.enter_context(self._writes.recording_saved())
             for observer in self._observers:
                 stack.enter_context(observer.watching())
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._assumed_values, self._drop))
             )
-            chunks = AroundChunks(self.around_chunks, self._samples.note_weights_of_chunks)
+            chunks = AroundChunks(self.around_chunks, self._samples.record_weights_of_chunks)
             stack.enter_context(IN_FORCE.during(chunks))
             stack.enter_context(self._values)
             stack.enter_context(_Operations(self._run_operation))
             yield
-        self._writes.note_restored(changed)
+        self._writes.record_restored(changed)
 
     def call_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on shape-only arguments, and return its shape-only output.
@@ -318,14 +318,14 @@ class StepTrace:
         metas = zip(output.metas, output.payload, strict=True)
         return output.fill([ShapeOnly(meta, *form, spec.requires_grad) for meta, spec in metas])
 
-    def _note_kernel(self, name: str, arguments: Any) -> None:
+    def _record_kernel(self, name: str, arguments: Any) -> None:
         self.record.kernels.add(self.point)
         for observer in self._observers:
-            observer.note_kernel(name, arguments)
+            observer.record_kernel(name, arguments)
 
-    def _note_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for note in self._on_function:
-            note(func, args, kwargs)
+    def _record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for method in self._on_function:
+            method(func, args, kwargs)
 
     def _run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation below autograd, on tensors with values or without."""
@@ -335,8 +335,8 @@ class StepTrace:
         else:
             result = self._sizes.call(func, args, kwargs)
         operation = Operation(func, args, kwargs, result, segment)
-        for note in self._on_any_operation:
-            note(operation)
+        for method in self._on_any_operation:
+            method(operation)
         return result
 
     def _observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -345,11 +345,11 @@ class StepTrace:
         tensors = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]
         segment = self.segment_of(tensors)
         operation = Operation(func, args, {}, result, segment)
-        for note in self._on_operation:
-            note(operation)
-        self._values.observe(func, args, result, segment, self._note_uses(tensors, segment))
+        for method in self._on_operation:
+            method(operation)
+        self._values.observe(func, args, result, segment, self._record_uses(tensors, segment))
 
-    def _note_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
+    def _record_uses(self, tensors: Sequence[Tensor], segment: int) -> frozenset[str]:
         """Record the segment that uses weights, and writes of buffers.
 
         Returns:
@@ -410,7 +410,7 @@ class StepTrace:
         loss = loss_in(result)
         refuse_loss_of_shard(loss)
         for observer in self._observers:
-            observer.note_loss(loss)
+            observer.record_loss(loss)
         if self.segment != len(self.chain):
             return {}
         reach = self._values.record_backward(loss)

@@ -155,7 +155,7 @@ class ValueTrace(CallCounter):
             # w.to(x.device) may return the weight itself.
             if isinstance(leaf, ShapeOnly) and (hasattr(leaf, "source") or id(leaf) not in arg_ids):
                 self._name(leaf, Port(self.segment, call, place), args)
-        self._note_training((args, result))
+        self._record_training((args, result))
         return result
 
     def weights_of(self, tensor: Any) -> frozenset[str]:
@@ -267,7 +267,7 @@ class ValueTrace(CallCounter):
             return outer
 
         with self.paused():
-            self._note_training((arguments, self._new))
+            self._record_training((arguments, self._new))
             self._new.clear()
             self._running = None
             map_in_place(lambda leaf: self._aliased.get(id(leaf), (None, leaf))[1], arguments)
@@ -278,7 +278,7 @@ class ValueTrace(CallCounter):
             tensors = output_tensors(output)
             if not self._calls.is_once:  # the block itself passes what may be in a list too
                 self._reach.assign(tensors, index)
-            self._note_training(tensors)
+            self._record_training(tensors)
             self._record.outputs.append(BlockOutput.of(output))
             self._output_edges.append([_edge_of(leaf) for leaf in tensors])
         return output
@@ -309,7 +309,7 @@ class ValueTrace(CallCounter):
         if leaf.source.port is None and leaf.source.num_calls == self.segment:  # type: ignore[attr-defined]
             leaf.source.port, leaf.source.digest = port, self.digest  # type: ignore[attr-defined]
 
-    def _note_training(self, tree: Any) -> None:
+    def _record_training(self, tree: Any) -> None:
         for leaf in _with_source(tree):
             if leaf.source.trains_from is None and leaf.requires_grad:
                 is_once = self._calls.is_once
@@ -374,7 +374,7 @@ class _Alias(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         backwards = ctx.backwards() if ctx.backwards is not None else None
         if backwards is not None:
-            backwards.note_reached(ctx.block)
+            backwards.record_reached(ctx.block)
         return *gradients, None, None
 
 

@@ -126,23 +126,23 @@ class WriteWatch(Observer[Writes]):
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.callback(self._find_written_buffers)
-            stack.enter_context(self._noting_new_weights())
+            stack.enter_context(self._recording_new_weights())
             stack.enter_context(self._attributes.watching())
             yield
 
-    def _noting_new_weights(self) -> AbstractContextManager[None]:
+    def _recording_new_weights(self) -> AbstractContextManager[None]:
         """Record each parameter that the step replaces with another one."""
         plain = nn.Module.register_parameter
 
         def register(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
             replaced = self._trace.stripped.replace_weight(owner, name, parameter)
             if replaced is not None:
-                self._note_weight(replaced, is_new=True)
+                self._record_weight(replaced, is_new=True)
             plain(owner, name, parameter)
 
         return replaced(nn.Module, "register_parameter", register)
 
-    def noting_saved(self) -> AbstractContextManager[None]:
+    def recording_saved(self) -> AbstractContextManager[None]:
         """Record the tensors that autograd saves within the context.
 
         All traces enter it, since their operations are compared and it detaches. The hooks hold
@@ -169,10 +169,10 @@ class WriteWatch(Observer[Writes]):
         after = self._trace.calls.least[self._trace.num_calls + 1]
         self._attributes.compare(StepPoint(after, is_in_block=False))
 
-    def note_any(self, operation: Operation) -> None:
-        self._arguments.note_use(operation.args, self._trace.num_calls)
+    def record_below_autograd(self, operation: Operation) -> None:
+        self._arguments.record_use(operation.args, self._trace.num_calls)
 
-    def note(self, operation: Operation) -> None:
+    def record_operation(self, operation: Operation) -> None:
         func, args, _, _, segment = operation
         if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
             for leaf in shape_only_leaves(args):
@@ -182,13 +182,13 @@ class WriteWatch(Observer[Writes]):
             memory, (place, is_in_block) = memory_of(value), self._trace.point
             weight = self._trace.stripped.weight_in(memory)
             if weight is not None:
-                self._note_weight(weight)
+                self._record_weight(weight)
             if hasattr(value, "source"):
                 self._written[memory].append((value, segment))
             if is_in_block and memory in self._argument_memory:
                 self._part.inputs.setdefault(place, calling_line())
 
-    def _note_weight(self, name: str, is_new: bool = False) -> None:
+    def _record_weight(self, name: str, is_new: bool = False) -> None:
         write = WeightWrite(name, self._trace.point.segment, calling_line(), is_new)
         self._part.weights.append(write)
 
@@ -236,8 +236,8 @@ class WriteWatch(Observer[Writes]):
             and (segments.get(slot.name) or is_written(tensor, value))
         }
 
-    def note_restored(self, changed: set[Attribute]) -> None:
-        """Note the attributes that the step has changed in place, which are restored by now."""
+    def record_restored(self, changed: set[Attribute]) -> None:
+        """Record the attributes that the step has changed in place, which are restored by now."""
         # Without the registries of modules, into which the trace itself put shapes.
         changed = {each for each in changed if each.name not in REGISTRIES}
         self._part.in_place |= changed

@@ -157,7 +157,7 @@ class _Draft(RegisteredParameters):
         return f"{super().label(index)} ({index})"
 
     @override
-    def note_sources(self, index: int, origins: frozenset[str]) -> None:
+    def record_sources(self, index: int, origins: frozenset[str]) -> None:
         self._sources[index] = origins
 
     def _observe(self, func: torch._ops.OpOverload, args: tuple[Any, ...], _: Any) -> None:

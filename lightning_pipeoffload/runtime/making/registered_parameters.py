@@ -113,7 +113,7 @@ class RegisteredParameters:
         """Return whether the parameter with this index keeps its value; else it gets a shape."""
         return False
 
-    def note_sources(self, index: int, origins: frozenset[str]) -> None:
+    def record_sources(self, index: int, origins: frozenset[str]) -> None:
         """Record from which parameters a parameter was computed; for subclasses, does nothing here.
 
         Args:
@@ -151,7 +151,7 @@ class RegisteredParameters:
         """Return the parameter if it is real, else a shape that replaces it."""
         kept = parameter if self.is_real(index, parameter) else self._shape(index, parameter)
         if kept is not parameter:
-            self._freed.note(parameter.nbytes)
+            self._freed.count(parameter.nbytes)
         self._set_index(kept, index)
         return kept
 
@@ -162,7 +162,7 @@ class RegisteredParameters:
         if index is None:
             index = self._count(name, type(module).__qualname__, parameter)
             if isinstance(parameter, ShapeOnly):
-                self.note_sources(index, parameter.origins)
+                self.record_sources(index, parameter.origins)
             self._set_index(parameter, index)
         return self.replace(index, parameter)
 
@@ -173,7 +173,7 @@ class RegisteredParameters:
                 name = "parameter" if original is None else self.appeared[original].name
                 index = self._count(name, "copy", parameter)
                 if isinstance(parameter, ShapeOnly):
-                    self.note_sources(index, parameter.origins)
+                    self.record_sources(index, parameter.origins)
                 is_real = self.is_real(index, parameter)
                 new = plain(parameter, memo) if is_real else self._shape(index, parameter)
                 memo[id(parameter)] = new
@@ -247,7 +247,7 @@ class FreedMemory:
         # Of glibc only; other allocators return large blocks at once.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
-    def note(self, num_bytes: int) -> None:
+    def count(self, num_bytes: int) -> None:
         """Count bytes that are about to be freed."""
         if self._num_bytes > _MOST_FREED:
             self.trim_heap()

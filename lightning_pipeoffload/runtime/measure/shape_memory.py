@@ -213,7 +213,7 @@ class _MeasuringPass(StepTrace):
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        resident = self._note_resident()
+        resident = self._record_resident()
         lanes = make_lanes(torch.device("cpu"))  # nothing is copied
         settings = OffloadSettings(self._part.device, lanes, HostMemory(pinned=False))
         make = partial(_ShapeStore, resident=resident, settings=settings, counts_shapes=True)
@@ -234,7 +234,7 @@ class _MeasuringPass(StepTrace):
             ):
                 yield
 
-    def _note_resident(self) -> set[int]:
+    def _record_resident(self) -> set[int]:
         """Mark the shapes of parameters as parameters; return the storages that stay resident."""
         resident = [leaf for leaf in batch_leaves(self._part.part) if isinstance(leaf, Tensor)]
         for slot in find_slots(self.module):

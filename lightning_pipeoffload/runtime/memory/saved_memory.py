@@ -52,7 +52,7 @@ class SavedMemory:
         self._measures_all = measures_all
 
     def add_workspace(self, peak: int) -> None:
-        """Note the peak bytes of one chunked loss; ``workspace_bytes`` is the largest of them."""
+        """Record the peak bytes of one chunked loss; ``workspace_bytes`` is the largest of them."""
         self.workspace_bytes = max(self.workspace_bytes, peak)
 
     @property

@@ -73,7 +73,7 @@ class GradientReduction:
         The gradients of parameters in ``coming`` become final in later W's.
         """
         if not self._done:
-            self._note_trained()
+            self._record_trained()
         self._done.add(stage)
         later = {self._names[id(parameter)] for parameter in coming}
         self._add_final(name for name in self._trained if name not in later)
@@ -86,7 +86,7 @@ class GradientReduction:
 
     def wait(self) -> None:
         """Wait until all gradients are averaged; all replicas call it after the plan's last W."""
-        self._note_trained()
+        self._record_trained()
         self._final.update(dict.fromkeys(self._trained))
         buckets = self._buckets = self._buckets or self._make_buckets()
         for bucket in buckets[self._num_started :]:
@@ -140,7 +140,7 @@ class GradientReduction:
         self._done.clear()
         self._num_started = 0
 
-    def _note_trained(self) -> None:
+    def _record_trained(self) -> None:
         names = [name for name, tensor in self._tensors.items() if tensor.requires_grad]
         trained = {name: place for place, name in enumerate(names)}
         if trained != self._trained:

@@ -80,5 +80,5 @@ def trace_parts(
         check_shared_weights(shared)
     for each in microbatches:
         if each.is_new:
-            pipeline.records.note_run(each.record)
+            pipeline.records.record_run(each.record)
     return microbatches

@@ -95,7 +95,7 @@ class SliceChecks:
             f"then may have been wrong)"
         )
 
-    def note_mask(
+    def record_mask(
         self, place: tuple[int, int], mask: Tensor, dims: Dims, slices: Sequence[SequenceSlice]
     ) -> None:
         """Record the value, such as -inf or False, that a mask has for all keys after a slice.
@@ -117,7 +117,7 @@ class SliceChecks:
     ) -> Callable[[], Tensor] | None:
         """Return a function that reads whether a mask lets a slice attend to later keys.
 
-        None if there are no later keys, or :meth:`note_mask` did not record the mask.
+        None if there are no later keys, or :meth:`record_mask` did not record the mask.
         """
         number = self._forbidden.get(place)
         if number is None or part.is_last:

@@ -1,6 +1,6 @@
 """Tensors without values, which replace tensors of other stages and ranks."""
 
-from .drawing_modules import note_draw
+from .drawing_modules import record_draw
 from .held_value import HeldOutput, HeldState, HeldValue
 from .kernels_on_zeros import KernelFoundError, KernelsOnZeros, code_of, subclasses_of
 from .operations import (
@@ -53,7 +53,7 @@ from .shape_only import (
     shape_only_leaves,
     storage_of,
 )
-from .shard_origins import noting_shards
+from .shard_origins import recording_shards
 from .sharding import (
     OF_SHARD,
     Sharding,

@@ -13,7 +13,7 @@ from lightning_pipeoffload.runtime.shapes.sharding import OF_SHARD
 from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets, running_frames
 
 
-def note_draw(
+def record_draw(
     drawing_modules: dict[nn.Module, bool],
     root: nn.Module,
     func: torch._ops.OpOverload,

@@ -79,7 +79,7 @@ _CALL = nn.Module._call_impl.__code__
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-_Note = Callable[[str, Any], None]
+_Observe = Callable[[str, Any], None]
 
 
 def _do_nothing(name: str, arguments: Any) -> None:
@@ -98,7 +98,7 @@ class KernelsOnZeros:
         self._modules: dict[Any, Callable[..., Any]] = {}  # owners of a forward, and the forward
         self._results: dict[Hashable, tuple[_Result, Any]] = {}
         self._reported: set[Any] = set()
-        self._note: _Note = _do_nothing
+        self._observe: _Observe = _do_nothing
         self._reason = ""
 
     def copy(self) -> KernelsOnZeros:
@@ -149,7 +149,7 @@ class KernelsOnZeros:
         return True
 
     @contextmanager
-    def in_use(self, note: _Note = _do_nothing) -> Iterator[None]:
+    def in_use(self, note: _Observe = _do_nothing) -> Iterator[None]:
         """Within the context, run registered Functions and modules on zeros if values are missing.
 
         Args:
@@ -159,7 +159,7 @@ class KernelsOnZeros:
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(replaced(self, "_note", note))
+            stack.enter_context(replaced(self, "_observe", note))
             for function in self._functions:
                 apply = classmethod(self._apply_instead(function))
                 stack.enter_context(replaced(function, "apply", apply))
@@ -182,7 +182,7 @@ class KernelsOnZeros:
         return partial(forward, owner) if isinstance(owner, nn.Module) else forward
 
     def _call(self, kernel: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._note(kernel.name, (args, kwargs, kernel.tensors))
+        self._observe(kernel.name, (args, kwargs, kernel.tensors))
         operands = give_values((args, kwargs)), kernel.tensors
         run = partial(self._run, kernel)
         if _get_current_function_mode() is None:

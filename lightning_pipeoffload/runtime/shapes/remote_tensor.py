@@ -49,7 +49,7 @@ class GradientChanges:
         """Register the norm of another replica's gradient, which is valid until the next change."""
         self._sizes.append(size)
 
-    def note(self, are_none: bool = False) -> None:
+    def record(self, are_none: bool = False) -> None:
         """Count a change of gradients: all known norms become invalid."""
         self.num_changes += 1
         self.are_none = are_none

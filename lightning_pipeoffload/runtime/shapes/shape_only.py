@@ -258,7 +258,7 @@ class ShapeOnly(Tensor):
             out = make_result(func, *on_meta)
         result = _wrap(func, args, out, device, origins)
         _refuse_reduction(func, shape_only, result)
-        _note_outcome(func, args, result)
+        _record_outcome(func, args, result)
         notify_observer(func, args, result)
         for written in shape_only_leaves(kwargs.get("out")):
             _tell_of_write(written, written)
@@ -304,7 +304,7 @@ def _known_result(
     return result
 
 
-def _note_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+def _record_outcome(func: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
     if not (are_observed() and isinstance(result, ShapeOnly)):
         return
     operands = [leaf for leaf in leaves_of(args) if isinstance(leaf, Tensor)]

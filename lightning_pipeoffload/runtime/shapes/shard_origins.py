@@ -17,7 +17,7 @@ _from_local, _to_local = DTensor.from_local, DTensor.to_local
 
 
 @contextmanager
-def noting_shards() -> Iterator[None]:
+def recording_shards() -> Iterator[None]:
     """Within the context, add :data:`.OF_SHARD` to shape-only tensors that come from a DTensor.
 
     Patches ``DTensor.from_local`` and ``to_local``, only in a trace, since a compiler supports only

@@ -119,7 +119,7 @@ class SlicedPass(StagePass):
         leaves = zip(tree_flatten(arguments)[0], dims.arguments[call], strict=True)
         for place, (leaf, of) in enumerate(leaves):
             if len(of) == 2 and not isinstance(leaf, ShapeOnly):
-                record.slice_checks.note_mask((call, place), leaf, of, record.sequence_slices)
+                record.slice_checks.record_mask((call, place), leaf, of, record.sequence_slices)
 
     def _cut(self, call: int, index: int, arguments: Any) -> Any:
         leaves, form = tree_flatten(arguments)

@@ -124,7 +124,7 @@ class StageRunner:
             flight.earlier = self._earlier_of(flight)
             step = SlicedPass(context, flight, receive)
         if context.writes.may_write_tensors:
-            queue.note_operands()
+            queue.record_operands()
             self._keep_seen()
         if not keep:
             with context.around():

@@ -166,7 +166,7 @@ class AttributeWatch:
         with torch._C.DisableTorchFunction():  # private: this is no call of the step's
             for variable, before in [self._seen[key] for key in self._held]:
                 if not is_unchanged(before, fingerprint(variable.value)):
-                    self._note(variable, self._point)
+                    self._record_write(variable, self._point)
         self._point = following
 
     def finish(self) -> None:
@@ -174,12 +174,12 @@ class AttributeWatch:
         end = StepPoint(self._point.segment, is_in_block=False)
         now = {variable.key: variable for variable in variables(self._module)}
         for key in now.keys() - self._seen.keys():
-            self._note(now[key], end)
+            self._record_write(now[key], end)
         for variable, before in [*self._seen.values()]:
             if variable.value is not before[0][0]:
-                self._note(variable, end)
+                self._record_write(variable, end)
 
-    def _note(self, variable: Variable, point: StepPoint) -> None:
+    def _record_write(self, variable: Variable, point: StepPoint) -> None:
         is_own = is_users(type(variable.part).__module__)
         self.writes.append(Write(variable, point, "", is_own))
         self._see(variable)

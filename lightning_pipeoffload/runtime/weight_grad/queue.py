@@ -99,8 +99,8 @@ class WeightGradQueue:
         self.operands: set[int] | None = None
         self._entries: list[WeightGrad] = []
 
-    def note_operands(self) -> None:
-        """Note the memory that deferred gradients read, from now on."""
+    def record_operands(self) -> None:
+        """Record the memory that deferred gradients read, from now on."""
         self.operands = set()
 
     def start_backward(self, is_immediate: bool, counts_flops: bool) -> None:

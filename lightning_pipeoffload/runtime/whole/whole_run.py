@@ -60,9 +60,9 @@ class WholeRuns:
         """
         if self._layout is None or not self._layout.is_of(self._pipeline.tensors):
             self._layout = UnitLayout(self._pipeline)
-        return WholeRun(self._layout, seed, self._note_bytes, part, num_shared_calls)
+        return WholeRun(self._layout, seed, self._record_bytes, part, num_shared_calls)
 
-    def _note_bytes(self, num_bytes: int) -> None:
+    def _record_bytes(self, num_bytes: int) -> None:
         self.peak_remote_bytes = max(self.peak_remote_bytes, num_bytes)
 
     def forget(self) -> None:
@@ -216,7 +216,7 @@ class WholeRun:
     ) -> None:
         self._layout, self._group = layout, layout.group
         self._num_shared_calls = num_shared_calls
-        self._seed, self._note_bytes = seed, note_bytes
+        self._seed, self._record_bytes = seed, note_bytes
         self._scope = layout.scope(part)
         self._generators = layout.generators
         self.calls: list[int] = []
@@ -236,7 +236,7 @@ class WholeRun:
             yield
             if self._num_held or self._seed is not None:  # ranks begin a hook's call together
                 self._layout.values.share_outputs()
-            self._note_bytes(num_lent + self._layout.values.pop_weight_bytes())
+            self._record_bytes(num_lent + self._layout.values.pop_weight_bytes())
 
     @contextmanager
     def _on_its_owner(self, unit: Unit) -> Iterator[None]:

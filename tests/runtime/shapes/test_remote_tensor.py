@@ -167,7 +167,7 @@ def make(values=VALUES, dtype=torch.float32, is_known=True):
     slot = Slot("weight", nn.Linear(2, 2, dtype=dtype), "weight", "_parameters")
     remote = RemoteTensor.standing_for(slot, "weight (of stage 1)", torch.device("cpu"))
     remote.changes = GradientChanges()
-    remote.changes.note()
+    remote.changes.record()
     if is_known:
         norms = [float(torch.linalg.vector_norm(gradient, order)) for order in (2, math.inf)]
         remote.set_remote_gradient(True, KnownSize(*norms))
@@ -263,7 +263,7 @@ def test_without_an_exchange_a_gradient_is_there_but_not_its_norm():
     assert remote.grad.shape == (2, 2)
     with pytest.raises(ValueNeededError):
         remote.grad.norm()
-    remote.changes.note(are_none=True)
+    remote.changes.record(are_none=True)
     assert remote.grad is None
 
 
