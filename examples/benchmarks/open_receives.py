@@ -67,7 +67,9 @@ def enqueued(plan: Schedule, rank: int, expected: Expected) -> Iterator[Operatio
         elif action.kind in COMPUTE:
             receives.begin(action)
             yield from post()
-            for receive in receives.until(needed) if needed and needed not in taken else ():
+            for receive in (
+                receives.receives_up_to(needed) if needed and needed not in taken else ()
+            ):
                 yield from post()
                 taken.add(receive)
                 yield Operation("take", receive)

@@ -103,7 +103,9 @@ def _words(
     group = "schedule" if asked.schedule in ("auto", *FAMILIES) else "strategy.schedule"
     is_default = option.num_chunks == FAMILIES[option.schedule].num_chunks
     # Without a device only offload=auto builds an order by the memory that there is.
-    follows_limit = planned.planner.device is None and FAMILIES[option.schedule].heeds_limit
+    follows_limit = (
+        planned.planner.device is None and FAMILIES[option.schedule].respects_memory_limit
+    )
     has_copies = candidate.offload != "none"
     offload = settings.offload if has_copies or follows_limit else "none"
     has_sharding = config.devices is None or "sharding" in strategy

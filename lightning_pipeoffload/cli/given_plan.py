@@ -42,7 +42,7 @@ from lightning_pipeoffload.schedule import (
     Schedule,
     ScheduleError,
     Slices,
-    as_it_runs,
+    as_executed,
     best_of,
     check_limit,
     check_name,
@@ -249,7 +249,7 @@ class GivenPlans:
 
     def _step(self, schedule: Schedule, costs: Costs) -> PlannedStep:
         """Return a schedule as it runs, with its figures; REDUCE and STEP where they take time."""
-        plan = as_it_runs(schedule, costs, self._work.steps_early)
+        plan = as_executed(schedule, costs, self._work.steps_early)
         return PlannedStep(plan, costs, self._has_barrier)
 
     def compare(self) -> Answer:
@@ -345,7 +345,7 @@ class _MemorySweep:
     def _may_gain(self, name: str, limit: float) -> bool:
         """Whether another plan may be found under a limit than is known: a faster one, or any."""
         recipe = FAMILIES[name]
-        if recipe.takes_seconds and not recipe.heeds_limit:
+        if recipe.takes_seconds and not recipe.respects_memory_limit:
             return False  # the same search would find the same plan
         best, free = self._within(name, limit), min(map(_seconds, self.plans[name]), default=0.0)
         return best is None or _seconds(best) > free * _ROUNDING

@@ -30,7 +30,7 @@ from lightning_pipeoffload.runtime.tensor_parallel import absent_tensor_ranks
 from lightning_pipeoffload.schedule import (
     Plan,
     ScheduleError,
-    as_it_runs,
+    as_executed,
     bytes_text,
     check_sizes,
     make_plan,
@@ -121,7 +121,7 @@ def _answer_of(
         "devices": [each.name for each in planner.mixture] or [device.name] * num_ranks,
         "taken_by_weights": max(planner.memory_without_activations(plan.best.option, num_ranks)),
     }
-    as_run = as_it_runs(plan.schedule, plan.costs, planner.steps_early)
+    as_run = as_executed(plan.schedule, plan.costs, planner.steps_early)
     step = PlannedStep(as_run, plan.costs, has_barrier(config))
     proposal = _proposed_slices(planner, plan)
     speed = _speed(planner, step, config)

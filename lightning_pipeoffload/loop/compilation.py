@@ -21,7 +21,7 @@ def compile_ahead(pipeline: Pipeline, record: StepRecord) -> None:
     if group.reports:
         print_line("Compiling the blocks, on all ranks at once.")
     started = time.monotonic()
-    with group.world.waiting_as_long_as_it_takes():
+    with group.world.waiting_without_timeout():
         chain = pipeline.chain
         for stage in pipeline.tensors.local_stages:
             for index in pipeline.cut.stages[stage].blocks:

@@ -128,7 +128,7 @@ class Fit:
         self._hook_forwards = None
         if processes.barrier is not None:
             self._hook_forwards = HookForwards(pipeline, split.whole_runs, processes.barrier)
-            at_end.callback(self._hook_forwards.leave)
+            at_end.callback(self._hook_forwards.remove_hooks)
         self._collected = None
         if group.num_ranks > 1:
             self._collected = CollectedValues(module, pipeline, self._connector)

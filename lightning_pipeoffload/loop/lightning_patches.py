@@ -32,7 +32,7 @@ from lightning_pipeoffload.loop.batch_end import BatchEnd
 from lightning_pipeoffload.loop.data import group_sampler_of
 from lightning_pipeoffload.loop.hooks import (
     CollectedValues,
-    OutputsElsewhere,
+    RemoteOutputs,
     refuse_other_callbacks,
     wrap_end_hooks,
 )
@@ -212,7 +212,7 @@ class JoinedLoops:
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         plain = epoch.automatic_optimization
         message = "training_step", self._mesh.root, connector.outputs
-        outputs = None if self._mesh.is_root else partial(OutputsElsewhere, *message)
+        outputs = None if self._mesh.is_root else partial(RemoteOutputs, *message)
         epoch.automatic_optimization = BackwardInStep(plain, backward.expect, outputs)
         at_end.callback(setattr, epoch, "automatic_optimization", plain)
         replace(fit, "run", self._fit)

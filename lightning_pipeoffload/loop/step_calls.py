@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_pipeoffload.loop.stops import JointStop
 from lightning_pipeoffload.metrics import LogCapture, MicrobatchCapture, ignore_log
-from lightning_pipeoffload.runtime import NOTHING, map_output, mix_seed, together
+from lightning_pipeoffload.runtime import NOTHING, combine_contexts, map_output, mix_seed
 from lightning_pipeoffload.runtime.batch import merge_outputs
 from lightning_pipeoffload.runtime.shapes import whole_value
 from lightning_pipeoffload.runtime.users_code import StepCall, UsersStep
@@ -97,7 +97,7 @@ class StepCalls:
         plain = getattr(self._module, kind)
 
         def step(part: Any, call: StepCall) -> Any:
-            around = together(
+            around = combine_contexts(
                 self._tracing() if call.is_trace else NOTHING,
                 NOTHING if call.is_last else self._quiet,
                 NOTHING if call.is_last_local else PrintQuiet(),

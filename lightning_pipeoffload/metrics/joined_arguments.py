@@ -54,7 +54,7 @@ class Joining:
         """Return the batch's value; raises ``NotJoinedError``."""
         first = values[0]
         if len(values) == 1 or all(value is first for value in values[1:]):
-            return first if not _is_count(first) or len(values) == 1 else self._number(values)
+            return first if not _is_count(first) or len(values) == 1 else self._join_numbers(values)
         if len({*map(type, values)}) > 1:
             raise NotJoinedError
         if isinstance(first, Tensor):
@@ -64,7 +64,7 @@ class Joining:
         if isinstance(first, bool | str) or first is None:
             return self._plain(values)
         if isinstance(first, Real):
-            return self._number(values)
+            return self._join_numbers(values)
         if isinstance(first, list):
             return [entry for value in values for entry in value]
         return self._structure(values)
@@ -84,7 +84,7 @@ class Joining:
             return [*values]
         raise NotJoinedError
 
-    def _number(self, values: Sequence[Any]) -> Any:
+    def _join_numbers(self, values: Sequence[Any]) -> Any:
         if isinstance(values[0], int):
             if self._counts:
                 return sum(values)

@@ -50,8 +50,8 @@ from lightning_pipeoffload.metrics.metric_value import (
     Entry,
     MetricExpression,
     MetricValue,
+    make_metric_values,
     own_values,
-    promise,
 )
 from lightning_pipeoffload.runtime.shapes import ValueNeededError
 from lightning_pipeoffload.runtime.users_code import calling_line, in_brackets
@@ -139,7 +139,7 @@ class MetricCalls:
         self._of_microbatch: list[_Call] = []
         self._known: dict[int, nn.Module] = {}  # so that no other gets the id of one
         self._blanks: dict[tuple[int, int], Any] = {}
-        self._likes: dict[tuple[int, str], Any] = {}
+        self._result_templates: dict[tuple[int, str], Any] = {}
         self._noted: set[int] = set()
         self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
@@ -230,7 +230,7 @@ class MetricCalls:
         elif not self._update_apart(call, plain, args, kwargs):
             part.operands = tree_map(self._keep, (args, kwargs))
         if method in ("forward", "compute"):
-            return self._promise(call, part)
+            return self._make_result_values(call, part)
         return None
 
     def _call_of(self, target: nn.Module, method: str) -> _Call:
@@ -297,7 +297,7 @@ class MetricCalls:
                 raise
             call, part = _Call(target, method), _MicrobatchCall(0, None, (args, kwargs))
             like = torch.zeros(())
-            return promise(like, partial(Entry, call, part), self._own, self._created)
+            return make_metric_values(like, partial(Entry, call, part), self._own, self._created)
 
     def _inside(self, function: Callable[[], Any]) -> Any:
         before, self._makes = self._makes, True
@@ -308,17 +308,19 @@ class MetricCalls:
 
     # The microbatch's own value
 
-    def _promise(self, call: _Call, part: _MicrobatchCall) -> Any:
+    def _make_result_values(self, call: _Call, part: _MicrobatchCall) -> Any:
         key = id(call.target), call.method
-        if key not in self._likes:
+        if key not in self._result_templates:
             try:
                 with warnings.catch_warnings(), torch.no_grad():
                     warnings.simplefilter("ignore")
                     like = self._inside(partial(self._compute_own, call, part, syncs=False))
-                    self._likes[key] = like
+                    self._result_templates[key] = like
             except Exception:  # R2Score of one sample
-                self._likes[key] = torch.zeros(())
-        return promise(self._likes[key], partial(Entry, call, part), self._own, self._created)
+                self._result_templates[key] = torch.zeros(())
+        return make_metric_values(
+            self._result_templates[key], partial(Entry, call, part), self._own, self._created
+        )
 
     def _own(self, entry: Entry) -> Any:
         call, part = entry.call, entry.part
@@ -401,7 +403,7 @@ class MetricCalls:
                 result = getattr(call.target, call.method)(*args, **kwargs)
         if call.method in ("forward", "compute"):
             call.result = _entries(result)
-            self._likes[id(call.target), call.method] = tree_map(_detached, result)
+            self._result_templates[id(call.target), call.method] = tree_map(_detached, result)
         for part in call.parts:
             part.operands = None
 

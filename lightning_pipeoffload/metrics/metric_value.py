@@ -172,7 +172,7 @@ def _derive(func: Any, operands: Any, like: Any, first: Any) -> Any:
     expressions = tree_map(
         lambda leaf: leaf.expression if isinstance(leaf, MetricValue) else leaf, operands
     )
-    return promise(
+    return make_metric_values(
         like,
         lambda path: MetricExpression(func, expressions, path),
         first._own_source,
@@ -180,7 +180,7 @@ def _derive(func: Any, operands: Any, like: Any, first: Any) -> Any:
     )
 
 
-def promise(
+def make_metric_values(
     like: Any, expression: Callable[[str], Expression], own: Source, created: list[Any]
 ) -> Any:
     """Return a tree like another one, with a :class:`MetricValue` for each tensor.

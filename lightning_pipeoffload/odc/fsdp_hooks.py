@@ -48,7 +48,7 @@ class OnDemandHooks:
 
     @contextmanager
     def on_demand(self) -> Iterator[None]:
-        """Use the transport inside."""
+        """Within the context, the transport gathers parameters and pushes gradients, not FSDP2."""
         before, self._is_on_demand = self._is_on_demand, True
         try:
             yield

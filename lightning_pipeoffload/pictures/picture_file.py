@@ -192,11 +192,11 @@ def parse_window(
     if microbatches is not None and time is not None:
         raise ScheduleError("picture.microbatches and picture.time exclude each other; use one")
     if microbatches is not None:
-        return _around(timelines, str(microbatches))
-    return Window.of_all(timelines) if time is None else _between(timelines, time)
+        return _window_of_microbatches(timelines, str(microbatches))
+    return Window.of_all(timelines) if time is None else _window_of_time(timelines, time)
 
 
-def _around(timelines: Sequence[Timeline], microbatches: str) -> Window:
+def _window_of_microbatches(timelines: Sequence[Timeline], microbatches: str) -> Window:
     numbers = re.fullmatch(r"(\d+)(?:-(\d+))?", microbatches.strip())
     first, last = (int(n or numbers[1]) for n in numbers.groups()) if numbers else (1, 0)
     numbered = [
@@ -214,7 +214,7 @@ def _around(timelines: Sequence[Timeline], microbatches: str) -> Window:
     return Window(start, end, (first, last))
 
 
-def _between(timelines: Sequence[Timeline], time: Any) -> Window:
+def _window_of_time(timelines: Sequence[Timeline], time: Any) -> Window:
     makespan = Window.of_all(timelines).end
     is_pair = isinstance(time, Sequence) and not isinstance(time, str) and len(time) == 2
     if not is_pair or not all(isinstance(t, (int, float)) for t in time):

@@ -136,7 +136,7 @@ def plan_for_all(group: PipelineGroup, request: PlanRequest) -> Plan:
             plan = plan_of(request)
         except ScheduleError as refused:
             error = str(refused)
-    sent, error = group.world.broadcast((plan and plan.lean, error), 0)
+    sent, error = group.world.broadcast((plan and plan.without_schedules, error), 0)
     if sent is None:
         raise ScheduleError(error)
     return plan or sent

@@ -1,6 +1,6 @@
 """One rank of a pipeline in torch: cuts the user's module into stages and executes a plan."""
 
-from .contexts import NOTHING, together, without_collection
+from .contexts import NOTHING, combine_contexts, without_collection
 from .in_force import IN_FORCE
 from .late_values import is_on_accelerator, start_reading
 from .leaves import (

@@ -10,7 +10,7 @@ from typing import Any
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-def together(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+def combine_contexts(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     """Combine contexts into one, skipping NOTHING; a single one is returned unchanged.
 
     Each action enters the result, and entering a context takes microseconds.
@@ -18,11 +18,11 @@ def together(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[A
     combined: AbstractContextManager[Any] = NOTHING
     for context in contexts:
         if context is not NOTHING:
-            combined = context if combined is NOTHING else _Both(combined, context)
+            combined = context if combined is NOTHING else _NestedPair(combined, context)
     return combined
 
 
-class _Both:
+class _NestedPair:
     """Two contexts, the second inside the first; an ExitStack makes six times the calls."""
 
     def __init__(

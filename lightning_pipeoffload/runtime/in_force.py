@@ -10,7 +10,7 @@ arguments. They read the settings of the step here::
                                                                    make up and to drop
     a trace, a measurement    chunked_loss, around its chunks      AroundChunks: counts their work
     of bytes by shapes                                             and memory
-    F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointWatch: compares both
+    F, a checkpoint's rerun   torch.utils.checkpoint, at each call CheckpointReplayer: compares both
     a block on a slice of the scaled_dot_product_attention         BlockOnSlice: keys to attend to
     sequence
 

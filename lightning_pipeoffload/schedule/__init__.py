@@ -27,7 +27,7 @@ from .passes.last_weights import (
 from .passes.offload import OffloadReport, offload_activations, offload_share
 from .passes.transfer import (
     add_transfers,
-    as_it_runs,
+    as_executed,
     forward_only,
     keep_microbatches,
     lower,
@@ -75,7 +75,7 @@ __all__ = [
     "accept",
     "add_final_actions",
     "add_transfers",
-    "as_it_runs",
+    "as_executed",
     "build",
     "check_name",
     "copy_ratios",

@@ -60,7 +60,7 @@ class Recipe:
         return tuple(name for name in names if name not in self.fixed_options)
 
     @property
-    def heeds_limit(self) -> bool:
+    def respects_memory_limit(self) -> bool:
         """Whether the builder adapts the order to the memory limit."""
         return "memory_limit" in self.options
 

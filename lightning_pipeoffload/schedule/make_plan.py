@@ -28,7 +28,7 @@ from .costs import Costs
 from .families import FAMILIES, Recipe, build_by
 from .passes.last_weights import postpone_weights
 from .passes.offload import OffloadReport, offload_activations
-from .passes.transfer import as_it_runs, split_every_backward, split_fused_backward
+from .passes.transfer import as_executed, split_every_backward, split_fused_backward
 from .rank_limits import RankLimits
 from .schedule import Schedule
 from .search.problem import ROUNDING
@@ -62,7 +62,7 @@ reduced by the second argument, which drops schedules.
 """
 
 
-def run_jobs_here(jobs: Sequence[Job], lean: Callable[[Any], Any]) -> list[Any]:
+def run_jobs_here(jobs: Sequence[Job], without_schedules: Callable[[Any], Any]) -> list[Any]:
     """Do all jobs on this process."""
     return [run() for _, run in jobs]
 
@@ -167,9 +167,11 @@ class Plan:
         )
 
     @property
-    def lean(self) -> Plan:
+    def without_schedules(self) -> Plan:
         """The plan without the schedules of the other candidates, for sending to other ranks."""
-        return replace(self, candidates=[candidate.lean for candidate in self.candidates])
+        return replace(
+            self, candidates=[candidate.without_schedules for candidate in self.candidates]
+        )
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -304,7 +306,9 @@ class _Trials:
             return self._new
 
         shared = [(self._places[option], partial(run, option, job)) for option, job in jobs]
-        for added in self._request.share(shared, lambda new: [each.lean for each in new]):
+        for added in self._request.share(
+            shared, lambda new: [each.without_schedules for each in new]
+        ):
             self.candidates += added
 
     def _ask(self, question: Callable[[Option], Any], options: Sequence[Option]) -> list[Any]:
@@ -484,7 +488,7 @@ class _Trials:
         """Return period, bubble, ranks' memory and makespan of a schedule as it is executed."""
         costs = self.costs(option)
         early = self._request.steps_early(option)
-        plan = as_it_runs(schedule, costs, early)
+        plan = as_executed(schedule, costs, early)
         timeline = simulate(plan, costs)
         period = steady_period(plan, costs, self._request.has_barrier(option))
         bubble = period_bubble(timeline, period)
@@ -529,7 +533,7 @@ class _Trials:
         promised = inf if best is None else best.score / (self._bounds[option].order or inf) - 1
         if request.memory_limit is None:
             why = "it is for tight limits, and there is none"
-        elif not request.recipes[option.schedule].heeds_limit:
+        elif not request.recipes[option.schedule].respects_memory_limit:
             why = "v is the same search, with more memory"
         elif promised <= _WORTH_SEARCHING:
             gain = share_text(max(0.0, promised))

@@ -164,7 +164,7 @@ class OpenReceives:
         self._reached.add(receive)
         self._post_next(self._sources[receive])
 
-    def until(self, receive: Action) -> Iterator[Action]:
+    def receives_up_to(self, receive: Action) -> Iterator[Action]:
         """Yield the open receives of an edge to wait for, in order, up to ``receive``."""
         source, next_receive = self._sources[receive], None
         while next_receive != receive:
@@ -179,7 +179,7 @@ class OpenReceives:
         for source, coming in self._coming.items():
             last = coming[-1] if coming else self._open.get(source)
             if last is not None:
-                yield from self.until(last)
+                yield from self.receives_up_to(last)
 
     def _post_next(self, source: int, is_due: bool = False) -> None:
         coming = self._coming[source]
@@ -233,7 +233,7 @@ class PendingSends:
             self._release(peer, self._most[peer] - 1)
 
     def release_delivered(self, receive: Action) -> None:
-        """Release what has arrived before the peer sent a message, which is there now."""
+        """Release the sends that the peer had received before it sent this received message."""
         if receive in self._delivered:
             peer = self._sources[receive]
             self._release(peer, self._sent[peer] - self._delivered[receive])

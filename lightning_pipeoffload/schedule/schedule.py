@@ -271,9 +271,13 @@ def v_placement(num_ranks: int, num_chunks: int = 2) -> tuple[int, ...]:
 
 
 def places_of(placement: Sequence[int]) -> list[int]:
-    """Return the place of each rank's device among the devices of its pipeline, as a user counts.
+    """Return, for each pipeline rank, the index of its device in the user's list of devices.
 
-    The device at place 0 has the last stage. It is its own inverse: also the rank at each place.
+    Device 0 runs the last stage, so that the process with Lightning's loggers has the loss. Where
+    that is not rank 0, ranks count backwards from it; the list then gives each device's rank, too.
+
+    Args:
+        placement: The rank of every stage.
     """
     num_ranks, last = max(placement) + 1, placement[-1]
     return [(last - rank) % num_ranks if last else rank for rank in range(num_ranks)]

@@ -129,7 +129,7 @@ class Slices:
     def key_value_bytes(
         self, activations: Sequence[float], num_slices: int
     ) -> tuple[Sequence[float], Sequence[float]]:
-        """Return the keys and values of every slice of every stage, and their gradients."""
+        """Return the memory of keys and values, and of their gradients, by stage and slice."""
         if dict(self.units).get("key_values") is not None:
             names = "key_values", "key_value_gradients"
             held, gradients = (self.divide(name, activations, num_slices) for name in names)

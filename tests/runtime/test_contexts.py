@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_pipeoffload.runtime import NOTHING, together
+from lightning_pipeoffload.runtime import NOTHING, combine_contexts
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def context(name, seen, fails_at="", handles=False):
 
 
 def run(*contexts, fails=False):
-    with together(*contexts):
+    with combine_contexts(*contexts):
         if fails:
             raise OSError
 
@@ -33,8 +33,8 @@ def run(*contexts, fails=False):
 def test_what_does_nothing_is_left_out():
     seen = []
     only = context("a", seen)
-    assert together(NOTHING, only, NOTHING) is only
-    assert together(NOTHING, NOTHING) is NOTHING
+    assert combine_contexts(NOTHING, only, NOTHING) is only
+    assert combine_contexts(NOTHING, NOTHING) is NOTHING
 
 
 def test_they_end_in_reverse_order():

@@ -12,7 +12,7 @@ from lightning_pipeoffload.schedule import (
     Option,
     PlanRequest,
     ScheduleError,
-    as_it_runs,
+    as_executed,
     best_of,
     build,
     build_by,
@@ -264,7 +264,7 @@ def test_few_microbatches_bound_the_period_of_every_family(count):
         placement = schedule.placement
         seconds, latencies = costs.compute(len(placement)), costs.latencies(placement)
         bounds[option.schedule] = least_span(seconds, latencies, placement, count)
-        period = steady_period(as_it_runs(schedule, costs, False), costs, has_barrier=False)
+        period = steady_period(as_executed(schedule, costs, False), costs, has_barrier=False)
         assert bounds[option.schedule] <= period * (1 + 1e-9), option.schedule
     # A single microbatch: the first rank waits for all F's and the B's of the other ranks.
     if count == 1:

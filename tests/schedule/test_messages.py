@@ -74,7 +74,7 @@ class Edges:
         elif action.kind in RECVS:
             self.receives.mark_reached(action)
         elif needed and needed not in self.taken:
-            self.take(plan, self.receives.until(needed))
+            self.take(plan, self.receives.receives_up_to(needed))
             assert needed in self.taken
 
     def take(self, plan, receives):

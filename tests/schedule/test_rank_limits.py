@@ -13,7 +13,7 @@ from lightning_pipeoffload.schedule import (
     peak_memory,
     places_of,
 )
-from lightning_pipeoffload.schedule.passes import as_it_runs
+from lightning_pipeoffload.schedule.passes import as_executed
 from lightning_pipeoffload.schedule.solver import PlanProblem, best_of_families
 
 COSTS = Costs(30.0, 29.0, 20.0, 1.0, 17.0, 16.0, 10.0, 10.0, copy_lanes=2)
@@ -47,7 +47,7 @@ def test_each_rank_keeps_its_own_limit(memory, schedule, offload):
             make_plan(asked)
         return
     plan = make_plan(asked)
-    peaks = peak_memory(as_it_runs(plan.schedule, plan.costs, False), plan.costs)
+    peaks = peak_memory(as_executed(plan.schedule, plan.costs, False), plan.costs)
     places = places_of(plan.schedule.placement)
     limits = [memory[place] for place in places]
     assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks, limits, strict=True))

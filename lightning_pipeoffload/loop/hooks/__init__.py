@@ -2,7 +2,7 @@
 
 from .collected_values import CollectedValues
 from .hook_forwards import HookForwards
-from .sent_values import OutputsElsewhere, numbers_in
+from .sent_values import RemoteOutputs, numbers_in
 from .users_hooks import (
     BEFORE_STEPS,
     OF_GRADIENTS,

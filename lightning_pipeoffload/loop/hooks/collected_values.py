@@ -28,7 +28,7 @@ from lightning_pipeoffload.lightning_names import PACKAGES
 from lightning_pipeoffload.loop.hooks.late_writes import OF_LIGHTNING, LateWrites
 from lightning_pipeoffload.loop.hooks.sent_values import (
     MOST_BYTES,
-    OutputsElsewhere,
+    RemoteOutputs,
     UnsendableError,
     VariableState,
     choose_sender,
@@ -42,7 +42,7 @@ from lightning_pipeoffload.runtime.cut import StepRecord
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.step import Microbatch
-from lightning_pipeoffload.runtime.users_code import GONE, Elsewhere, StepPoint, Variable, refill
+from lightning_pipeoffload.runtime.users_code import GONE, RemoteValue, StepPoint, Variable, refill
 
 _REFILLED = (list, dict, set, deque)
 
@@ -82,7 +82,7 @@ class CollectedValues:
         self._takes_outputs: dict[str, bool] = {}
         for path, part in module.named_modules():  # placeholders that an earlier run has left
             for name, value in vars(part).items():
-                if isinstance(value, Elsewhere):
+                if isinstance(value, RemoteValue):
                     label = self._add(Variable(path, part, name))
                     self._lacking[label] = value.message
 
@@ -142,7 +142,7 @@ class CollectedValues:
         self._hidden_metrics.clear()
         for label in self._lacking:
             variable = self._now(label)
-            if isinstance(variable.value, Elsewhere):
+            if isinstance(variable.value, RemoteValue):
                 variable.put(variable.value.local_value)
 
     def _hide(self) -> None:
@@ -152,8 +152,8 @@ class CollectedValues:
             if isinstance(owner, Metric):  # whose attributes torchmetrics reads at any time
                 self._hidden_metrics[id(owner)] = message
                 owner._computed = None  # private: else compute() returns it without a question
-            elif not isinstance(owner, MetricCollection) and not isinstance(value, Elsewhere):
-                variable.put(Elsewhere(message, value))
+            elif not isinstance(owner, MetricCollection) and not isinstance(value, RemoteValue):
+                variable.put(RemoteValue(message, value))
 
     def refuse_metric(self, metric: Metric) -> None:
         """Raise ``RuntimeError`` if only another rank has the values of the metric."""
@@ -352,7 +352,7 @@ class CollectedValues:
         if self._group.is_root:
             return value
         if isinstance(packed, str):
-            return OutputsElsewhere(kind, self._group.root, self._connector.outputs)
+            return RemoteOutputs(kind, self._group.root, self._connector.outputs)
         return unpack(packed, self._group.device)
 
 

@@ -49,18 +49,18 @@ class HookForwards:
         self._depth = 0
         self._had_gradients = False
         self._running = ExitStack()
-        self.watch()
+        self.install_hooks()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run a step, whose own calls are none of a hook's."""
-        self.leave()
+        self.remove_hooks()
         try:
             yield
         finally:
-            self.watch()
+            self.install_hooks()
 
-    def watch(self) -> None:
+    def install_hooks(self) -> None:
         """Follow calls from now on, if the module is cut."""
         if self._pipeline.is_split:
             self._handles = [
@@ -68,7 +68,7 @@ class HookForwards:
                 register_module_forward_hook(self._exit, always_call=True),
             ]
 
-    def leave(self) -> None:
+    def remove_hooks(self) -> None:
         """Follow no more calls."""
         while self._handles:
             self._handles.pop().remove()
@@ -78,7 +78,7 @@ class HookForwards:
         if self._outermost is not None:
             self._depth += module is self._outermost
             return
-        name = self._apart().get(id(module))
+        name = self._modules_with_remote_tensors().get(id(module))
         if name is None:
             return
         self._wait_for_all_to_call(name)
@@ -102,7 +102,7 @@ class HookForwards:
         values = give_values(result)
         return tree_map(_without_backward, values) if self._had_gradients else values
 
-    def _apart(self) -> dict[int, str]:
+    def _modules_with_remote_tensors(self) -> dict[int, str]:
         tensors = self._pipeline.tensors
         if self._named is not tensors.owners:  # the first batch may change them
             self._named = tensors.owners

@@ -113,8 +113,11 @@ class _Unpacker(pickle.Unpickler):
         return tensor.to(self._device) if is_on_device else tensor
 
 
-class OutputsElsewhere(Placeholder, dict[str, Any]):
-    """A step's outputs on a rank without the last stage: only numbers are there."""
+class RemoteOutputs(Placeholder, dict[str, Any]):
+    """What a step returned, on a rank that does not run the last stage.
+
+    The numbers in it are sent to all ranks; reading anything else raises ``RuntimeError``.
+    """
 
     def __init__(self, kind: str, root: int, fetch: Callable[[], dict[str, Any]]) -> None:
         super().__init__()

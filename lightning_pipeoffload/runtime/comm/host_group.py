@@ -123,7 +123,7 @@ class World(HostGroup):
         self._mesh = mesh
 
     @contextmanager
-    def waiting_as_long_as_it_takes(self) -> Iterator[None]:
+    def waiting_without_timeout(self) -> Iterator[None]:
         """Wait for all processes on leaving the context, without the timeout of the run."""
         if self.num_processes == 1:
             yield

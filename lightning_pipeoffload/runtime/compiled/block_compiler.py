@@ -166,7 +166,7 @@ class BlockCompiler:
             block._compiled_call_impl = None
             warn_once(f"{UNCOMPILED}{error}".partition("\n")[0])
 
-    def leave(self) -> None:
+    def undo_compilation(self) -> None:
         """Undo the compilation."""
         for block in self._blocks:
             block._compiled_call_impl = None  # private: nothing public takes compile() back

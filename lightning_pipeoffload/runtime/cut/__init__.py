@@ -16,7 +16,7 @@ from .checks import (
     loss_in,
     recompute_risk,
 )
-from .device_reads import ReadPlace, ReadWatch
+from .device_reads import ReadObserver, ReadPlace
 from .loss_terms import Terms
 from .partition import (
     ANY_ROOM,

@@ -38,7 +38,7 @@ class BatchSizes(RecordPart):
     values: tuple[Any, ...] = ()
 
 
-class SizeWatch(Observer[BatchSizes]):
+class SizeObserver(Observer[BatchSizes]):
     """Finds such sizes, and booleans, which count as sizes where they are drawn.
 
     Args:

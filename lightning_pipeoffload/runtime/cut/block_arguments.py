@@ -31,7 +31,7 @@ class BlockArguments(RecordPart):
     calls: list[BlockCall] = field(default_factory=list, metadata=OF_TRACE)
 
 
-class BlockArgumentWatch(Observer[BlockArguments]):
+class BlockArgumentObserver(Observer[BlockArguments]):
     """Describes the arguments of each call of a block."""
 
     def __init__(self, trace: RunningTrace, arguments: BlockArguments) -> None:

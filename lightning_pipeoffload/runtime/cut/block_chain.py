@@ -22,11 +22,11 @@ from lightning_pipeoffload.runtime.compiled import compiled_call
 from lightning_pipeoffload.runtime.cut.called_blocks import (
     Containers,
     containers_in,
+    count_parameters,
     is_ambiguous,
     names_of_parents,
     outermost,
     propose,
-    spread,
 )
 from lightning_pipeoffload.runtime.shapes import RULES, StepRules
 from lightning_pipeoffload.runtime.users_code import own_class, subclass_like
@@ -243,9 +243,9 @@ def _best_containers(module: nn.Module) -> list[tuple[str, Sequence[str]]]:
 
 
 def _best_of(module: nn.Module, containers: Containers) -> list[tuple[str, Sequence[str]]]:
-    spreads = {path: spread(module, names) for path, names in containers.items()}
-    best = max(spreads.values(), default=(0, 0))
-    paths = [path for path, each in spreads.items() if each == best > (0, 0)]
+    sizes = {path: count_parameters(module, names) for path, names in containers.items()}
+    best = max(sizes.values(), default=(0, 0))
+    paths = [path for path, each in sizes.items() if each == best > (0, 0)]
     return [(path, containers[path]) for path in outermost(paths)]
 
 

@@ -63,7 +63,7 @@ class DeviceReads(RecordPart):
     common: frozenset[ReadPlace] = frozenset()
 
 
-class ReadWatch(Observer[DeviceReads]):
+class ReadObserver(Observer[DeviceReads]):
     """Finds device reads; ``assumed`` fills with the blocks in which a made-up value is read."""
 
     def __init__(self, trace: RunningTrace, reads: DeviceReads, assumed: Iterable[int]) -> None:

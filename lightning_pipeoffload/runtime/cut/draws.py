@@ -32,7 +32,7 @@ class Draws(RecordPart):
     outside_torch: bool = False
 
 
-class DrawWatch(Observer[Draws]):
+class DrawObserver(Observer[Draws]):
     """Finds operations that draw, by segment and by module."""
 
     def __init__(self, trace: RunningTrace, draws: Draws) -> None:

@@ -38,7 +38,7 @@ class Hooks(RecordPart):
     line: str = ""
 
 
-class HookWatch(Observer[Hooks]):
+class HookObserver(Observer[Hooks]):
     """Finds such hooks, of blocks, of modules around them and of tensors."""
 
     def __init__(self, trace: RunningTrace, hooks: Hooks) -> None:
@@ -63,7 +63,7 @@ class HookWatch(Observer[Hooks]):
             self._part.line = calling_line()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Find calls, over several segments, of modules with full backward hooks.
 
         Such a hook gets the gradients of the module's inputs and outputs in one call. Where a cut

@@ -75,7 +75,7 @@ class Observer(Generic[_Part]):
     def start(self, batch: Sequence[Tensor]) -> None:
         """Record the tensors of the microbatch, which the step gets."""
 
-    def watching(self) -> AbstractContextManager[Any]:
+    def recording(self) -> AbstractContextManager[Any]:
         """Return a context for the step."""
         return nullcontext()
 

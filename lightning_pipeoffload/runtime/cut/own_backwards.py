@@ -51,7 +51,7 @@ class OwnBackwards(RecordPart):
         self.reached.add(block)
 
 
-class BackwardWatch(Observer[OwnBackwards]):
+class BackwardObserver(Observer[OwnBackwards]):
     """Finds calls of torch's backward functions."""
 
     def record_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

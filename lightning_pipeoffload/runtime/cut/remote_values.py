@@ -39,7 +39,7 @@ from lightning_pipeoffload.runtime.shapes import (
 from lightning_pipeoffload.runtime.users_code import Slot, calling_line, find_slots, in_brackets
 
 
-class AbsentValues:
+class ShapesLeftBehind:
     """The shape-only tensors in a module whose pipeline has ended.
 
     Hooks replace them when a state dict is loaded, and refuse a forward before that.
@@ -55,7 +55,7 @@ class AbsentValues:
             self._hooks.append(holder.register_load_state_dict_pre_hook(self._make_room))
             self._hooks.append(holder.register_forward_pre_hook(self._refuse))
 
-    def leave(self) -> None:
+    def restore_shapes(self) -> None:
         """Remove the hooks and put the shapes back, for another pipeline with the module."""
         self._remove_hooks()
         for slot, shape in self._shapes:
@@ -97,10 +97,10 @@ def absent_in(module: nn.Module) -> list[Slot]:
 
 
 def remove_complete_hooks(module: nn.Module) -> None:
-    """Remove the hooks of :class:`AbsentValues` from a module that has all its values again."""
+    """Remove the hooks of :class:`ShapesLeftBehind` from a module that has all its values again."""
     hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
     for waiting in [getattr(hook, "__self__", None) for hook in hooks]:
-        if isinstance(waiting, AbsentValues):
+        if isinstance(waiting, ShapesLeftBehind):
             waiting.remove_if_complete()
 
 

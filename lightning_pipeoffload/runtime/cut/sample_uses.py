@@ -50,7 +50,7 @@ class SampleUses(RecordPart):
         return {(label, line) for rows, label, line in self.rows_kept if rows == size}
 
 
-class SampleWatch(Observer[SampleUses]):
+class SampleObserver(Observer[SampleUses]):
     """Finds uses of the number of samples; ``writes`` is complete before this finishes."""
 
     def __init__(self, trace: RunningTrace, uses: SampleUses, writes: Writes) -> None:

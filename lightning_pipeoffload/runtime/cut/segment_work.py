@@ -81,14 +81,14 @@ class WorkBetween(Observer[Work]):
             self._hash.add(0, str(operation.func), (operation.args, operation.kwargs))
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         try:
             yield
         finally:
             (self._part.between,) = self._hash.digests
 
 
-class WorkWatch(Observer[Work]):
+class WorkObserver(Observer[Work]):
     """Counts and digests the work of the segments; marks what is computed from weights alone."""
 
     def __init__(self, trace: RunningTrace, work: Work) -> None:

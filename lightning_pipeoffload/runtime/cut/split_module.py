@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain
-from lightning_pipeoffload.runtime.cut.remote_values import AbsentValues
+from lightning_pipeoffload.runtime.cut.remote_values import ShapesLeftBehind
 from lightning_pipeoffload.runtime.shapes import (
     Awaited,
     GradientChanges,
@@ -109,7 +109,7 @@ class SplitModule:
         self.shared_weights: list[SharedWeight] = []
         self.is_split = False
         self._unsaved: dict[str, Tensor] = {}
-        self._absent: AbsentValues | None = None
+        self._absent: ShapesLeftBehind | None = None
 
     def assign(self, owners: Mapping[str, frozenset[int]], slots: list[Slot]) -> None:
         """Set the stages that own each parameter and buffer; again when a step uses more."""
@@ -226,12 +226,12 @@ class SplitModule:
         other ranks with real ones.
         """
         if self.is_split and self._absent is None:
-            self._absent = AbsentValues(self._module, self._unsaved)
+            self._absent = ShapesLeftBehind(self._module, self._unsaved)
 
     def attach(self) -> None:
         """Undo :meth:`detach`: a pipeline uses the module again, with shape-only tensors."""
         if self._absent is not None:
-            self._absent.leave()
+            self._absent.restore_shapes()
             self._absent = None
 
     def follow_requires_grad(self) -> None:

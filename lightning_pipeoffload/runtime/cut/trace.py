@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private: its docum
 from lightning_pipeoffload.runtime import IN_FORCE, BlockOutput, leaves_of, without_collection
 from lightning_pipeoffload.runtime.batch import sample_counts
 from lightning_pipeoffload.runtime.compiled import uncompiled
-from lightning_pipeoffload.runtime.cut.batch_sizes import SizeWatch
-from lightning_pipeoffload.runtime.cut.block_arguments import BlockArgumentWatch
+from lightning_pipeoffload.runtime.cut.batch_sizes import SizeObserver
+from lightning_pipeoffload.runtime.cut.block_arguments import BlockArgumentObserver
 from lightning_pipeoffload.runtime.cut.block_chain import BlockChain, Running
 from lightning_pipeoffload.runtime.cut.call_checks import (
     CallChecks,
@@ -40,17 +40,17 @@ from lightning_pipeoffload.runtime.cut.call_checks import (
 from lightning_pipeoffload.runtime.cut.call_order import CallOrder
 from lightning_pipeoffload.runtime.cut.carried_values import mark_slots
 from lightning_pipeoffload.runtime.cut.checks import describe_argument_write, loss_in
-from lightning_pipeoffload.runtime.cut.device_reads import ReadWatch
-from lightning_pipeoffload.runtime.cut.draws import DrawWatch
-from lightning_pipeoffload.runtime.cut.module_hooks import HookWatch
+from lightning_pipeoffload.runtime.cut.device_reads import ReadObserver
+from lightning_pipeoffload.runtime.cut.draws import DrawObserver
+from lightning_pipeoffload.runtime.cut.module_hooks import HookObserver
 from lightning_pipeoffload.runtime.cut.observers import Observer, Operation, methods_for
-from lightning_pipeoffload.runtime.cut.own_backwards import BackwardWatch
+from lightning_pipeoffload.runtime.cut.own_backwards import BackwardObserver
 from lightning_pipeoffload.runtime.cut.record import LoggedValue, StepRecord
-from lightning_pipeoffload.runtime.cut.sample_uses import SampleWatch
-from lightning_pipeoffload.runtime.cut.segment_work import Work, WorkBetween, WorkWatch
+from lightning_pipeoffload.runtime.cut.sample_uses import SampleObserver
+from lightning_pipeoffload.runtime.cut.segment_work import Work, WorkBetween, WorkObserver
 from lightning_pipeoffload.runtime.cut.stripped_module import StrippedModule
 from lightning_pipeoffload.runtime.cut.value_trace import ValueTrace
-from lightning_pipeoffload.runtime.cut.writes import WriteWatch
+from lightning_pipeoffload.runtime.cut.writes import WriteObserver
 from lightning_pipeoffload.runtime.shapes import (
     EVERYTHING,
     NO_ALARM,
@@ -130,13 +130,13 @@ class StepTrace:
         self._values = ValueTrace(chain, self.record, self._record_function, log)
         self.stripped = StrippedModule(device)
         self._checks = CallChecks(chain, self.calls)
-        self._sizes = SizeWatch(self, record.sizes, record.flags, until)
-        self._work = WorkWatch(self, record.work)
-        self._writes = WriteWatch(self, record.writes, record.segments, compared)
-        self._samples = SampleWatch(self, record.samples, record.writes)
-        self._hook_watch = HookWatch(self, record.hooks)
+        self._sizes = SizeObserver(self, record.sizes, record.flags, until)
+        self._work = WorkObserver(self, record.work)
+        self._writes = WriteObserver(self, record.writes, record.segments, compared)
+        self._samples = SampleObserver(self, record.samples, record.writes)
+        self._hook_watch = HookObserver(self, record.hooks)
         # In all traces, whose operations are compared: torch detaches a new tensor that is kept.
-        reads = ReadWatch(self, record.reads, record.assumed)
+        reads = ReadObserver(self, record.reads, record.assumed)
         self._observers: list[Observer[Any]] = [self._sizes, reads, WorkBetween(self, record.work)]
         if observes:
             self._observers += [
@@ -144,9 +144,9 @@ class StepTrace:
                 self._writes,
                 self._samples,
                 self._hook_watch,
-                BlockArgumentWatch(self, record.arguments),
-                DrawWatch(self, record.draws),
-                BackwardWatch(self, record.backwards),
+                BlockArgumentObserver(self, record.arguments),
+                DrawObserver(self, record.draws),
+                BackwardObserver(self, record.backwards),
             ]
         self._on_function = methods_for(Observer.record_function, self._observers)
         self._on_operation = methods_for(Observer.record_operation, self._observers)
@@ -270,7 +270,7 @@ class StepTrace:
             stack.enter_context(Running(self.chain, self))
             stack.enter_context(self._writes.recording_saved())
             for observer in self._observers:
-                stack.enter_context(observer.watching())
+                stack.enter_context(observer.recording())
             stack.enter_context(
                 IN_FORCE.during(StepRules(self._observe, self._assumed_values, self._drop))
             )

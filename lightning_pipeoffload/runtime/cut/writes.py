@@ -93,7 +93,7 @@ class Writes(RecordPart):
         return *others, *((write.variable.key, *write[1:]) for write in self.attributes)
 
 
-class WriteWatch(Observer[Writes]):
+class WriteObserver(Observer[Writes]):
     """Finds what a step writes, in a trace.
 
     Args:
@@ -123,11 +123,11 @@ class WriteWatch(Observer[Writes]):
         self._argument_memory: set[int] = set()  # addresses of the block's arguments
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.callback(self._find_written_buffers)
             stack.enter_context(self._recording_new_weights())
-            stack.enter_context(self._attributes.watching())
+            stack.enter_context(self._attributes.recording())
             yield
 
     def _recording_new_weights(self) -> AbstractContextManager[None]:

@@ -80,7 +80,7 @@ class PartedModule:
                 value = self._fetch(by_name[names[0]].tensor, source)
                 have |= missing
                 if self._rank in missing:
-                    _fill([by_name[name] for name in names], value)
+                    _make_slots_real([by_name[name] for name in names], value)
 
     def _ranks_of(self, names: Collection[str], owners: Mapping[str, frozenset[int]]) -> set[int]:
         return {self._stage_ranks[stage] for name in names for stage in owners[name]}
@@ -102,7 +102,7 @@ def _explain_unfilled(names: Sequence[str]) -> str:
     )
 
 
-def _fill(slots: Sequence[Slot], value: Tensor) -> None:
+def _make_slots_real(slots: Sequence[Slot], value: Tensor) -> None:
     real_tensors: dict[int, Tensor] = {}
     for slot in slots:
         make_real(slot, real_tensors).copy_(value)

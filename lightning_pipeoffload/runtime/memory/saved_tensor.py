@@ -111,7 +111,7 @@ class SavedStorage:
         self.start = 0
         self._originals: list[tuple[Tensor, int]] = []
 
-    def watch(self, tensor: Tensor) -> int:
+    def add_original(self, tensor: Tensor) -> int:
         """Add a tensor of this storage with its version; return its index."""
         self._originals.append((tensor.detach(), tensor._version))
         return len(self._originals) - 1
@@ -154,7 +154,7 @@ class SavedTensor:
         self._storage = storage
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._index = storage.watch(tensor)
+        self._index = storage.add_original(tensor)
 
     def unpack(self) -> Tensor:
         original = self._storage.original(self._index)

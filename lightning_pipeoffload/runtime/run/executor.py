@@ -197,7 +197,7 @@ class Executor:
             self.memory.start_step(self._actions, self.stages, plan.num_sequence_slices)
 
     def plan_messages(self, schedule: Schedule, costs: Costs) -> None:
-        """Set the queue lengths of the edges, and when receives are posted, for later steps.
+        """Set how many sends to each rank may be pending, and when receives are posted.
 
         Args:
             schedule: The schedule of a training step, or its lowered plan.

@@ -130,7 +130,7 @@ class Mailbox:
             return []
         if needed not in self._messages:
             timer.pause()
-            for receive in self.receives.until(needed):
+            for receive in self.receives.receives_up_to(needed):
                 self._messages[receive] = self._profiled_transport.wait(receive)
                 self._sends.release_delivered(receive)
             timer.resume()

@@ -160,7 +160,7 @@ class Pipeline:
 
     def _cut_instead_at(self, names: list[str] | None) -> None:
         self.chain.release()
-        self.compiler.leave()  # or its blocks seem to be compiled by the user
+        self.compiler.undo_compilation()  # or its blocks seem to be compiled by the user
         module = self.module
         try:
             self._cut_at(find_chain(module) if names is None else chain_of_calls(module, names))
@@ -175,7 +175,7 @@ class Pipeline:
             ValueError: The step cannot be cut.
         """
         error: ValueError | None = None
-        self.compiler.leave()
+        self.compiler.undo_compilation()
         for names in (*self.records.find_chains(part, step, seed), None):
             try:
                 self._cut_instead_at(names)
@@ -353,7 +353,7 @@ class Pipeline:
     def detach(self) -> None:
         """Restore the module, except for its remote tensors."""
         self.chain.release()
-        self.compiler.leave()
+        self.compiler.undo_compilation()
         self.tensors.detach()
         _attached.discard(self)
         if not _attached:

@@ -167,7 +167,7 @@ class ActivationMemory:
 
     @classmethod
     def on(cls, device: torch.device, budget: HostBudget | None = None) -> ActivationMemory:
-        """Make the memory of a device; both copy directions share a lane until measured."""
+        """Make the memory of a device; both copy directions share one lane at first."""
         host = HostMemory(pinned=device.type != "cpu", budget=budget)
         return cls(OffloadSettings(device, make_lanes(device, count=1), host))
 

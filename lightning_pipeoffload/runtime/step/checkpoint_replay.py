@@ -36,7 +36,7 @@ _run_reentrant = torchs.CheckpointFunction.forward
 
 
 @dataclass(frozen=True)
-class CheckpointWatch:
+class CheckpointReplayer:
     """Wraps the functions that are checkpointed during one F.
 
     Attributes:
@@ -51,13 +51,13 @@ class CheckpointWatch:
     compares: bool
     is_first: bool
 
-    def watching(self) -> AbstractContextManager[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Return the context in which functions that are checkpointed are wrapped."""
         return IN_FORCE.during(self)
 
 
 class _Rerun:
-    def __init__(self, function: Callable[..., Any], watch: CheckpointWatch) -> None:
+    def __init__(self, function: Callable[..., Any], watch: CheckpointReplayer) -> None:
         self._function = function
         self._watch = watch
         self._digests: list[int] = []
@@ -101,7 +101,7 @@ class _Rerun:
                 )
 
     def _run_again(self, *args: Any, **kwargs: Any) -> Any:
-        with self._watch.watching(), self._watch.writes.running_again(self._is_in_block):
+        with self._watch.recording(), self._watch.writes.running_again(self._is_in_block):
             try:
                 output = self._function(*args, **kwargs)
             except RuntimeError as error:
@@ -200,9 +200,9 @@ def _forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *
     return _run_reentrant(ctx, rerun, preserve_rng_state, *args)
 
 
-def _find_watch() -> CheckpointWatch | None:
+def _find_watch() -> CheckpointReplayer | None:
     # While something is compiled its checkpoints have no values.
-    return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointWatch)
+    return None if TracingContext.try_get() else IN_FORCE.latest(CheckpointReplayer)
 
 
 def is_repeatable(device: torch.device) -> bool:
@@ -212,7 +212,7 @@ def is_repeatable(device: torch.device) -> bool:
 
 @contextmanager
 def following_checkpoints() -> Iterator[None]:
-    """Patch ``torch.utils.checkpoint``, so that a :class:`CheckpointWatch` can wrap functions."""
+    """Patch ``torch.utils.checkpoint``, so that a :class:`CheckpointReplayer` wraps functions."""
     generator = _checkpoint if _TAKES_ARGUMENTS_APART else _checkpoint_until_2_13
     with (
         replaced(torchs, GENERATOR, generator),

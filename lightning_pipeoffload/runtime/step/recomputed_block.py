@@ -90,7 +90,7 @@ class _Before:
     def replayed(self) -> Iterator[None]:
         """Within the context, restore the forward's random numbers, buffers and weights."""
         buffers = swapped([(slot, value.clone()) for slot, value, _ in self._buffers])
-        with buffers, forked_randomness(), self._of_modules(), self._weights.again():
+        with buffers, forked_randomness(), self._of_modules(), self._weights.restored():
             self._randomness.restore()
             yield
 

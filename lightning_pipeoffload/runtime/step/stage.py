@@ -14,12 +14,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import tree_map  # private: see runtime/leaves
 
-from lightning_pipeoffload.runtime import NOTHING, Received, TensorSpec, gradients_to_send, together
+from lightning_pipeoffload.runtime import (
+    NOTHING,
+    Received,
+    TensorSpec,
+    combine_contexts,
+    gradients_to_send,
+)
 from lightning_pipeoffload.runtime.batch import weighted
 from lightning_pipeoffload.runtime.cut import SKIP_A_BATCH, StageRecord, StepRecord, loss_in
 from lightning_pipeoffload.runtime.memory import ActivationStore, CheapRecompute, SavedMemory
 from lightning_pipeoffload.runtime.sequence import EarlierSlices
-from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointWatch, is_repeatable
+from lightning_pipeoffload.runtime.step.checkpoint_replay import CheckpointReplayer, is_repeatable
 from lightning_pipeoffload.runtime.step.in_flight import InFlight
 from lightning_pipeoffload.runtime.step.microbatch import Microbatch
 from lightning_pipeoffload.runtime.step.read_cache import ReadCachePass
@@ -127,7 +133,7 @@ class StageRunner:
             queue.record_operands()
             self._keep_seen()
         if not keep:
-            with context.around():
+            with context.forward_context():
                 output = step.run()
         else:
             self._last = microbatch.index
@@ -237,7 +243,7 @@ class StageRunner:
         """
         flights = [self.in_flight[microbatch.index] for microbatch in microbatches]
         if any(flight.seen for flight in flights):  # each W needs the values of its own F
-            parameters = RegroupedWeightGrads(each.queue.waiting for each in flights).parameters
+            parameters = RegroupedWeightGrads(each.queue.pending for each in flights).parameters
             final.announce(self._context.stage.index, parameters)
             for microbatch in microbatches:
                 self.weight(microbatch)
@@ -261,10 +267,10 @@ class StageRunner:
         is_plain = self._gradients is NOTHING and not (flight.seen or flight.written)
         if is_plain and self._num_checked >= _NUM_CHECKED:
             return outside  # as in most models
-        return together(
+        return combine_contexts(
             outside,
             self._gradients,
-            flight.seen.again(self._present_of(flight.seen.tensors)) if flight.seen else NOTHING,
+            flight.seen.restored(self._present_of(flight.seen.tensors)) if flight.seen else NOTHING,
             self._context.writes.in_backward(self._context.stage.index, flight.written),
             self._checking_hooks(),
         )
@@ -311,14 +317,14 @@ class StageRunner:
         is_first = microbatch.index not in self._compared
         self._compared.add(microbatch.index)
         compares = is_first and is_repeatable(microbatch.device)
-        return together(
+        return combine_contexts(
             NOTHING if microbatch.record.backwards.are_any else flight.queue,
             flight.store.recording() if flight.store else NOTHING,
             _saving_cheaply() if self._context.recompute == "cheap" else NOTHING,
-            CheckpointWatch(step, writes, compares, is_first).watching()
+            CheckpointReplayer(step, writes, compares, is_first).recording()
             if is_first or writes.is_by_users
             else NOTHING,
-            self._context.around(),
+            self._context.forward_context(),
             NOTHING if flight.microbatch.has_result else writes.undone(),
         )
 

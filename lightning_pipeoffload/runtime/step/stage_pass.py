@@ -33,13 +33,13 @@ from lightning_pipeoffload.runtime import (
     IN_FORCE,
     NOTHING,
     BlockOutput,
+    combine_contexts,
     enter,
     has_drawn_since,
     map_in_place,
     mix_seeds,
     output_tensors,
     seed_all,
-    together,
 )
 from lightning_pipeoffload.runtime.compiled import uncompiled
 from lightning_pipeoffload.runtime.cut import (
@@ -145,12 +145,12 @@ class StageContext:
         origins = self.chain.output_origins(index)
         return output.fill([ShapeOnly(meta, device, origins) for meta in output.metas])
 
-    def around(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of an F: it sets this stage's attributes, and restores generators."""
         attributes = self.writes.of_stage(self.stage)
         if not self.generators.exist:
             return attributes
-        return together(attributes, self.generators.restoring())
+        return combine_contexts(attributes, self.generators.restoring())
 
     def written_tensors(self) -> list[Tensor]:
         """List the tensors that the stage's steps write in place and its backwards may read."""

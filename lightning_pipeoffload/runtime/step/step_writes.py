@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime import NOTHING, tensors_in, together
+from lightning_pipeoffload.runtime import NOTHING, combine_contexts, tensors_in
 from lightning_pipeoffload.runtime.cut import BlockChain, SplitModule, Stage, StepRecord
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 from lightning_pipeoffload.runtime.users_code import (
     GONE,
     REGISTRIES,
     Attribute,
-    Elsewhere,
     Fingerprint,
+    RemoteValue,
     Slot,
     StepPoint,
     StepState,
@@ -159,13 +159,13 @@ class StepWrites:
 
     def _message(self, write: Write, stage: int) -> str:
         return (
-            f"{write.variable.label} is written {self._where(write.point)}"
+            f"{write.variable.label} is written {self._describe_point(write.point)}"
             f"{in_brackets(write.line)}, which stage {stage} does not run, and stage {stage} uses "
             f"what an earlier microbatch has written there: read it after that line too, pass it "
             f"on as a tensor, or write it in a hook, from values that every rank has"
         )
 
-    def _where(self, point: StepPoint) -> str:
+    def _describe_point(self, point: StepPoint) -> str:
         if point.is_in_block:
             return f"in {self._chain.block_name(point.segment)}"
         if point.segment == len(self._chain):
@@ -202,7 +202,7 @@ class StepWrites:
         self._have_run.add(stage.index)
         if len(self._num_passes) == 1:
             return _standing_for(missing, made) if missing else NOTHING
-        return together(
+        return combine_contexts(
             _StageValues(self, stage.index),
             _standing_for(missing, made, self._of_other_homes(stage.index)) if missing else NOTHING,
             self._hiding(stage) if self._weights else NOTHING,
@@ -298,7 +298,7 @@ class StepWrites:
         written = [v for k, v in self._by_users.items() if not is_in_block or k in self._of_blocks]
         values = [(v, v.value) for v in written]
         for variable, value in values:
-            if isinstance(value, Elsewhere):
+            if isinstance(value, RemoteValue):
                 variable.put(value.local_value)
         state = StepState((v.attribute for v in written), ())
         for variable, value in values:
@@ -438,7 +438,7 @@ def refuse_late_writes(error: RuntimeError, tensors: SplitModule) -> None:
             ) from error
 
 
-class _WrittenElsewhere(Elsewhere):
+class _RemoteWrittenValue(RemoteValue):
     """Placeholder for an attribute that another stage writes.
 
     Adding elements to a container (``append``, ``update``, ``d[k] = v``, ``+=``) acts on the real
@@ -493,7 +493,7 @@ def _standing_for(
     for key, (variable, message) in missing.items():
         is_there = variable.value is not GONE or hasattr(type(variable.part), variable.name)
         if is_there or key in made:
-            placed.append((variable, _WrittenElsewhere(message, variable, copies(variable.part))))
+            placed.append((variable, _RemoteWrittenValue(message, variable, copies(variable.part))))
             variable.put(placed[-1][1])
     try:
         yield

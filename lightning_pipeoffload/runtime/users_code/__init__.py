@@ -3,10 +3,10 @@
 from .attributes import (
     REGISTRIES,
     AttributeWatch,
-    Elsewhere,
     GlobalWriteError,
     Placeholder,
     PlaceholderError,
+    RemoteValue,
     StepPoint,
     Variable,
     Write,

@@ -124,7 +124,7 @@ class AttributeWatch:
         self.writes: list[Write] = []
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record the writes within the context."""
         for variable in variables(self._module):
             if self._is_long(variable):
@@ -240,7 +240,7 @@ def _raise_first(tree: Any) -> NoReturn:
     raise RuntimeError("a value that another rank has is used")
 
 
-class Elsewhere(Placeholder):
+class RemoteValue(Placeholder):
     """A placeholder for an attribute; ``local_value`` is that of this rank or stage."""
 
     __slots__ = ("message", "local_value")

@@ -309,7 +309,7 @@ class TensorValues:
         return [tensor for tensor, *_ in self._seen]
 
     @contextmanager
-    def again(self, now: TensorValues | None = None) -> Iterator[None]:
+    def restored(self, now: TensorValues | None = None) -> Iterator[None]:
         """Restore these values within the context, and the present ones, ``now``, afterwards."""
         now = now or TensorValues(self.tensors)
         self.restore()

@@ -172,7 +172,7 @@ class WeightGradQueue:
                 entries.pop().compute()
 
     @property
-    def waiting(self) -> list[WeightGrad]:
+    def pending(self) -> list[WeightGrad]:
         """The gradients that wait, in the order of the backward."""
         return self._entries
 

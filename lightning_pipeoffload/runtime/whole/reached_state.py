@@ -81,11 +81,11 @@ class ReachedState:
                     value = _counting_writes(value, holder, key, contents)
                 self._parents[id(value)] = id(holder), key
                 if isinstance(value, Tensor):
-                    self._watch(value)
+                    self._record_version(value)
                 elif not isinstance(value, nn.Module) or holder is self._modules:
                     left.append(value)
 
-    def _watch(self, tensor: Tensor) -> None:
+    def _record_version(self, tensor: Tensor) -> None:
         value = tensor
         if isinstance(tensor, Awaited) and tensor.value is not None:
             value = tensor.value

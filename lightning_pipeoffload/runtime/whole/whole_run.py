@@ -143,13 +143,15 @@ class UnitLayout:
             The bytes of other ranks' weights that this rank has got.
         """
         if self.tensors.is_split:
-            remote = [slot for slot in scope.lent if not self.tensors.is_everywhere(slot.name)]
+            remote = [
+                slot for slot in scope.broadcast_slots if not self.tensors.is_everywhere(slot.name)
+            ]
             rank, owner_of = self.group.rank, self.tensors.owner_of
             with swapped([(slot, self._copied(slot)) for slot in remote]):
                 yield _size([slot for slot in remote if owner_of(slot.name) != rank])
         else:
             units = *scope.blocks.values(), *scope.large
-            needed: list[tuple[Slot, int | None]] = [(slot, None) for slot in scope.lent]
+            needed: list[tuple[Slot, int | None]] = [(slot, None) for slot in scope.broadcast_slots]
             needed += [(slot, unit.rank) for unit in units for slot in unit.slots]
             with self.root_values.in_place(needed):
                 yield 0
@@ -173,8 +175,8 @@ class UnitLayout:
             large = [u for u in self.large if id(u.module) in called and u.module is not part]
             apart = {slot.name for unit in (*blocks.values(), *large) for slot in unit.slots}
             every = [*self.outside, *(slot for unit in self.blocks for slot in unit.slots)]
-            lent = [s for s in every if id(s.module) in called and s.name not in apart]
-            self._scopes[key] = Scope(blocks, large, lent)
+            broadcast_slots = [s for s in every if id(s.module) in called and s.name not in apart]
+            self._scopes[key] = Scope(blocks, large, broadcast_slots)
         return self._scopes[key]
 
 
@@ -184,12 +186,12 @@ class Scope(NamedTuple):
     Attributes:
         blocks: The blocks, by their place in the chain.
         large: The large modules outside of the blocks.
-        lent: The slots of all other tensors, which are sent to all ranks for the run.
+        broadcast_slots: The slots of all other tensors, which are sent to all ranks for the run.
     """
 
     blocks: dict[int, Unit]
     large: list[Unit]
-    lent: list[Slot]
+    broadcast_slots: list[Slot]
 
 
 class WholeRun:

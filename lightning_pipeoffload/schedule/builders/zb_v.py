@@ -46,7 +46,7 @@ def lengthen(schedule: Schedule, num_microbatches: int) -> Schedule | None:
         longer = _repeat_round(order, extra)
         if longer is None:
             return None
-        ranks.append(_number(longer))
+        ranks.append(_numbered_actions(longer))
     return Schedule.of(ranks)
 
 
@@ -74,7 +74,7 @@ def _round_near(order: Sequence[tuple[Kind, int]], middle: int, length: int) -> 
     return None
 
 
-def _number(order: Sequence[tuple[Kind, int]]) -> list[Action]:
+def _numbered_actions(order: Sequence[tuple[Kind, int]]) -> list[Action]:
     seen: Counter[tuple[Kind, int]] = Counter()
     actions = []
     for kind, stage in order:

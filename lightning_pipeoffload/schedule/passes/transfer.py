@@ -26,7 +26,7 @@ def split_fused_backward(schedule: Schedule) -> Schedule:
     return _split(schedule, lambda action: schedule.crosses_ranks(action.stage - 1))
 
 
-def as_it_runs(schedule: Schedule, costs: Costs, steps_early: bool) -> Schedule:
+def as_executed(schedule: Schedule, costs: Costs, steps_early: bool) -> Schedule:
     """Return a schedule as a run with these costs executes it, without transfers.
 
     Args:

@@ -102,7 +102,7 @@ class ListScheduler:
         if arrival >= self.clock[rank]:
             heappush(self._agenda, (arrival, rank))
 
-    def again(self, rank: int) -> None:
+    def requeue(self, rank: int) -> None:
         """Give a rank a turn when it is free."""
         heappush(self._agenda, (self.clock[rank], rank))
 
@@ -130,7 +130,7 @@ class OrderRule(Protocol):
     def next(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return the next action of the rank, ready or awaited; None if none is known."""
 
-    def instead(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def alternative(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return a ready action to run if the next one would take too long to wait for."""
 
     def started(self, rank: int, operation: int) -> None:
@@ -197,7 +197,7 @@ class _ByClock(Filler):
         else:
             self.start(rank, wanted.operation, key)
             self.rule.started(rank, wanted.operation)
-        self.again(rank)
+        self.requeue(rank)
         self.longest = max(self.longest, self.span(rank))
 
     def _choose(self, rank: int, now: float) -> NextOperation | None:
@@ -208,7 +208,7 @@ class _ByClock(Filler):
             return weight
         # Only the rank's own W and B free its memory.
         if not self.has_room(rank, wanted.room):
-            return weight or self.rule.instead(self, rank, now)
+            return weight or self.rule.alternative(self, rank, now)
         if wanted.ready <= now:
             return wanted
         gap = wanted.ready - now
@@ -217,7 +217,7 @@ class _ByClock(Filler):
         # Where waiting leaves the longest span as it is, nothing downstream is late.
         if self._is_patient and self.span(rank) + gap <= max(self.longest, self._tolerated):
             return None
-        return self.rule.instead(self, rank, now) or weight
+        return self.rule.alternative(self, rank, now) or weight
 
 
 class _SlicesByClock(_ByClock):
@@ -297,7 +297,7 @@ class _ByRounds(Filler):
             self.start(rank, wanted.operation, max(self.clock[rank], wanted.ready))
             self.rule.started(rank, wanted.operation)
             self.longest = max(self.longest, self.span(rank))
-            self.again(rank)
+            self.requeue(rank)
 
     def _makes_room(self, rank: int, wanted: NextOperation) -> bool:
         """Run W until there is room, and those that fit before what is wanted can start."""
@@ -317,9 +317,9 @@ class _ByRounds(Filler):
     def arrived(self, rank: int, arrival: float) -> None:
         if rank in self._waiting:
             self._waiting.remove(rank)
-            self.again(rank)
+            self.requeue(rank)
 
-    def again(self, rank: int) -> None:
+    def requeue(self, rank: int) -> None:
         heappush(self._agenda, (self._num_done[rank], rank))
 
 

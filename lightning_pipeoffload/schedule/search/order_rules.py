@@ -42,7 +42,7 @@ class FixedOrder:
             self._overtaken[left.popleft()] -= 1
         return self._wanted(filler, left[0]) if left else None
 
-    def instead(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def alternative(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return a B that is ready, wherever it is in the order."""
         last = 2 * self._problem.num_stages - 1
         for stage in self._problem.stages[rank] if self._overtaking else ():
@@ -107,7 +107,7 @@ class AlternatingOrder:
             return backward if late and waited <= self._punctuality else forward
         return forward if self._forward_is_due[rank] else backward
 
-    def instead(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
+    def alternative(self, filler: Filler, rank: int, now: float) -> NextOperation | None:
         """Return nothing: what is ready is next already."""
         return None
 

@@ -123,7 +123,7 @@ class _Squeeze(ListScheduler):
             self.start(rank, chosen, key)
             while left.head < len(left.order) and self._is_started(left.order[left.head]):
                 left.head += 1
-        self.again(rank)
+        self.requeue(rank)
 
     def _choose(self, rank: int, left: _Rank, time: float) -> int | None:
         """Return the operation to start; -1: W; None: wait."""

@@ -295,7 +295,7 @@ class _MessageMemory:
             elif action.kind in RECVS:
                 receives.mark_reached(action)
             elif needed is not None:
-                for receive in receives.until(needed) if needed not in received else ():
+                for receive in receives.receives_up_to(needed) if needed not in received else ():
                     received.add(receive)
                     sends.release_delivered(receive)
                 self._held -= self._size(send_of(needed))

@@ -41,7 +41,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     B or BW ends. A RECV waits until its message is there, which is idle time. Copies run on lanes
     of their own, in the order in which a rank starts them; FREE waits for its copy, and B, W or BW
     for the copy back of what they need. REDUCE and STEP have lanes of their own, too, and nothing
-    of the same step waits for them; they run in shares, while the W's of their tail complete these.
+    of the same step waits for them. They overlap with their tail, the last W's before them: they
+    start when the first share of its time is over, and end at least one share of theirs after it.
 
     Args:
         schedule: The schedule.

@@ -98,7 +98,7 @@ class _HintedModel:
         self.model.add_bool_or([flag.now.Not(), one.now, other.now])
         return flag
 
-    def where(self, flag: _Hinted, this: _Hinted, that: _Hinted) -> _Hinted:
+    def select(self, flag: _Hinted, this: _Hinted, that: _Hinted) -> _Hinted:
         """Add a number that equals the first of two where a flag is set, else the second."""
         chosen = self.number(this.hint if flag.hint else that.hint)
         self.model.add(chosen.now == this.now).only_enforce_if(flag.now)
@@ -191,7 +191,7 @@ class _ActionVariables:
     def _action(self, kind: Kind) -> Action:
         return Action(kind, *self._place)
 
-    def _grains(self, part: Part) -> int:
+    def _size_of(self, part: Part) -> int:
         return self._whole.sizes[self.stage][part]
 
     def _has(self, kind: Kind) -> bool:
@@ -203,7 +203,7 @@ class _ActionVariables:
         queued = model.flag(self._has(Kind.OFFLOAD_W))
         in_parts = whole_queue = model.both(away, queued)
         back = queued
-        if self._grains(Part.FOR_W):
+        if self._size_of(Part.FOR_W):
             in_parts = model.both(away, model.flag(self._has(Kind.RELOAD_B)))
             model.model.add_implication(whole_queue.now, in_parts.now)
             back = model.either(in_parts, queued)
@@ -272,21 +272,21 @@ class _ActionVariables:
         """Yield when each part is on the device."""
         model, away, queued = self._model, self.offload.flag, self.queue.flag
         start, end = self.begins[Kind.F], self.ends[Kind.W]
-        for_b, for_w = self._grains(Part.FOR_B), self._grains(Part.FOR_W)
-        gradient = self._grains(Part.GRADIENT)
+        for_b, for_w = self._size_of(Part.FOR_B), self._size_of(Part.FOR_W)
+        gradient = self._size_of(Part.GRADIENT)
         # B changes what is there at its end, unless it adds more than it drops.
         b = (self.begins if gradient > for_b else self.ends)[Kind.B]
         if for_b:
-            yield model.stay(start, model.where(away, self.offload.end, b)), for_b
+            yield model.stay(start, model.select(away, self.offload.end, b)), for_b
             yield model.stay(self.reload.begin, b, away), for_b
         if for_w:
-            kept = model.where(queued, self.queue.end, end)
-            yield model.stay(start, model.where(away, self.offload.end, kept)), for_w
+            kept = model.select(queued, self.queue.end, end)
+            yield model.stay(start, model.select(away, self.offload.end, kept)), for_w
             whole = model.but_not(away, self.in_parts)
             yield model.stay(self.reload.begin, end, whole), for_w
             yield model.stay(self.rest.begin, end, self.rest.flag), for_w
         if gradient:
-            yield model.stay(b, model.where(queued, self.queue.end, end)), gradient
+            yield model.stay(b, model.select(queued, self.queue.end, end)), gradient
             yield model.stay(self.rest.begin, end, queued), gradient
 
     def entries(self, value: Callable[[_Hinted], int]) -> Iterator[_Entry]:

@@ -45,7 +45,7 @@ def earliest_starts(seconds: _Seconds, latencies: Sequence[float]) -> dict[Kind,
 def earliest_end(
     seconds: _Seconds, latencies: Sequence[float], placement: tuple[int, ...], num_microbatches: int
 ) -> float:
-    """Return when a step can end at the earliest: when every rank has begun, and done its work."""
+    """Return a lower bound of the makespan: the latest of each rank's first start plus its work."""
     first = earliest_starts(seconds, latencies)[Kind.F]
 
     def end(rank: int) -> float:
@@ -241,7 +241,7 @@ class WholeCosts:
         seconds = costs.compute(num_stages)
         tick = _tick([second for of_kind in seconds.values() for second in of_kind])
         sizes = part_sizes(costs, num_stages).of
-        whole_sizes, limit = _grains(sizes, memory_limit)
+        whole_sizes, limit = _sizes_in_grains(sizes, memory_limit)
 
         def copies(name: str) -> tuple[tuple[int, ...], ...]:
             stages = zip(costs.per_stage(name, num_stages), sizes, strict=True)
@@ -312,7 +312,7 @@ def _tick(seconds: list[float]) -> float:
     return min(fitting or [mean / _FEWEST_TICKS], key=error)
 
 
-def _grains(
+def _sizes_in_grains(
     sizes: list[list[float]], limit: float | None
 ) -> tuple[tuple[tuple[int, ...], ...], int | None]:
     """Return sizes and limit in grains: exactly where all are whole numbers."""

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeoffload.loop.hooks import OutputsElsewhere, numbers_in, refuse_other_callbacks
+from lightning_pipeoffload.loop.hooks import RemoteOutputs, numbers_in, refuse_other_callbacks
 from lightning_pipeoffload.loop.hooks.sent_values import UnsendableError, pack, unpack
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
-from lightning_pipeoffload.runtime.users_code import Elsewhere
+from lightning_pipeoffload.runtime.users_code import RemoteValue
 
 CPU = torch.device("cpu")
 
@@ -69,11 +69,11 @@ USES = [
 @pytest.mark.parametrize("use", [*USES, lambda value: value[0], lambda value: 1 if value else 2])
 def test_any_use_of_an_attribute_raises(use):
     with pytest.raises(RuntimeError, match="self.outs is elsewhere"):
-        use(Elsewhere("self.outs is elsewhere", []))
+        use(RemoteValue("self.outs is elsewhere", []))
 
 
 def test_an_attributes_placeholder_may_be_copied_pickled_and_shown():
-    value = Elsewhere("self.outs is elsewhere", [1])
+    value = RemoteValue("self.outs is elsewhere", [1])
     for copied in (copy.deepcopy(value), copy.copy(value), pickle.loads(pickle.dumps(value))):
         assert repr(copied) == "<self.outs is elsewhere>"
         assert copied.local_value == [1]
@@ -81,7 +81,7 @@ def test_an_attributes_placeholder_may_be_copied_pickled_and_shown():
 
 @pytest.fixture
 def outputs():
-    return OutputsElsewhere("training_step", 3, lambda: {"loss": 2.0})
+    return RemoteOutputs("training_step", 3, lambda: {"loss": 2.0})
 
 
 def test_numbers_of_outputs_come_from_where_they_are(outputs):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeoffload.runtime import PATCHES
-from lightning_pipeoffload.runtime.cut import ReadWatch
+from lightning_pipeoffload.runtime.cut import ReadObserver
 from lightning_pipeoffload.runtime.step import caching_reads
 from lightning_pipeoffload.schedule import build
 from tests.support import fits
@@ -55,7 +55,7 @@ def compare(monkeypatch, make, schedule, num_ranks, batch):
     """Train with answers and without; return the reads of both, and the pipeline."""
     torch.manual_seed(0)
     found, reads, pipeline = train(make(), schedule, num_ranks, batch)
-    monkeypatch.setattr(ReadWatch, "finish", forget_common)
+    monkeypatch.setattr(ReadObserver, "finish", forget_common)
     torch.manual_seed(0)
     expected, plain, _ = train(make(), schedule, num_ranks, batch)
     for name, gradient in expected.items():

@@ -176,7 +176,7 @@ def _run(net, x, gradient):
     there_and_back(store)
     with queue:
         found.backward(gradient)
-    waiting = len(queue.waiting)
+    waiting = len(queue.pending)
     with profile() as trace:
         queue.run()
     num_collectives = sum("c10d" in event.name for event in trace.events())

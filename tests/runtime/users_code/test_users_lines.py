@@ -138,7 +138,7 @@ def test_a_mapping_that_loads_its_values_is_left_alone():
     module = Module()
     module.mapping = Lazy(b=[1])
     watch = AttributeWatch(module)
-    with unchanged(module), watch.watching():
+    with unchanged(module), watch.recording():
         module.values.append(2)
         module.total = 1
         watch.compare(StepPoint(0, is_in_block=False))
@@ -152,7 +152,7 @@ def test_a_metric_whose_hash_goes_by_its_state_is_one_object():
     module = Module()
     module.mean = MeanMetric()
     watch = AttributeWatch(module)
-    with unchanged(module) as written, watch.watching():
+    with unchanged(module) as written, watch.recording():
         module.mean(torch.ones(2))
         module.mean.mean_value.add_(1)
         watch.compare(StepPoint(0, is_in_block=False))

@@ -164,7 +164,7 @@ def backward(module, x, call=None):
     queue = WeightGradQueue()
     with queue:
         (call or module)(x).pow(2).sum().backward()
-    waiting = len(queue.waiting)
+    waiting = len(queue.pending)
     queue.run()
     queue.run()  # of nothing: what ran is gone
     return gradients(module, x), waiting
@@ -361,7 +361,7 @@ def test_gradients_wait_where_b_and_w_are_apart_those_of_users_kernels_too(queue
         y = mark_all(module)(x)
         y.pow(2).sum().backward()
     if queue is not None:
-        assert len(queue.waiting) == count
+        assert len(queue.pending) == count
         queue.run()
     expected = (2 * x * y).sum(0) if users else x.mT @ (2 * y)
     torch.testing.assert_close((module.bias if users else module.weight).grad, expected.detach())
@@ -443,7 +443,7 @@ def test_a_backward_for_an_inputs_gradient_adds_to_no_weights():
         output = linear(x)
         (found,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
         torch.autograd.backward(output.sum(), inputs=[x], retain_graph=True)
-        assert not queue.waiting
+        assert not queue.pending
         output.sum().backward()
     queue.run()
     assert torch.equal(found, linear.weight.sum(0).expand(2, 4))
