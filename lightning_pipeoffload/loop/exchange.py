@@ -91,7 +91,7 @@ class Exchange:
         self._batch = self._before = _Batch()
         self._sent: _Sent | None = None
         self._flags_of_all, self._all_stop = Flags(), False
-        self._of_root: Callable[[], int] | None = None
+        self._of_root: Callable[[], torch.Tensor] | None = None
 
     def record_checksum(self, batch: Any, kind: str) -> None:
         """Start to compute the checksum of a batch, which errors call ``kind``, where needed."""
@@ -148,7 +148,7 @@ class Exchange:
     def from_root(self) -> int:
         """Wait for the number that was sent last, once; 0 where none was."""
         of_root, self._of_root = self._of_root, None
-        return 0 if of_root is None else of_root()
+        return 0 if of_root is None else int(of_root())
 
     def _send(self, flags: Flags, batch: _Batch, options: StepOptions | None) -> None:
         digest = 0 if options is None else options.digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_pipeoffload.runtime.comm.transport import (
     ProcessGroupTransport,
     broadcast_bytes,
     reporting_lost_peers,
+    wait_for,
 )
 from lightning_pipeoffload.runtime.device import Device, Devices, unrecorded
 from lightning_pipeoffload.runtime.shapes import with_state
@@ -202,10 +204,4 @@ class PipelineGroup(RankMesh, HostGroup):
         """
         with unrecorded():
             work = self._boundary_group.allreduce([numbers])
-
-        def wait() -> Tensor:
-            with reporting_lost_peers("lost a rank while computing the gradient's norm"):
-                work.wait()
-            return numbers
-
-        return wait
+        return partial(wait_for, work, "lost a rank while computing the gradient's norm", numbers)

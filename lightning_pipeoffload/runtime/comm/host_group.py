@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
-from lightning_pipeoffload.runtime.comm.transport import reporting_lost_peers
+from lightning_pipeoffload.runtime.comm.transport import reporting_lost_peers, wait_for
 from lightning_pipeoffload.runtime.device import unrecorded
 
 NO_LIMIT = timedelta(days=7)
@@ -99,19 +101,13 @@ class HostGroup:
             work.wait(*([] if patience is None else [patience]))
         return bool(votes)
 
-    def start_sharing(self, number: int, src: int) -> Callable[[], int]:
+    def start_sharing(self, number: int, src: int) -> Callable[[], Tensor]:
         """Start a broadcast from global rank ``src``; return a function that waits for it."""
         message = torch.tensor([int(number)])
         # The group's own method: that of torch.distributed takes twice as long.
         with unrecorded():
             work = self.side_group.broadcast(message, dist.get_group_rank(self.side_group, src))
-
-        def wait() -> int:
-            with reporting_lost_peers("lost a rank while deciding together"):
-                work.wait()
-            return int(message)
-
-        return wait
+        return partial(wait_for, work, "lost a rank while deciding together", message)
 
 
 class World(HostGroup):

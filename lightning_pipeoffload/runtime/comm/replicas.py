@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,12 +31,13 @@ from lightning_pipeoffload.runtime import tensors_in
 from lightning_pipeoffload.runtime.comm.host_group import HostGroup
 from lightning_pipeoffload.runtime.comm.mesh import RankMesh
 from lightning_pipeoffload.runtime.comm.sums_to_owners import SumsToOwners
-from lightning_pipeoffload.runtime.comm.transport import as_bytes, reporting_lost_peers
+from lightning_pipeoffload.runtime.comm.transport import as_bytes, reporting_lost_peers, wait_for
 from lightning_pipeoffload.runtime.cut import SplitModule
 from lightning_pipeoffload.runtime.device import unrecorded
 from lightning_pipeoffload.runtime.shapes import ShapeOnly
 
 _NO_MEMORY = 0
+_SUMMING = "lost a replica while summing gradients"
 
 
 class PendingParameters:
@@ -189,7 +191,7 @@ class Replicas:
         """Start to sum a tensor over the replicas, in place."""
         with unrecorded():
             work = dist.all_reduce(tensor, group=self._sums, async_op=True)
-        return _waiting(work, "summing gradients")
+        return partial(wait_for, work, _SUMMING)
 
     def sums_to_owners(self) -> SumsToOwners:
         """Return an object that sums each gradient of a step on one replica."""
@@ -201,14 +203,14 @@ class Replicas:
         target = self.counterparts[source]
         with unrecorded():
             work = dist.broadcast(data, target, group=self._copies, async_op=True)
-        return _waiting(work, "weights were sent")
+        return partial(wait_for, work, "lost a replica while weights were sent")
 
     def start_union(self, flags: Tensor) -> Callable[[], None]:
         """Start to compute the logical or of ``flags`` over the replicas, in place on the host."""
         group, operation = self.host.host_group, dist.ReduceOp.MAX
         with unrecorded():
             work = dist.all_reduce(flags, operation, group=group, async_op=True)
-        return _waiting(work, "summing gradients")
+        return partial(wait_for, work, _SUMMING)
 
     def gather(self, obj: Any) -> list[Any]:
         """Return the objects of all replicas, in their order."""
@@ -295,14 +297,6 @@ class _GatheredTensor(torch.autograd.Function):
         with reporting_lost_peers("lost a replica in the backward of all_gather"):
             dist.all_reduce(total, group=ctx.group)
         return total[ctx.replica], None, None
-
-
-def _waiting(work: Any, what: str) -> Callable[[], None]:
-    def wait() -> None:
-        with reporting_lost_peers(f"lost a replica while {what}"):
-            work.wait()
-
-    return wait
 
 
 class Bundle:

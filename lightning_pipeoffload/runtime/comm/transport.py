@@ -66,6 +66,13 @@ def reporting_lost_peers(what: str) -> Iterator[None]:
         raise
 
 
+def wait_for(work: Any, what: str, result: Any = None) -> Any:
+    """Wait for a collective and return ``result``; as :func:`reporting_lost_peers` in errors."""
+    with reporting_lost_peers(what):
+        work.wait()
+    return result
+
+
 def _raise_if_peer_lost(error: RuntimeError, what: str) -> None:
     if says_peer_lost(error):
         raise PeerLostError(f"{what}: {str(error).splitlines()[0]}") from error
