@@ -23,7 +23,7 @@ from torch import nn
 from lightning_pipeoffload.planning.settings import PipelineSettings
 from lightning_pipeoffload.runtime.batch import shape_signature
 from lightning_pipeoffload.runtime.cut import StepRecord
-from lightning_pipeoffload.runtime.device import accelerator_module
+from lightning_pipeoffload.runtime.device import Device
 from lightning_pipeoffload.runtime.measure import ActionOverhead
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.schedule import Costs, Option, PlanCache, store_text
@@ -138,12 +138,9 @@ def _describe_settings(settings: PipelineSettings) -> list[tuple[str, str]]:
 
 def _device(device: torch.device) -> tuple[Any, ...]:
     """Describe this process's device, its processor and, last, its node."""
-    name, num_bytes = "", 0
-    if device.type != "cpu":
-        name = accelerator_module().get_device_name(device)
-        num_bytes = torch.accelerator.get_memory_info(device)[1]
+    name, _, node, num_bytes = Device.of(device)
     processor = platform.machine(), os.cpu_count(), torch.get_num_threads()
-    return device.type, name, num_bytes, *processor, platform.node()
+    return name, num_bytes, *processor, node
 
 
 def _nodes_as_numbers(ranks: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
