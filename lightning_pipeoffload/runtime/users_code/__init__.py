@@ -1,7 +1,6 @@
 """State of the user's code other than parameters: attributes, generators, files, Python modules."""
 
 from .attributes import (
-    REGISTRIES,
     AttributeWatch,
     GlobalWriteError,
     Placeholder,
@@ -32,6 +31,7 @@ from .snapshot import (
     unchanged,
 )
 from .sources import (
+    REGISTRIES,
     Generators,
     generator_state,
     is_generator,

@@ -27,6 +27,7 @@ from lightning_pipeoffload.runtime.users_code.snapshot import (
     is_unchanged,
     short_fingerprint,
 )
+from lightning_pipeoffload.runtime.users_code.sources import REGISTRIES
 from lightning_pipeoffload.runtime.users_code.users_lines import (
     calling_line,
     in_brackets,
@@ -35,7 +36,6 @@ from lightning_pipeoffload.runtime.users_code.users_lines import (
 )
 
 _MOST_VALUES = 1024  # of an attribute that is compared at each point of a trace
-REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 
 
 @dataclass(frozen=True, eq=False)

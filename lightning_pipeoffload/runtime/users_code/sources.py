@@ -17,7 +17,7 @@ from torch import nn
 from lightning_pipeoffload.runtime import NOTHING, mix_seed
 from lightning_pipeoffload.runtime.users_code.users_lines import calling_line, in_brackets
 
-_REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
+REGISTRIES = frozenset(nn.Module().__dict__)  # what torch keeps among a module's attributes
 _MOST_VALUES = 1000  # a longer container is data
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -196,7 +196,7 @@ def _held(module: nn.Module) -> list[_Held]:
     held: list[_Held] = []
     for path, part in module.named_modules():
         space = vars(part)
-        for name in space.keys() - _REGISTRIES:
+        for name in space.keys() - REGISTRIES:
             label = f"self.{path}.{name}" if path else f"self.{name}"
             held += _leaves(_Held(label, space[name], space, name), seen)
     return held
