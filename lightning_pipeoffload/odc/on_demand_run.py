@@ -20,6 +20,7 @@ from lightning_pipeoffload.odc.sharding import ShardedGroup, sharded_groups
 from lightning_pipeoffload.odc.transport import OnDemandTransport
 from lightning_pipeoffload.runtime.comm import HostGroup, reporting_lost_peers
 from lightning_pipeoffload.runtime.shapes import local_part
+from lightning_pipeoffload.runtime.weight_grad import has_hooks
 
 MakeTransport = Callable[[Sequence[ShardedGroup]], OnDemandTransport]
 
@@ -255,8 +256,7 @@ def check_run(module: LightningModule, trainer: Trainer) -> None:
 def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse hooks that FSDP2 would drop, or that would get a gradient before it is summed."""
     for name, parameter in parameters:
-        # Private, both: where register_hook and register_post_accumulate_grad_hook keep hooks.
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             raise ValueError(
                 f"{name} has a hook on its gradient, which strategy='odc' sums up over the ranks "
                 f"after the last backward, without calling hooks; change gradients in "

@@ -26,6 +26,7 @@ from lightning_pipeoffload.runtime.comm import reporting_lost_peers
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import KnownSize, RemoteGradient, RemoteTensor
 from lightning_pipeoffload.runtime.users_code import WrappedHook
+from lightning_pipeoffload.runtime.weight_grad import has_hooks
 
 # The demos of this package count as the user's code.
 _KNOWN = (*(f"{name}." for name in PACKAGES), "lightning_pipeoffload.callbacks.")
@@ -132,11 +133,11 @@ def _forward_hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
 
 def find_hooked(module: nn.Module) -> str:
     """Return the name of a parameter or module with a hook of the user's; "" if there is none."""
-    # Private: no public name lists the hooks of a tensor or a module.
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             return name
     for name, part in module.named_modules():
+        # Private: no public name lists the hooks of a module.
         kinds = (part._forward_hooks, part._forward_pre_hooks)
         if any((*kinds, part._backward_hooks, part._backward_pre_hooks)):
             return name or type(part).__name__
