@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_pipeoffload.loop.exchange import Exchange
+from lightning_pipeoffload.runtime import NOTHING, replaced
 from lightning_pipeoffload.runtime.users_code import WrappedHook
 
 
@@ -133,18 +134,13 @@ class Clocks:
             self._validates = not interval or self._is_due(self._OF_VALIDATION, is_due)
         return self._due
 
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
+    def deciding(self) -> AbstractContextManager[None]:
         """Lightning decides in here whether to validate, and asks no clock."""
-        trainer = self._trainer
-        interval = trainer._val_check_time_interval
-        if interval is not None:
-            # No time is as long as NaN.
-            trainer._val_check_time_interval = -math.inf if self._validates else math.nan
-        try:
-            yield
-        finally:
-            trainer._val_check_time_interval = interval
+        if self._trainer._val_check_time_interval is None:
+            return NOTHING
+        # No time is as long as NaN.
+        interval = -math.inf if self._validates else math.nan
+        return replaced(self._trainer, "_val_check_time_interval", interval)
 
     def remove(self) -> None:
         while self._wrapped:

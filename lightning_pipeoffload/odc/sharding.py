@@ -265,15 +265,9 @@ def as_if_whole(optimizer: Optimizer) -> Iterator[None]:
                 return args, kwargs
             return args, {**kwargs, "closure": _outside(modes, kwargs["closure"])}
 
-        hooks = (
-            optimizer.register_step_pre_hook(enter),
-            optimizer.register_step_post_hook(lambda *_: modes.close()),
-        )
-        try:
+        after = optimizer.register_step_post_hook(lambda *_: modes.close())
+        with optimizer.register_step_pre_hook(enter), after:
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _outside(modes: ExitStack, closure: Callable[[], Any]) -> Callable[[], Any]:

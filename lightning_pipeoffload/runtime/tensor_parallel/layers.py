@@ -91,11 +91,8 @@ def _warning_of_parted_weights(module: nn.Module, global_rank: int) -> Iterator[
                 parted.append(parameter)
             divided.append(ref(before))
 
-    handle = register_module_parameter_registration_hook(note)
-    try:
+    with register_module_parameter_registration_hook(note):
         yield
-    finally:
-        handle.remove()
     other = {id(tensor) for tensor in (*parted, *(reference() for reference in divided))}
     names = [slot.name for slot in find_slots(module) if id(slot.tensor) in other]
     if names and not global_rank:
