@@ -39,9 +39,7 @@ class WrittenMemory(TorchDispatchMode):
         super().__init__()
         self.written: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = tensors_in([*written_arguments(func, args, kwargs or {})])
         self.written.update(map(memory_of, tensors))

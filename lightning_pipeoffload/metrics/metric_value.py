@@ -127,9 +127,7 @@ class MetricValue(Tensor):
         self.expression = None
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = args, kwargs or {}
         if func is Tensor.__hash__:
             return id(args[0])

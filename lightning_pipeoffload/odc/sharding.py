@@ -290,13 +290,7 @@ class _AsIfWhole(TorchFunctionMode):
     """
 
     @override
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, DTensor) and (_is_partial(result) or _is_rounded(func, result)):
             return result.redistribute(placements=[Replicate()] * result.device_mesh.ndim)

@@ -116,13 +116,7 @@ class WaitingMode(TorchFunctionMode):
                 _push_mode(mode)
 
     @override
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The tensor of an attribute (.data) shares the memory, so that its use is noticed later.
         is_attribute = getattr(func, "__name__", "") == "__get__"
         for pending in self._pending if not is_attribute else ():

@@ -123,13 +123,7 @@ class ValueTrace(CallCounter):
             return self.position
         return max(self.position, *(tensor.source.position for tensor in _with_source(tensors)), 0)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._before_function(func, args, kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs)
         if self._log is not None and self._running is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -52,13 +52,7 @@ class ParameterShape(RemoteTensor):
         return shape
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first, options = args[0] if args else None, kwargs or {}
         if func is aten.empty_like.default and isinstance(first, ParameterShape):
             device = torch.device(options.get("device") or first.device)
@@ -268,13 +262,7 @@ _MAKERS = {
 class _MarkingEmptyMemory(TorchFunctionMode):
     """Sets the first element of ``torch.empty``'s results to NaN, to detect unfilled tensors."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _MAKERS and type(result) is Tensor and _may_be_marked(result):
             _first_of(result).fill_(torch.nan)

@@ -24,13 +24,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self._now = 0
         self._num_tensors: dict[int, int] = {}  # of each storage that was made inside
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):

@@ -428,9 +428,7 @@ class _Turns(TorchFunctionMode):
         self._begin = begin
 
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._begin((args, kwargs))
         return func(*args, **(kwargs or {}))
 

@@ -229,9 +229,7 @@ class CallRecorder(TorchDispatchMode):
         self._values.clear()
         self._values_of_stage.clear()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func in _CHEAP and self._is_recordable(args, options):
             return self._run_cheap(func, args, options)

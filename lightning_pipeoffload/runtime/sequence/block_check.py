@@ -206,9 +206,7 @@ class _AlikeDraws(TorchDispatchMode):
     """
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket is aten.native_dropout:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)

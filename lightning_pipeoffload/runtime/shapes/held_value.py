@@ -70,13 +70,7 @@ class HeldValue(Awaited):
         return held
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Call ``func`` with values; what only asks for a shape fetches none."""
         if func in _DESCRIBING:  # a third of the host's calls: the stand-in answers
             with torch._C.DisableTorchFunctionSubclass():

@@ -428,9 +428,7 @@ class _FlopRecorder(TorchDispatchMode):
         self._origins = origins
         self.operations: list[tuple[Any, tuple[Any, ...], Any]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in flop_registry:
             self.operations.append((func, self._shapes_of(args), self._shapes_of(result)))

@@ -160,13 +160,7 @@ class RemoteGradient(ShapeOnly):
 
     @classmethod
     @override
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Return a reduction's known result, or a shape-only result with its description.
 
         A write into the gradient discards its known norm and largest magnitude.

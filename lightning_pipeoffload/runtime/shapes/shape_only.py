@@ -209,13 +209,7 @@ class ShapeOnly(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Return the shape-only result of ``func``, which runs on meta tensors.
 
         The ``origins`` of the result, the names of the tensors that it was computed from, are the
@@ -496,13 +490,7 @@ class Awaited(ShapeOnly):
         return super().numpy() if self.value is None else self.value.numpy(force=force)
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Call ``func`` with received values in place of stand-ins."""
         with torch._C.DisableTorchFunctionSubclass():
             given = give_values((args, kwargs or {}))
