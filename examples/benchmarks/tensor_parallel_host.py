@@ -52,11 +52,7 @@ from lightning_pipeoffload.runtime.tensor_parallel import (
     keep_local_parts,
     waiting_for_collectives,
 )
-from lightning_pipeoffload.runtime.weight_grad import (
-    WeightGradQueue,
-    deferring_kernels,
-    mark,
-)
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring_kernels, mark
 
 SIZE = 2  # tensor ranks
 NUM_BLOCKS = 4

@@ -36,11 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeoffload.demos import Block
 from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.compiled import splitting_regions
-from lightning_pipeoffload.runtime.weight_grad import (
-    WeightGradQueue,
-    deferring_kernels,
-    mark,
-)
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring_kernels, mark
 
 NUM_BLOCKS = 8
 BATCH, TOKENS, HEADS = 2, 256, 4

@@ -17,11 +17,7 @@ from torch import nn
 
 from lightning_pipeoffload.runtime import PATCHES
 from lightning_pipeoffload.runtime.comm import PipelineGroup
-from lightning_pipeoffload.runtime.compiled import (
-    BlockCompiler,
-    splitting_regions,
-    warn_once,
-)
+from lightning_pipeoffload.runtime.compiled import BlockCompiler, splitting_regions, warn_once
 from lightning_pipeoffload.runtime.cut import (
     BlockChain,
     CallsError,
@@ -49,11 +45,7 @@ from lightning_pipeoffload.runtime.cut import (
 from lightning_pipeoffload.runtime.making import PartedModule
 from lightning_pipeoffload.runtime.run.gradients import Gradients
 from lightning_pipeoffload.runtime.sequence import attending_to_slices
-from lightning_pipeoffload.runtime.shapes import (
-    GradientChanges,
-    drawing_anywhere,
-    padding_anywhere,
-)
+from lightning_pipeoffload.runtime.shapes import GradientChanges, drawing_anywhere, padding_anywhere
 from lightning_pipeoffload.runtime.step import (
     OwnGradients,
     StageContext,

@@ -2,14 +2,7 @@
 
 from .calls import BatchedProduct, Convolution, DeferredCall, Linear, MatrixProduct
 from .chunked_loss import AroundChunks, chunked_loss
-from .kernels import (
-    Original,
-    deferring_kernels,
-    kernel_in_place,
-    mark,
-    may_wait,
-    uses_in,
-)
+from .kernels import Original, deferring_kernels, kernel_in_place, mark, may_wait, uses_in
 from .node import (
     ANCHOR,
     NO_HOOKS,

@@ -38,11 +38,7 @@ from lightning_pipeoffload.runtime.tensor_parallel import (
     waiting_for_collectives,
 )
 from lightning_pipeoffload.runtime.tensor_parallel.collectives import collectives_through_host
-from lightning_pipeoffload.runtime.weight_grad import (
-    WeightGradQueue,
-    deferring_kernels,
-    mark,
-)
+from lightning_pipeoffload.runtime.weight_grad import WeightGradQueue, deferring_kernels, mark
 from tests.support.offloaded import there_and_back
 from tests.support.pairs import slow
 
