@@ -3,9 +3,9 @@
 The sizes of a layout are its pipeline ranks, tensor ranks and replicas, whose product is the number
 of devices. Those whose weights, gradients and optimizer states do not fit are left out before they
 are planned. The others are planned with a few schedules and a short search, those with the smallest
-bound on the time of a step first; then, if they are among the fastest, small, or do not fit so,
-with the whole search, any schedule and offload; large ones that do not fit so with ``1f1b`` and
-offload. Plans that cannot become the fastest are skipped.
+bound on the time of a step first; then, where the bound allows a faster plan, with any schedule and
+offload, or if they are large with the schedules that are soon built. Plans that cannot become the
+fastest are skipped.
 The model is traced for each number of tensor ranks, from few to many, until more are slower.
 
 Ctrl-C, or the end of the seconds that are given, ends the search with what it has planned.
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 _RANK_ORDERS = ("pipeline_inner", "data_inner")
 SHOWN = 1.2
 """Layouts are shown that take up to so many times as long as the fastest."""
-QUICK = ("1f1b", "zb_h1", "zb_v")
-"""The schedules that every layout is planned with first, without copies."""
+# The schedules that every layout is planned with first, without copies.
+_QUICK = ("1f1b", "zb_h1", "zb_v")
 
 
 class _Effort(NamedTuple):
@@ -80,27 +80,21 @@ class _Effort(NamedTuple):
 
 
 _WHOLE = _Effort(FAMILIES)
-_ALONE = _Effort({name: FAMILIES[name] for name in QUICK}, copies=False)
+_ALONE = _Effort({name: FAMILIES[name] for name in _QUICK}, copies=False)
 # The search of zb_v takes seconds where there are many ranks and microbatches. A tenth of it tells
 # which layouts are near the fastest.
 _SHORT_ZB_V = replace(FAMILIES["zb_v"], fixed_options={"num_actions": 60_000})
 _SHORTLY = _Effort({**_ALONE.recipes, "zb_v": _SHORT_ZB_V}, copies=False)
-# Of a large layout that stands, with any other schedule; where another layout fits without copies,
-# a large one that does not is planned with the schedule that keeps least.
-_LARGE = _Effort({**FAMILIES, "zb_v": _SHORT_ZB_V})
-_LARGE_COPYING = _Effort({"1f1b": FAMILIES["1f1b"]})
-NEAR = 1.1
-"""The fastest, and one more up to so many times as slow, are planned with all schedules.
-
-Where the fastest layout with twice as many tensor ranks takes longer, even more are not tried: they
-would wait even longer for each other.
+_SMALL = (_ALONE, _WHOLE)
+# Of large layouts, with copies those that keep least, then others that are soon built.
+_LARGE = (
+    _Effort({name: FAMILIES[name] for name in ("1f1b", "gis_h")}),
+    _Effort({name: FAMILIES[name] for name in ("gis", "gis_h", "zb")}, copies=False),
+)
+_NEAR = 1.1
+"""Where the fastest layout with twice as many tensor ranks takes so many times as long as with
+fewer, even more are not tried: they would wait even longer for each other.
 """
-# Of layouts that are quickly planned, so many are planned in full.
-_NUM_IN_FULL = 2
-# Layouts with so many F's on all ranks of a pipeline, or fewer, are all planned in full.
-_FEW_FORWARDS = 128
-# A plan that takes no longer than so many times the least possible is not looked for any longer.
-_ABOUT_LEAST = 1.002
 # A full plan is looked for that takes so many times as long as the fastest so far, or less.
 _WORTH_A_PLAN = 0.99
 # Of what is asked for: machines, or ranks where sizes are given.
@@ -412,35 +406,17 @@ class LayoutSearch:
             in_full = [self._plan(each, inf, _WHOLE) for each in self._places(planners, times)]
             return [planned for planned in in_full if planned is not None]
         places = self._plan_quickly(planners, times)
-        best, quick = self._best, dict(self._planned)
-        scores = {layout: quick[layout].score if layout in quick else inf for layout, *_ in places}
-        places.sort(key=lambda place: (scores[place.layout], place.least, place.work))
-        for number, place in enumerate(places):
-            is_near = number < _NUM_IN_FULL and scores[place.layout] <= NEAR * best
-            is_near |= place.num_forwards <= _FEW_FORWARDS
-            is_tight = place.layout not in quick
-            if place.is_large and not is_tight:
-                continue
-            most = min(best, scores[place.layout] / _ABOUT_LEAST)
-            if is_near and not is_tight and place.least < most:
+        for place in places:
+            for effort in _LARGE if place.is_large else _SMALL:
+                # zb_v is searched in full even if it gains little.
+                most = self._best * (1.0 if effort is _ALONE else _WORTH_A_PLAN)
+                if (place.work if effort.copies else place.least) > most:
+                    self._left_out[str(place.layout)] = _NOT_FASTER
+                    continue
                 self._say("", place.layout)
-                candidate = self._plan(place, scores[place.layout], _ALONE)
-                if candidate is not None and candidate.score < scores[place.layout]:
+                candidate = self._plan(place, most, effort)
+                if candidate is not None:
                     self._planned[place.layout] = candidate
-                    scores[place.layout] = candidate.score
-                    best = min(best, candidate.score)
-            if place.work <= best and (is_near or is_tight):
-                effort = _WHOLE
-                if place.is_large:
-                    effort = _LARGE if best == inf else _LARGE_COPYING
-                schedules = "all schedules" if effort.is_whole else ", ".join(effort.recipes)
-                self._say(f"with {schedules} and copies, ", place.layout)
-                candidate = self._plan(place, _WORTH_A_PLAN * best, effort)
-                if candidate is not None and candidate.score * ABOUT_EQUAL < scores[place.layout]:
-                    self._planned[place.layout] = candidate
-                    best = min(best, candidate.score)
-            elif is_tight:
-                self._leave_out(place.layout, _NOT_FASTER)
             self._close(place.layout)
         self._beginning = ""
         return self._by_speed()
@@ -502,7 +478,7 @@ class LayoutSearch:
             best_of_size = min((place.least for place in of_size), default=inf)
             places += of_size
             size, best = planner.settings.tensor_parallel_size, first.least if first else inf
-            is_slower = NEAR * best < best_of_size < inf and size < self._sizes[-1]
+            is_slower = _NEAR * best < best_of_size < inf and size < self._sizes[-1]
             # A bound does not say that a layout fits.
             if is_slower and first is not None and self._has_quick_plan(first):
                 self._left_out[f"more than {size} tensor ranks"] = (

@@ -44,14 +44,10 @@ class LayoutToPlan(NamedTuple):
     work: float
 
     @property
-    def num_forwards(self) -> int:
-        """F's on all ranks of a pipeline."""
-        return self.layout.num_ranks * int(self.planners[0].settings.num_microbatches)
-
-    @property
     def is_large(self) -> bool:
-        """Whether it is planned only if it may be the fastest, with a short search of zb_v."""
-        return self.num_forwards > _MANY_FORWARDS
+        """Whether it is planned only if it may be the fastest, with few schedules."""
+        num_microbatches = int(self.planners[0].settings.num_microbatches)
+        return self.layout.num_ranks * num_microbatches > _MANY_FORWARDS
 
 
 @dataclass(frozen=True)

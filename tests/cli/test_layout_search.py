@@ -194,7 +194,7 @@ def drawn_words(seed, counts, machines, depths, networks, links, memories):
 
 
 def check_that_nothing_is_faster(monkeypatch, words):
-    everything = {"NEAR": 1e9, "SHOWN": 1e9, "_NUM_IN_FULL": 99, "_WORTH_A_PLAN": 1.0}
+    everything = {"SHOWN": 1e9, "_WORTH_A_PLAN": 1.0}
     with monkeypatch.context() as patch:
         patch.setattr("lightning_pipeoffload.cli.layouts._MANY_FORWARDS", 1e9)
         best = period_of(monkeypatch, words, **everything, _SHORTLY=layout_search._ALONE)
@@ -220,6 +220,19 @@ def test_large_layouts_that_are_left_out_would_not_be_faster(monkeypatch, seed):
     # Links are as fast beside this small model as those of an H100 beside a large one.
     links = [1000, 10000, 100000], [10000, 100000]
     words = drawn_words(seed, *sizes, *links, [1.6, 1.8, 2, 2.2, 2.4])
+    check_that_nothing_is_faster(monkeypatch, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "network", "link", "memory"),
+    [
+        (128, 10_000, 100_000, 2.4),  # by gis
+        (32, 10, 10, 8),  # by zb, over links slower than computing
+    ],
+)
+def test_a_large_layout_that_is_the_fastest_is_found(monkeypatch, count, network, link, memory):
+    words = drawn_words(0, [count], [(8, 2)], [16], [network], [link], [memory])
     check_that_nothing_is_faster(monkeypatch, words)
 
 
