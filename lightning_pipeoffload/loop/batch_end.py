@@ -96,7 +96,7 @@ class BatchEnd:
         return nullcontext() if self._arrivals is None else self._arrivals.batch()
 
     def end_batch(self) -> None:
-        """Exchange with all ranks, after the hooks of a batch's end; ``_end_batch`` calls it."""
+        """Exchange with all ranks, after the hooks of a batch's end; ``JoinedLoops`` calls it."""
         if self._trainer.training:
             plans, wants_stop = self._split.plans, self._wants_stop()
             due_clocks = 0 if self.clocks is None else self.clocks.end_batch()
