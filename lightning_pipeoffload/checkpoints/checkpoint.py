@@ -94,7 +94,10 @@ def write_checkpoint(
     # Another plugin may copy the checkpoint before it writes it.
     one_by_one = type(io) is MovingCheckpointIO
     checkpoint = join_saved(checkpoint, group)
-    with without_collection(), SavedValues(checkpoint, group).completed(one_by_one) as whole:
+    with (
+        without_collection(),
+        SavedValues(checkpoint, group).checkpoint_with_values(one_by_one) as whole,
+    ):
         if group.global_rank == 0:
             io.save_checkpoint(whole, path, storage_options=storage_options)
 
@@ -104,7 +107,7 @@ def _write_folder(checkpoint: dict[str, Any], path: Path, group: PipelineGroup) 
     rest = {key: value for key, value in checkpoint.items() if key not in by_ranks}
     by_ranks["state_dict"] = place_saved(by_ranks["state_dict"])
     rest = join_saved(rest, group)
-    with SavedValues(rest, group).completed(one_by_one=False) as whole:
+    with SavedValues(rest, group).checkpoint_with_values(one_by_one=False) as whole:
         rest = whole
     write_checkpoint_folder({**rest, **by_ranks}, path, group.world)
 

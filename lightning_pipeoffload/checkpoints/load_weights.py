@@ -221,19 +221,23 @@ class _WeightAssignment:
         """Refuse files with missing weights; one name of a tied weight is enough."""
         in_file = {id(self._tensors[name]) for name in self.names}
         missing = [name for name, tensor in self._tensors.items() if id(tensor) not in in_file]
-        missing = _without(missing, getattr(self._module, "_keys_to_ignore_on_load_missing", None))
+        missing = _not_matching(
+            missing, getattr(self._module, "_keys_to_ignore_on_load_missing", None)
+        )
         if missing:
             raise ValueError(
-                f"{self._path} lacks {_some(missing)} of {self._kind}; strict=False leaves their "
+                f"{self._path} lacks {_first_names(missing)} of {self._kind}; strict=False leaves their "
                 f"values unchanged"
             )
 
     def refuse_unexpected(self) -> None:
         left = [name for name in self._weights if name not in self._tensors]
-        left = _without(left, getattr(self._module, "_keys_to_ignore_on_load_unexpected", None))
+        left = _not_matching(
+            left, getattr(self._module, "_keys_to_ignore_on_load_unexpected", None)
+        )
         if left:
             raise ValueError(
-                f"{self._path} has {_some(left)}, which {self._kind} does not have; strict=False "
+                f"{self._path} has {_first_names(left)}, which {self._kind} does not have; strict=False "
                 f"ignores them"
             )
 
@@ -252,12 +256,12 @@ class _WeightAssignment:
         return torch.equal(value_of(self._weights[name]), value_of(self._weights[other]))
 
 
-def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
     ignored = list(patterns or ())
     return [name for name in names if not any(re.search(each, name) for each in ignored)]
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 

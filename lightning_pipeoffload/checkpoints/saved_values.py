@@ -131,7 +131,7 @@ class SavedValues:
         return None if place is None else self._leaves[place]
 
     @contextmanager
-    def completed(self, one_by_one: bool) -> Iterator[dict[str, Any]]:
+    def checkpoint_with_values(self, one_by_one: bool) -> Iterator[dict[str, Any]]:
         """Yield the checkpoint; on global rank 0 with all values, which others send at the end.
 
         Args:
@@ -148,7 +148,7 @@ class SavedValues:
                 yield self._with_values(one_by_one)
             finally:
                 for rank in owners:
-                    self._ask(_DONE, rank)
+                    self._request(_DONE, rank)
 
     def _with_values(self, one_by_one: bool) -> dict[str, Any]:
         fetches: dict[int, tuple[Any, Callable[[], Tensor]]] = {}
@@ -178,7 +178,7 @@ class SavedValues:
             room = room if room.numel() and len(bundle) == 1 else torch.empty(0, dtype=torch.uint8)
             room = room[: sizes[0]] if room.numel() else room.new_empty(sum(sizes))
             with reporting_lost_peers(f"lost global rank {owner} while writing a checkpoint"):
-                self._ask(number, owner, len(bundle))
+                self._request(number, owner, len(bundle))
                 dist.recv(room, owner, group=self._group.world.host_group)
             if len(bundle) == 1:
                 return room.view(like.dtype).view(like.shape)
@@ -205,7 +205,7 @@ class SavedValues:
         size: int = self._absent_leaf(number).nbytes
         return size
 
-    def _ask(self, number: int, rank: int, count: int = 0) -> None:
+    def _request(self, number: int, rank: int, count: int = 0) -> None:
         dist.send(torch.tensor([number, count]), rank, group=self._group.world.host_group)
 
     def _send_asked(self) -> None:
@@ -259,7 +259,7 @@ def _bytes_of(value: Tensor) -> torch.UntypedStorage:
     return (value.clone() if value.storage_offset() else value).untyped_storage()
 
 
-def _tag(storage: Any) -> str | None:
+def _device_of_storage(storage: Any) -> str | None:
     return "cpu" if "cpu" in vars(storage) else None
 
 
@@ -268,7 +268,7 @@ def _leave_to_torch(storage: Any, location: str) -> None:
 
 
 # Before torch's own, which treats a storage without memory as one of the meta device.
-torch.serialization.register_package(0, _tag, _leave_to_torch)
+torch.serialization.register_package(0, _device_of_storage, _leave_to_torch)
 
 
 def _on_host(leaf: Tensor) -> Tensor:

@@ -386,14 +386,14 @@ class AutoChoice:
         return sum(states.values()) / (self._group.num_ranks * num_sharing)
 
     def _options(self, cut_costs: CutCosts) -> list[Option]:
-        heads = self._heads(cut_costs)
+        heads = self._heads_to_try(cut_costs)
         return [
             option
             for recompute, count in cut_costs.by_recompute
-            for option in self._covered(cut_costs, [count], recompute, heads)
+            for option in self._measured_options(cut_costs, [count], recompute, heads)
         ]
 
-    def _covered(
+    def _measured_options(
         self,
         cut_costs: CutCosts,
         counts: Iterable[int],
@@ -405,7 +405,7 @@ class AutoChoice:
         sizes = [*counts], settings.num_chunks, [recompute], heads, settings.num_sequence_slices
         return [option for option in options_of("auto", *sizes) if cut_costs.covers(option)]
 
-    def _heads(self, cut_costs: CutCosts) -> Sequence[str]:
+    def _heads_to_try(self, cut_costs: CutCosts) -> Sequence[str]:
         heads = self._settings.heads_to_try
         return heads if self._is_limited and cut_costs.has_head else heads[:1]
 
@@ -498,7 +498,7 @@ class AutoChoice:
             Candidate(option, str(self._settings.offload), reason)
             for recompute, reason in reasons.items()
             if recompute not in tried
-            for option in self._covered(cut_costs, counts, recompute)
+            for option in self._measured_options(cut_costs, counts, recompute)
         ]
 
     def _has_barrier(self, cut_costs: CutCosts, option: Option) -> bool:

@@ -109,7 +109,7 @@ class BatchEnd:
             self.requeue.end_batch()
 
     def _wants_stop(self) -> bool:
-        return self.stop is not None and self.stop.wants()
+        return self.stop is not None and self.stop.wants_stop()
 
     def arrive(self) -> None:
         """Check that all ranks reach a milestone after the same number of batches."""

@@ -233,12 +233,12 @@ class FirstBatches:
             ValueError: The first batch is a list that may be cut in two ways.
         """
         if is_training:
-            self._note(loader, batch, number)
+            self._record_batch(loader, batch, number)
         is_by_user = isinstance(loader, DataLoader) and not is_collated_by_torch(loader)
         if self._checks_lists and is_by_user and not number:
             refuse_unclear_list(batch, loader_size(loader))
 
-    def _note(self, loader: Any, batch: Any, number: int) -> None:
+    def _record_batch(self, loader: Any, batch: Any, number: int) -> None:
         if self._replicas.num == 1 or self._num_steps >= NUM_CHECKED or _is_shared_out(loader):
             return
         name = type(getattr(loader, "dataset", loader)).__name__

@@ -71,7 +71,7 @@ def join_metrics(
     plain, store = trainer._logger_connector, processes.metrics_store
     connector = SharedMetricsConnector.from_plain(plain, mesh, store, processes.fail)
     trainer._logger_connector = connector
-    at_end.callback(lambda: connector.leave() if processes.board is not None else None)
+    at_end.callback(lambda: connector.fetch_last_metrics() if processes.board is not None else None)
     if store is not None:
         refuse_other_callbacks(trainer)
         for hook in wrap_end_hooks(trainer, connector.publish):

@@ -216,7 +216,7 @@ def depends_on_microbatch_size(pipeline: Pipeline) -> bool:
     """
     trained = [record for record in pipeline.records.by_key.values() if record.trained is not None]
     keeps = any(each.writes.in_place or each.writes.attributes for each in trained)
-    return keeps or any(map(_depends, pipeline.module.modules()))
+    return keeps or any(map(_depends_on_batch_size, pipeline.module.modules()))
 
 
 def least_samples(module: nn.Module) -> int:
@@ -228,7 +228,7 @@ def _norms_over_batch(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return (named for named in module.named_modules() if isinstance(named[1], _OVER_A_BATCH))
 
 
-def _depends(part: nn.Module) -> bool:
+def _depends_on_batch_size(part: nn.Module) -> bool:
     if isinstance(part, _OVER_A_BATCH):
         return True
     attributes = {**vars(part), **_numbers_of(getattr(part, "config", None))}

@@ -204,7 +204,7 @@ class Plans:
         """Plan the schedule that the settings name, by these costs and limits."""
         count = self.training.schedule.num_microbatches
         request = request_by_name(self.settings, self._work(costs), count, limits)
-        self._adopt(self.settings, plan_for_all(self._group, request), limits)
+        self._use_plan(self.settings, plan_for_all(self._group, request), limits)
 
     def _work(self, costs: Costs) -> Work:
         has_barrier = self.training.has_barrier
@@ -215,7 +215,7 @@ class Plans:
             steps_early=self.training.steps_early,
         )
 
-    def _adopt(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
+    def _use_plan(self, settings: PipelineSettings, plan: Plan, limits: MachineLimits) -> None:
         """Run by a plan from now on, and measure it anew."""
         self._replace(Current(settings, plan.schedule, plan.costs, plan.report, limits))
 
@@ -325,7 +325,7 @@ class Plans:
         if keeps_limit and not is_worth_changing(before, after):
             return None
         settings = replace(self.settings, schedule=plan.best.option.schedule)
-        self._adopt(settings, plan, limits)
+        self._use_plan(settings, plan, limits)
         return after
 
     def _options(self) -> list[Option]:

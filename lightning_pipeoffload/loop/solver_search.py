@@ -67,7 +67,7 @@ class SolverSearch:
             assert of_ranks is not None
             refused = of_ranks.true_error(error, costs, _name_rank(used, limits))
             raise ScheduleError(refused.message(bytes_writer(settings.memory_limit))) from None
-        self._adopt(start, costs, limits)
+        self._use_schedule(start, costs, limits)
         if not settings.solver_seconds:
             return
         self._to_beat = problem.seconds(start)
@@ -76,7 +76,7 @@ class SolverSearch:
                 problem, start, settings.solver_seconds, settings.cache_folder
             )
 
-    def _adopt(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
+    def _use_schedule(self, schedule: Schedule, costs: Costs, limits: MachineLimits) -> None:
         settings = self._training.current.settings
         self._replace(Current(settings, schedule, costs, limits=limits))
 
@@ -100,10 +100,10 @@ class SolverSearch:
         if self._solver is None or not self._measurements.are_enough:
             return False
         self._solver.poll()
-        return self._better is not None or self._solver.is_over
+        return self._better_plan is not None or self._solver.is_over
 
     @property
-    def _better(self) -> Schedule | None:
+    def _better_plan(self) -> Schedule | None:
         """The solver's plan, if it is better than the one in use and all that were compared."""
         if self._solver is None or self._solver.best is None or self._problem is None:
             return None
@@ -113,12 +113,12 @@ class SolverSearch:
     def exchange(self) -> None:
         """Send the plan to all ranks, which decide on it by what was measured last."""
         is_over = self._solver is not None and self._solver.is_over
-        plan, is_over = self._group.world.broadcast((self._better, is_over), 0)
+        plan, is_over = self._group.world.broadcast((self._better_plan, is_over), 0)
         if plan is not None and self._problem is not None:
             self._to_beat = self._problem.seconds(plan)
             costs = self._measurements.gather_costs(self._training.schedule)
             if self._is_worth_it(plan, costs):
-                self._adopt(plan, costs, self._training.current.limits)
+                self._use_schedule(plan, costs, self._training.current.limits)
         if is_over:
             self.close()
 

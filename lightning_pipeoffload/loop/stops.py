@@ -33,7 +33,7 @@ class JointStop:
         self._num_steps = 0
 
     def start_batch(self, num_microbatches: int) -> None:
-        self.wants()  # of the same batch, if an optimizer evaluates it again
+        self.wants_stop()  # of the same batch, if an optimizer evaluates it again
         self._num_steps = num_microbatches if self._is_root else 0
         if not self._is_root:
             self._exchange.start_from_root()
@@ -44,7 +44,7 @@ class JointStop:
         if self._num_steps == 0:
             self._exchange.start_from_root(self._wants or self._trainer.should_stop)
 
-    def wants(self) -> bool:
+    def wants_stop(self) -> bool:
         """Whether this rank wants to stop, or the last stage's step did."""
         if self._exchange.from_root():
             self._wants = True

@@ -29,7 +29,7 @@ class NotJoinedError(Exception):
     """It is unclear what the arguments of the microbatches are for the batch."""
 
 
-class Joining:
+class ArgumentJoiner:
     """Joins values of the microbatches in which a step made a call.
 
     Args:
@@ -58,18 +58,18 @@ class Joining:
         if len({*map(type, values)}) > 1:
             raise NotJoinedError
         if isinstance(first, Tensor):
-            return self._tensor(values)
+            return self._join_tensors(values)
         if isinstance(first, np.ndarray) and first.ndim:
             return np.concatenate(values)
         if isinstance(first, bool | str) or first is None:
-            return self._plain(values)
+            return self._join_plain_values(values)
         if isinstance(first, Real):
             return self._join_numbers(values)
         if isinstance(first, list):
             return [entry for value in values for entry in value]
-        return self._structure(values)
+        return self._join_structures(values)
 
-    def _structure(self, values: Sequence[Any]) -> Any:
+    def _join_structures(self, values: Sequence[Any]) -> Any:
         first = values[0]
         if isinstance(first, Mapping) and all(value.keys() == first.keys() for value in values):
             return {key: self.join([value[key] for value in values]) for key in first}
@@ -77,7 +77,7 @@ class Joining:
             return tuple(self.join(entries) for entries in zip(*values, strict=True))
         raise NotJoinedError
 
-    def _plain(self, values: Sequence[Any]) -> Any:
+    def _join_plain_values(self, values: Sequence[Any]) -> Any:
         if all(value == values[0] for value in values):
             return values[0]
         if isinstance(values[0], str):
@@ -96,12 +96,12 @@ class Joining:
             return values[0]
         return sum(map(in_mean, values, self._shares)) / sum(self._shares)
 
-    def _tensor(self, values: Sequence[Tensor]) -> Tensor:
+    def _join_tensors(self, values: Sequence[Tensor]) -> Tensor:
         first, others = values[0], values[1:]
         if all(self._is_same(first, value) for value in others):
             return first
         if not first.ndim:
-            return self._scalar(values)
+            return self._join_scalars(values)
         if any(value.shape[1:] != first.shape[1:] or value.ndim != first.ndim for value in others):
             raise NotJoinedError
         key = tuple(map(id, values))
@@ -109,7 +109,7 @@ class Joining:
             self._joined[key] = torch.cat([*values])
         return self._joined[key]
 
-    def _scalar(self, values: Sequence[Tensor]) -> Tensor:
+    def _join_scalars(self, values: Sequence[Tensor]) -> Tensor:
         dtype = values[0].dtype
         if dtype == torch.bool:
             raise NotJoinedError

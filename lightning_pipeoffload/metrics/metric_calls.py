@@ -45,7 +45,7 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 from torchmetrics.text import Perplexity
 from torchmetrics.wrappers import Running
 
-from lightning_pipeoffload.metrics.joined_arguments import Joining, NotJoinedError
+from lightning_pipeoffload.metrics.joined_arguments import ArgumentJoiner, NotJoinedError
 from lightning_pipeoffload.metrics.metric_value import (
     Entry,
     MetricExpression,
@@ -226,7 +226,7 @@ class MetricCalls:
         if method == "reset" and is_first:
             if not call.is_made:
                 call.is_made = True
-                self._inside(plain)
+                self._within_metric_code(plain)
         elif not self._update_apart(call, plain, args, kwargs):
             part.operands = tree_map(self._keep, (args, kwargs))
         if method in ("forward", "compute"):
@@ -255,8 +255,8 @@ class MetricCalls:
             if is_kept or has_values or not is_exact_apart(call.target, args, kwargs):
                 return False
             number = sum(other.copy is not None for other in others)
-            call.copy = self._blank(call.target, number + 1)
-        self._inside(partial(_update_both, call, args, kwargs))
+            call.copy = self._reset_copy(call.target, number + 1)
+        self._within_metric_code(partial(_update_both, call, args, kwargs))
         return True
 
     def _keep(self, leaf: Any) -> Any:
@@ -289,7 +289,7 @@ class MetricCalls:
         if id(target) in self._unregistered:  # of which the trace puts no state back
             plain = getattr(_copied(target), method)
         try:
-            return self._inside(partial(plain, *args, **kwargs))
+            return self._within_metric_code(partial(plain, *args, **kwargs))
         except (Exception, ValueNeededError) as error:
             if method not in ("forward", "compute"):
                 if isinstance(error, ValueNeededError):
@@ -299,7 +299,7 @@ class MetricCalls:
             like = torch.zeros(())
             return make_metric_values(like, partial(Entry, call, part), self._own, self._created)
 
-    def _inside(self, function: Callable[[], Any]) -> Any:
+    def _within_metric_code(self, function: Callable[[], Any]) -> Any:
         before, self._makes = self._makes, True
         try:
             return function()
@@ -314,7 +314,9 @@ class MetricCalls:
             try:
                 with warnings.catch_warnings(), torch.no_grad():
                     warnings.simplefilter("ignore")
-                    like = self._inside(partial(self._compute_own, call, part, syncs=False))
+                    like = self._within_metric_code(
+                        partial(self._compute_own, call, part, syncs=False)
+                    )
                     self._result_templates[key] = like
             except Exception:  # R2Score of one sample
                 self._result_templates[key] = torch.zeros(())
@@ -326,14 +328,14 @@ class MetricCalls:
         call, part = entry.call, entry.part
         self._record_use(call)
         if part.own is None:
-            part.own = _entries(self._inside(partial(self._compute_own, call, part)))
+            part.own = _entries(self._within_metric_code(partial(self._compute_own, call, part)))
         return part.own[entry.path]
 
     def _compute_own(self, call: _Call, part: _MicrobatchCall, syncs: bool = True) -> Any:
         assert part.given is not None
         args, kwargs = own_values(part.given)
         if call.method == "forward" and _has_plain_forward(call.target) and syncs:
-            return self._blank(call.target, 0).forward(*args, **kwargs)
+            return self._reset_copy(call.target, 0).forward(*args, **kwargs)
         copy = _copied(call.target)
         if not syncs:  # only the structure of what it returns is needed
             for metric in _metrics_of(copy):
@@ -348,7 +350,7 @@ class MetricCalls:
     def _resolve_own(self, leaf: Any) -> Any:
         return leaf.value(self._own) if isinstance(leaf, Entry | MetricExpression) else leaf
 
-    def _blank(self, target: nn.Module, number: int) -> Any:
+    def _reset_copy(self, target: nn.Module, number: int) -> Any:
         """Return a copy of a metric with nothing in it; those of unlike numbers differ."""
         key = id(target), number
         if key not in self._blanks:
@@ -411,7 +413,7 @@ class MetricCalls:
         self, call: _Call, sizes: Sequence[float], shares: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         places = [part.microbatch for part in call.parts]
-        joining = Joining(
+        joining = ArgumentJoiner(
             [sizes[place] for place in places],
             [shares[place] for place in places],
             self._are_copies_of_one,
@@ -427,7 +429,7 @@ class MetricCalls:
         return first is not None and first is second
 
     def _make_apart(self, call: _Call) -> Any:
-        call.copy = self._blank(call.target, -1)
+        call.copy = self._reset_copy(call.target, -1)
         for part in call.parts:
             assert part.operands is not None
             _update_both(call, *part.operands)

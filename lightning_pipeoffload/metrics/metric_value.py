@@ -139,7 +139,7 @@ class MetricValue(Tensor):
             if not writes and all(map(_is_open, tensors)):
                 like = func(*args, **operands[1])
                 if any(isinstance(leaf, Tensor) for leaf in tree_leaves(like)):
-                    return _derive(func, operands, like, tensors[0])
+                    return _expression_value(func, operands, like, tensors[0])
             args, kwargs = tree_map(_own_of, operands)
             result = func(*args, **kwargs)
             if writes and isinstance(tensors[0], MetricValue):
@@ -166,7 +166,7 @@ def _own_of(leaf: Any) -> Any:
     return leaf.microbatch_value() if isinstance(leaf, MetricValue) else leaf
 
 
-def _derive(func: Any, operands: Any, like: Any, first: Any) -> Any:
+def _expression_value(func: Any, operands: Any, like: Any, first: Any) -> Any:
     expressions = tree_map(
         lambda leaf: leaf.expression if isinstance(leaf, MetricValue) else leaf, operands
     )

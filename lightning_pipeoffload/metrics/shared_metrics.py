@@ -112,7 +112,7 @@ class SharedMetricsConnector(_LoggerConnector):
     def _stop_reading(self) -> None:
         self._publisher = self._roots = self._decisive = None
 
-    def leave(self) -> None:
+    def fetch_last_metrics(self) -> None:
         """Fetch the last metrics while the other ranks are there; read nothing from them later."""
         for kind in ("callback", "log", "pbar"):
             self._read(kind)

@@ -148,7 +148,7 @@ def narrow_steps(optimizer: Optimizer, changes: GradientChanges) -> NarrowedOpti
     """
     # Private: a user may give every fit the same optimizer.
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        if narrows(hook):
+        if is_narrowing_hook(hook):
             narrowed: NarrowedOptimizer = hook.__self__  # type: ignore[attr-defined]
             narrowed.changes = changes
             narrowed.replace_shapes()
@@ -156,7 +156,7 @@ def narrow_steps(optimizer: Optimizer, changes: GradientChanges) -> NarrowedOpti
     return NarrowedOptimizer(optimizer, changes)
 
 
-def narrows(hook: Callable[..., Any]) -> bool:
+def is_narrowing_hook(hook: Callable[..., Any]) -> bool:
     """Whether a hook on a step is one of those that narrow it."""
     return isinstance(getattr(hook, "__self__", None), NarrowedOptimizer)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeoffload.optimizers.master_weights import is_half
-from lightning_pipeoffload.optimizers.narrowed_optimizer import narrows
+from lightning_pipeoffload.optimizers.narrowed_optimizer import is_narrowing_hook
 
 Group = Mapping[str, Any]
 StateBytes = Callable[[Any, Group, Tensor], float]
@@ -238,7 +238,7 @@ def _changed_step(optimizer: Any) -> str:
     # Private: the only lists of the hooks, which may use any parameter.
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         for hook in getattr(optimizer, hooks, {}).values():
-            if not narrows(hook):  # of a fit before this one
+            if not is_narrowing_hook(hook):  # of a fit before this one
                 return f"its step has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return ""
 

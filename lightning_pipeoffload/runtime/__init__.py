@@ -12,7 +12,14 @@ from .leaves import (
     output_tensors,
     tensors_in,
 )
-from .payload import BlockOutput, Received, TensorSpec, dense_stride, enter, gradients_to_send
+from .payload import (
+    BlockOutput,
+    Received,
+    TensorSpec,
+    dense_stride,
+    gradients_to_send,
+    start_stage_graph,
+)
 from .randomness import (
     RandomnessReplay,
     are_alike,

@@ -154,7 +154,7 @@ class Received:
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
-class _Enter(torch.autograd.Function):
+class _StartGraph(torch.autograd.Function):
     """Makes received tensors outputs of a node, which stores their gradients.
 
     They are not its inputs, so that autograd takes them for new ones, which may be written in
@@ -182,9 +182,9 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-def enter(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
+def start_stage_graph(tensors: list[Tensor], received: Received) -> tuple[Tensor, ...]:
     """Start this stage's graph with received tensors; ``received`` gets their gradients."""
-    return _Enter.apply(_ANCHOR, tensors, received)
+    return _StartGraph.apply(_ANCHOR, tensors, received)
 
 
 def gradients_to_send(received: Received, sender: str) -> list[Tensor]:

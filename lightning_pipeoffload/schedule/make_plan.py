@@ -189,7 +189,7 @@ def make_plan(request: PlanRequest) -> Plan:
     copying = [option for option in quick if request.recipes[option.schedule].order]
     trials.try_orders([option for option in quick if option not in copying])
     trials.try_orders(copying)
-    trials.try_copies([option for option in quick if not trials.omits(option)])
+    trials.try_copies([option for option in quick if not trials.is_bound_too_slow(option)])
     for option in slow:
         if option not in quick and trials.may_gain(option):
             trials.try_orders([option])
@@ -311,7 +311,9 @@ class _Trials:
         ):
             self.candidates += added
 
-    def _ask(self, question: Callable[[Option], Any], options: Sequence[Option]) -> list[Any]:
+    def _in_processes(
+        self, question: Callable[[Option], Any], options: Sequence[Option]
+    ) -> list[Any]:
         """Return an answer for each option, which one process finds."""
         jobs = [(self._places[option], partial(question, option)) for option in options]
         return self._request.share(jobs, lambda answer: answer)
@@ -319,7 +321,7 @@ class _Trials:
     def find_bounds(self) -> None:
         """Find a lower bound on the period of each option."""
         wanted = self._request.options
-        self._bounds = dict(zip(wanted, self._ask(self._bound, wanted), strict=True))
+        self._bounds = dict(zip(wanted, self._in_processes(self._bound, wanted), strict=True))
 
     @property
     def least_order(self) -> float:
@@ -361,8 +363,10 @@ class _Trials:
         if self._request.memory_limit is None or self._request.offload != "auto":
             return
         for phase in _phases(self._sorted(tried, "copies")):
-            wanted = [o for o in phase if not (self.omits(o) or self._is_slower(o, _COPIED))]
-            seconds = dict(zip(wanted, self._ask(self._free, wanted), strict=True))
+            wanted = [
+                o for o in phase if not (self.is_bound_too_slow(o) or self._is_slower(o, _COPIED))
+            ]
+            seconds = dict(zip(wanted, self._in_processes(self._free, wanted), strict=True))
             may_copy = [option for option in wanted if seconds[option] is not None]
             for part in _phases(sorted(may_copy, key=lambda option: seconds[option])):
                 self._run([(o, partial(self._try_to_copy, seconds=seconds[o])) for o in part])
@@ -411,7 +415,9 @@ class _Trials:
         """Postpone W's of the most promising plans, to overlap with an optimizer on the host."""
         planned = [c.option for c in self.candidates if c.fits and c.offload == "none"]
         early = [option for option in planned if self._request.steps_early(option)]
-        seconds = dict(zip(early, self._ask(self._period_without_step, early), strict=True))
+        seconds = dict(
+            zip(early, self._in_processes(self._period_without_step, early), strict=True)
+        )
         promising = sorted(early, key=lambda option: seconds[option])[:_NUM_POSTPONED]
         self._run([(option, self._postpone) for option in promising])
 
@@ -441,7 +447,7 @@ class _Trials:
         if best is None:
             return None
         place = self.candidates.index(best)
-        answers = self._ask(lambda option: (best.schedule, best.report), [best.option])
+        answers = self._in_processes(lambda option: (best.schedule, best.report), [best.option])
         schedule, report = answers[0]
         limits = self._rank_limits(best.option)
         if report is not None and limits is not None:
@@ -509,10 +515,10 @@ class _Trials:
     def _least_memory(self) -> float:
         """The smallest limit that a refused option keeps."""
         refused = [each for each in self.candidates if each.needs_more_memory]
-        needs = (self._needs(each.option, each.peak_memory or 0.0) for each in refused)
+        needs = (self._needed_limit(each.option, each.peak_memory or 0.0) for each in refused)
         return min((needed for needed, _, _ in needs), default=inf)
 
-    def _needs(self, option: Option, needed: float) -> tuple[float, float, str]:
+    def _needed_limit(self, option: Option, needed: float) -> tuple[float, float, str]:
         """Return the limit that activations of such a size need, that which is given, and a name.
 
         Where ranks have limits of their own, both are those of the rank that has least in
@@ -542,7 +548,7 @@ class _Trials:
             self.candidates.append(Candidate(option, "none", f"not searched for: {why}"))
         return not why
 
-    def omits(self, option: Option) -> bool:
+    def is_bound_too_slow(self, option: Option) -> bool:
         """Return whether the bound of an option shows that it is slower than the best."""
         return self._is_above(period_to_compare(self._bounds[option].copies, copies=True))
 
@@ -646,14 +652,14 @@ class _Trials:
             if not has_limit or not isinstance(self._error, MemoryLimitError):
                 return self._error
             sentence, option = self._error.args[0], self._request.options[0]
-            needs = self._needs(option, self._true_need(option, self._error))
+            needs = self._needed_limit(option, self._true_need(option, self._error))
         elif not has_limit or self._least_memory == inf:
             return ScheduleError(f"no plan can be made: {self.candidates[0].reason}")
         else:
             count = len(self.candidates)
             sentence = f"{{limit}} is less than any of {count} plans needs; use at least {{needed}}"
             refused = [each for each in self.candidates if each.needs_more_memory]
-            found = [self._needs(each.option, each.peak_memory or 0.0) for each in refused]
+            found = [self._needed_limit(each.option, each.peak_memory or 0.0) for each in refused]
             needs = min(found, key=lambda each: each[0] / each[1] if each[1] else inf)
         needed, limit, rank = needs
         if rank:

@@ -174,7 +174,7 @@ class OpenReceives:
             yield next_receive
             self._post_next(source)
 
-    def rest(self) -> Iterator[Action]:
+    def remaining_receives(self) -> Iterator[Action]:
         """Yield all remaining receives to wait for."""
         for source, coming in self._coming.items():
             last = coming[-1] if coming else self._open.get(source)

@@ -99,7 +99,7 @@ def test_what_is_expected_still_comes_in_the_order_of_each_edge():
     edges = Edges(plan, 1)
     edges.num_sent = 8
     edges.receives.mark_reached(next(action for action in plan[1] if action.kind in RECVS))
-    edges.take(plan, edges.receives.rest())
+    edges.take(plan, edges.receives.remaining_receives())
     assert edges.taken == {action for action in plan[1] if action.kind in RECVS}
 
 

@@ -132,7 +132,7 @@ class CollectedValues:
             self._late_writes.end()
         for label, place in self._written_in_batch().items():
             self._due.add(label)
-            if self._has(place):
+            if self._runs_on_this_rank(place):
                 self._lacking.pop(label, None)
             else:
                 self._lacking[label] = self._message(label, place)
@@ -141,13 +141,13 @@ class CollectedValues:
     def _show(self) -> None:
         self._hidden_metrics.clear()
         for label in self._lacking:
-            variable = self._now(label)
+            variable = self._current_variable(label)
             if isinstance(variable.value, RemoteValue):
                 variable.put(variable.value.local_value)
 
     def _hide(self) -> None:
         for label, message in self._lacking.items():
-            variable = self._now(label)
+            variable = self._current_variable(label)
             owner, value = variable.part, variable.value
             if isinstance(owner, Metric):  # whose attributes torchmetrics reads at any time
                 self._hidden_metrics[id(owner)] = message
@@ -177,7 +177,7 @@ class CollectedValues:
         self._variables.setdefault(variable.label, variable)
         return variable.label
 
-    def _now(self, label: str) -> Variable:
+    def _current_variable(self, label: str) -> Variable:
         """Return a variable of the present submodule: a hook may replace a metric."""
         if label in self._variables:
             path, name = self._variables[label].path, self._variables[label].name
@@ -202,10 +202,10 @@ class CollectedValues:
             if _is_sent(write.variable):
                 yield self._add(write.variable), write.point
 
-    def _has(self, point: StepPoint) -> bool:
+    def _runs_on_this_rank(self, point: StepPoint) -> bool:
         if point.is_in_block:
             return any(point.segment in each for each in self._segments)
-        return point.segment <= self._end
+        return point.segment <= self._last_segment
 
     @property
     def _segments(self) -> list[frozenset[int]]:
@@ -215,7 +215,7 @@ class CollectedValues:
         return [self._pipeline.cut.stages[s].segments for s in self._pipeline.tensors.local_stages]
 
     @property
-    def _end(self) -> int:
+    def _last_segment(self) -> int:
         return max(self._segments[-1])
 
     def _metrics(self) -> list[tuple[str, Metric]]:
@@ -227,11 +227,11 @@ class CollectedValues:
 
     def _record_write(self, label: str) -> None:
         """Record that the running step writes a variable."""
-        owner = self._now(label).part
+        owner = self._current_variable(label).part
         names = (*owner.metric_state, "_computed") if isinstance(owner, Metric) else ()
         path = label.rpartition(".")[0]
         for written in (label, *(f"{path}.{name}" for name in names)):
-            self._variables[written] = self._now(written)
+            self._variables[written] = self._current_variable(written)
             self._late[written] = self._kind
 
     # Sending
@@ -266,8 +266,8 @@ class CollectedValues:
             self._show()
 
     def _report(self, label: str) -> VariableState:
-        end = None if label in self._lacking else self._end
-        leaves = [] if end is None else list(leaves_of(self._now(label).value))
+        end = None if label in self._lacking else self._last_segment
+        leaves = [] if end is None else list(leaves_of(self._current_variable(label).value))
         is_whole = not any(isinstance(leaf, ShapeOnly) for leaf in leaves)
         return VariableState(end, len(leaves), is_whole, self._late.get(label, ""))
 
@@ -287,7 +287,7 @@ class CollectedValues:
         packed: dict[str, bytes | str | None] = {}
         room = MOST_BYTES
         for label in labels:
-            value = self._now(label).value
+            value = self._current_variable(label).value
             try:
                 data = None if value is GONE else pack(value, room)
             except UnsendableError as error:
@@ -298,7 +298,7 @@ class CollectedValues:
         return packed
 
     def _receive(self, label: str, data: bytes | None) -> None:
-        variable = self._now(label)
+        variable = self._current_variable(label)
         value = GONE if data is None else unpack(data, self._group.device)
         container = variable.value
         if type(container) is type(value) and isinstance(container, _REFILLED):

@@ -200,7 +200,7 @@ def share_gradient_sizes(pipeline: Pipeline) -> None:
         if isinstance(parameter, RemoteTensor):
             parameter.set_remote_gradient(kind != _ABSENT, size)
         elif isinstance(parameter.grad, RemoteGradient):
-            parameter.grad.know(size)
+            parameter.grad.set_size(size)
             if size is not None:
                 pipeline.gradient_changes.invalidate_on_change(size)
 

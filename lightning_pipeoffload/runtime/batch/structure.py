@@ -145,17 +145,17 @@ class BatchStructure:
         """Return the samples of a batch; raises as :meth:`count` does."""
         return Samples(batch, self.lists, self._look_at(batch))
 
-    def _look_at(self, batch: Any) -> _Look:
-        look = _Look(self.lists, batch, self._collation)
+    def _look_at(self, batch: Any) -> _SampleCounter:
+        counter = _SampleCounter(self.lists, batch, self._collation)
         if isinstance(batch, list) and "batch" not in self.lists and _is_uniform(batch):
             try:
-                rows = look.count()
+                rows = counter.count()
             except ValueError:  # it has no columns, so it is a list of samples
                 rows = 0
             if not rows or self._collation.decide(len(batch), rows) == len(batch) != rows:
                 self.lists["batch"] = True
                 return self._look_at(batch)
-        return look
+        return counter
 
 
 class Samples:
@@ -165,9 +165,9 @@ class Samples:
         num: Their number.
     """
 
-    def __init__(self, batch: Any, lists: dict[str, bool], look: _Look) -> None:
-        self._batch, self._lists, self._look = batch, lists, look
-        self.num = look.count()
+    def __init__(self, batch: Any, lists: dict[str, bool], counter: _SampleCounter) -> None:
+        self._batch, self._lists, self._counter = batch, lists, counter
+        self.num = counter.count()
 
     def split(self, size: int) -> BatchParts:
         """Split the batch into parts of ``size`` samples, the last one possibly smaller.
@@ -178,11 +178,11 @@ class Samples:
         sizes = [min(size, self.num - start) for start in range(0, self.num, size)]
         if len(sizes) < 2:
             return BatchParts([self._batch], sizes, are_alike=True)
-        split = _Split(self._lists, size, self.num, self._look)
+        split = _Split(self._lists, size, self.num, self._counter)
         return BatchParts(split.parts(self._batch, "batch"), sizes, split.are_alike)
 
 
-class _Look:
+class _SampleCounter:
     """The lengths in a batch that may be its number of samples."""
 
     def __init__(self, lists: Mapping[str, bool], batch: Any, collation: Collation) -> None:
@@ -191,9 +191,9 @@ class _Look:
         self._unclear: dict[str, Any] = {}  # the outermost lists that no batch has decided on
         self.is_by_lists = False  # no tensor counts the samples
         self.is_by_entries = False  # nor do rows of tensors in lists
-        self._look(batch, "batch")
+        self._scan(batch, "batch")
 
-    def _look(self, tree: Any, place: str) -> None:
+    def _scan(self, tree: Any, place: str) -> None:
         _refuse_layout(tree, place)
         if isinstance(tree, Tensor | np.ndarray):
             if tree.ndim:
@@ -209,7 +209,7 @@ class _Look:
                 return
         if not is_column(tree):
             for part, inner in zip(parts_of(tree) or (), places_in(tree, place), strict=True):
-                self._look(part, inner)
+                self._scan(part, inner)
 
     def count(self) -> int:
         rows = {place: length for place, length in self._rows.items() if length != 1}
@@ -265,8 +265,10 @@ class _Look:
 class _Split:
     """Splits one batch; decides on lists that no batch had before."""
 
-    def __init__(self, lists: dict[str, bool], size: int, total: int, look: _Look) -> None:
-        self._lists, self._total, self._look = lists, total, look
+    def __init__(
+        self, lists: dict[str, bool], size: int, total: int, counter: _SampleCounter
+    ) -> None:
+        self._lists, self._total, self._counter = lists, total, counter
         self._slices = [slice(start, start + size) for start in range(0, total, size)]
         self.are_alike = True
 
@@ -317,8 +319,8 @@ class _Split:
             return self._decide_on_column(value, place)
         if not _is_uniform(value):
             return False
-        if not self._look.is_by_entries and _rows_in(value) == {self._total}:
-            if self._look.collation.by_torch or _have_unlike_dtypes(value):
+        if not self._counter.is_by_entries and _rows_in(value) == {self._total}:
+            if self._counter.collation.by_torch or _have_unlike_dtypes(value):
                 return False
             raise ValueError(
                 f"{place} has {len(value)} entries of as many rows, as the batch has samples: "
@@ -328,7 +330,7 @@ class _Split:
         return True
 
     def _decide_on_column(self, value: Any, place: str) -> bool:
-        if not _are_numbers(value) or self._look.is_by_lists:
+        if not _are_numbers(value) or self._counter.is_by_lists:
             return True
         if isinstance(value, list):
             raise ValueError(
@@ -356,7 +358,7 @@ def refuse_unclear_list(batch: Any, loader_size: int | None) -> None:
     if len(shapes) > 1:
         return
     try:
-        rows = _Look({"batch": False}, batch, Collation()).count()
+        rows = _SampleCounter({"batch": False}, batch, Collation()).count()
     except ValueError:
         return
     if loader_size is not None and Collation(sizes={loader_size}).decide(len(batch), rows):
@@ -413,7 +415,7 @@ def _rows_in(value: Any) -> set[int]:
     rows: set[int] = set()
     has_values = False
 
-    def look(tree: Any) -> None:
+    def collect_rows(tree: Any) -> None:
         nonlocal has_values
         if isinstance(tree, Tensor | np.ndarray):
             rows.update(tree.shape[:1])
@@ -422,12 +424,12 @@ def _rows_in(value: Any) -> set[int]:
             rows.add(len(tree))
         elif (parts := parts_of(tree)) is not None:
             for part in parts:
-                look(part)
+                collect_rows(part)
         else:
             has_values |= isinstance(tree, Complex | np.bool_ | str | bytes)
 
     for entry in value:
-        look(entry)
+        collect_rows(entry)
     if has_values:
         return set()
     return rows - {1} or rows

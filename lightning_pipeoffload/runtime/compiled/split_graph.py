@@ -84,15 +84,15 @@ def _size_readers(placeholders: Sequence[fx.Node]) -> dict[Any, Callable[[Sequen
     for index, node in enumerate(placeholders):
         example = node.meta.get("example_value")
         if isinstance(example, torch.SymInt):
-            readers.setdefault(_expression(example), partial(_read, index, None))
+            readers.setdefault(_expression(example), partial(_size_at, index, None))
         elif isinstance(example, Tensor):
             for dim, size in enumerate(example.shape):
                 if isinstance(size, torch.SymInt):
-                    readers.setdefault(_expression(size), partial(_read, index, dim))
+                    readers.setdefault(_expression(size), partial(_size_at, index, dim))
     return readers
 
 
-def _read(index: int, dim: int | None, inputs: Sequence[Any]) -> int:
+def _size_at(index: int, dim: int | None, inputs: Sequence[Any]) -> int:
     return int(inputs[index] if dim is None else inputs[index].shape[dim])
 
 

@@ -128,7 +128,7 @@ class CalledChains:
         order = sorted(self._containers, key=self._rank_of)
         if order and count_parameters(self._module, self._containers[order[0]])[0]:
             joined = self._join(self._containers, order[:1], _JOINS * self._work)
-            yield [inner for name in joined for inner in self._open(name)]
+            yield [inner for name in joined for inner in self._blocks_inside(name)]
             yield joined
             # Also small ones, between which a library may branch by a block's value.
             yield self._join(self._containers, order[:1], 0)
@@ -138,7 +138,9 @@ class CalledChains:
         training = {name.rpartition(".")[0] for name in names if self._trains(name)}
         trained = [name for name in names if name.rpartition(".")[0] in training]
         frozen = [name for name in names if name not in trained]
-        if frozen and [*map(self._form, trained[: len(frozen)])] == [*map(self._form, frozen)]:
+        if frozen and [*map(self._parameter_shapes, trained[: len(frozen)])] == [
+            *map(self._parameter_shapes, frozen)
+        ]:
             first, second = (trained, frozen) if names[0] in trained else (frozen, trained)
             yield [name for pair in zip_longest(first, second) for name in pair if name]
         yield names
@@ -146,7 +148,7 @@ class CalledChains:
     def _trains(self, name: str) -> bool:
         return self._calls[name].has_graph and _trains(self._module.get_submodule(name))
 
-    def _form(self, name: str) -> list[tuple[str, Any]]:
+    def _parameter_shapes(self, name: str) -> list[tuple[str, Any]]:
         parameters = self._module.get_submodule(name).named_parameters()
         return [(name, parameter.shape) for name, parameter in parameters]
 
@@ -180,7 +182,7 @@ class CalledChains:
                 joined = together
         return joined
 
-    def _open(self, name: str) -> Names:
+    def _blocks_inside(self, name: str) -> Names:
         """Return a large block's own blocks, where it consists of them; else the block."""
         call = self._calls[name]
         if call.reads_values or call.work <= _IS_LARGE * self._work:
@@ -192,7 +194,7 @@ class CalledChains:
         }
         names = self._join(inside, (), 0)
         if len(names) > 1 and self._work_of(names) >= _COVERS * call.work:
-            return [inner for each in names for inner in self._open(each)]
+            return [inner for each in names for inner in self._blocks_inside(each)]
         return [name]
 
     def _in_order(self, names: Iterable[str]) -> Names:

@@ -128,9 +128,9 @@ class CallCounter(TorchFunctionMode):
             return result
         self._call += 1
         self.digest = hash((self.digest, getattr(func, "__name__", "")))
-        return self.see(self._call, result, args)
+        return self.record_result(self._call, result, args)
 
-    def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
+    def record_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Return the result of a counted call, or a replacement."""
         return result
 
@@ -203,7 +203,7 @@ class CarriedValues(CallCounter):
         self._values: dict[Port, Tensor] = {}
         self._early: dict[Port, Tensor] = {}  # received before the step makes their stand-ins
 
-    def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
+    def record_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Record a result that the stage receives or sends as a carried value."""
         place = self.segment, call
         is_it = place in self._wanted and self._digests[place] == self.digest

@@ -87,7 +87,7 @@ class RecordFamily:
         numbers: list[int] = []
         form = record.structure, _flatten(record.by_lengths, numbers)
         weights = self._span.weigh(_powers(lengths))
-        if self._first is not None and not self._gives(form, numbers, weights):
+        if self._first is not None and not self._is_reproduced(form, numbers, weights):
             self._restart()
             weights = None
         self._lengths.append(lengths)
@@ -105,7 +105,7 @@ class RecordFamily:
         if self._first is record:
             self._first = complete
 
-    def _gives(self, form: Any, numbers: list[int], weights: list[Fraction] | None) -> bool:
+    def _is_reproduced(self, form: Any, numbers: list[int], weights: list[Fraction] | None) -> bool:
         return form == self._form and (weights is None or self._sum(weights) == numbers)
 
     def _sum(self, weights: Sequence[Fraction]) -> list[int] | None:
@@ -135,7 +135,7 @@ class RecordFamily:
         numbers, first = self._sum(weights), self._first
         if numbers is None or first is None:
             return None
-        return first.with_lengths(_fill(first.by_lengths, iter(numbers)), lengths=lengths)
+        return first.with_lengths(_with_numbers(first.by_lengths, iter(numbers)), lengths=lengths)
 
     def _is_between(self, lengths: Lengths) -> bool:
         """Whether lengths lie within the traced range, in its steps.
@@ -223,7 +223,7 @@ def _flatten(tree: Any, numbers: list[int]) -> Any:
     return tree if isinstance(tree, _COMPARED) else kind
 
 
-def _fill(tree: Any, numbers: Iterator[int]) -> Any:
+def _with_numbers(tree: Any, numbers: Iterator[int]) -> Any:
     """Return a copy of a tree with other whole numbers."""
     kind: Any = type(tree)
     if kind is int:
@@ -231,7 +231,7 @@ def _fill(tree: Any, numbers: Iterator[int]) -> Any:
     parts = _parts_of(tree)
     if parts is None:
         return tree
-    filled = [_fill(part, numbers) for part in parts]
+    filled = [_with_numbers(part, numbers) for part in parts]
     if kind is dict:
         return dict(zip(tree, filled, strict=True))
     if is_dataclass(tree):

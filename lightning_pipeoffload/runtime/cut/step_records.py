@@ -105,7 +105,7 @@ class StepRecords:
         self._derives = derives
         self._families: dict[Any, dict[tuple[bool, ...], RecordFamily]] = {}
         self._confirmed: set[Any] = set()  # shapes and answers of derived records that a run gave
-        self._apart: set[Any] = set()  # shapes of which a derived record did not hold
+        self._underivable: set[Any] = set()  # shapes of which a derived record did not hold
         self._first_of_training: StepRecord | None = None
         self.always_trained: set[str] = set()
 
@@ -137,7 +137,7 @@ class StepRecords:
         if earlier is not None:
             return earlier
         # A length that the step treats differently tells nothing about others.
-        is_apart = shapes in self._apart
+        is_apart = shapes in self._underivable
         record = self._trace(shapes[:2], trial)
         key = shapes, record.flags.answers
         if self._num_stages > 1 and record.sizes.until is not None and key not in self._sized_in:
@@ -162,7 +162,7 @@ class StepRecords:
 
     def _derive(self, shapes: Any, part: Any, step: UsersStep, seed: int) -> StepRecord | None:
         """Derive the record of a microbatch of new lengths, where no size depends on its values."""
-        families = {} if shapes in self._apart else self._families.get(shapes[:-1], {})
+        families = {} if shapes in self._underivable else self._families.get(shapes[:-1], {})
         for answers, family in families.items():
             record = family.derive(shapes[-1])
             if record is None or not record.flags.agree(_tensors_of(part)):
@@ -172,7 +172,7 @@ class StepRecords:
                 self._confirmed.add(key)
                 self._keep(key, (), record)
                 return record
-            self._apart.add(shapes)
+            self._underivable.add(shapes)
         return None
 
     def _is_confirmed(self, record: StepRecord, part: Any, step: UsersStep, seed: int) -> bool:
@@ -419,7 +419,7 @@ class StepRecords:
         self._flags.clear()
         self._families.clear()
         self._confirmed.clear()
-        self._apart.clear()
+        self._underivable.clear()
         self._first_of_training = None
 
     @property

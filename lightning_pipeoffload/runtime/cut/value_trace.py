@@ -140,7 +140,7 @@ class ValueTrace(CallCounter):
                 results = [number for leaf in leaves_of(result) for number in _numbers_of(leaf)]
             self._log.append(LoggedValue(self.position, name, inputs, results, calling_line()))
 
-    def see(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
+    def record_result(self, call: int, result: Any, args: tuple[Any, ...]) -> Any:
         """Assign a port to new tensors."""
         place = -1
         arg_ids = {id(leaf) for leaf in leaves_of(args)}
@@ -320,7 +320,7 @@ class ValueTrace(CallCounter):
         if tensor.call is not None and tensor.call < self.segment:
             self._record.opened.add(self._calls.blocks[tensor.call])
         if tensor.source.position < position:
-            self._cross(tensor, position)
+            self._record_crossing(tensor, position)
         elif tensor.source.position > position:
             self._refuse_output_of_later_block(tensor)
 
@@ -335,7 +335,7 @@ class ValueTrace(CallCounter):
             f"what blocks before it, or the same one just before, have computed"
         )
 
-    def _cross(self, tensor: Any, position: int) -> None:
+    def _record_crossing(self, tensor: Any, position: int) -> None:
         source = tensor.source
         key = source.port or source
         crossing = self._carried_values.get(key)

@@ -230,7 +230,7 @@ class _MeasuringPass(StepTrace):
             is_once = self.record.calls.is_once
             with (
                 self._cheap.saving() if self._cheap else nullcontext(),
-                nullcontext() if is_once else _Turns(self._begin_stage_of),
+                nullcontext() if is_once else _BeforeEachFunction(self._begin_stage_of),
             ):
                 yield
 
@@ -334,7 +334,7 @@ class _MeasuringPass(StepTrace):
                     self._hooks.append(leaf.register_hook(come_back))
             # After the last block slices are joined as here, but earlier ones are leaves then.
             is_joined = is_last and part.is_last
-            parts.append(tensors if is_joined else [*map(_Apart.apply, tensors)])
+            parts.append(tensors if is_joined else [*map(_CopiedSlice.apply, tensors)])
         if is_last:
             earlier.outputs += parts[:-1]
         for part, memory in zip(self._slices, self._of_stages[stage], strict=True):
@@ -420,7 +420,7 @@ class _MeasuringPass(StepTrace):
         self._stores.slice = place
 
 
-class _Turns(TorchFunctionMode):
+class _BeforeEachFunction(TorchFunctionMode):
     """Calls ``begin`` before each torch function, for steps that call blocks more than once."""
 
     def __init__(self, begin: Callable[[Any], None]) -> None:
@@ -433,7 +433,7 @@ class _Turns(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Apart(torch.autograd.Function):
+class _CopiedSlice(torch.autograd.Function):
     """Copies a slice of a block's output, and its gradient, so that neither is a view."""
 
     @staticmethod

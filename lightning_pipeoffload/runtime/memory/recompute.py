@@ -79,7 +79,7 @@ class CheapRecompute(WeightInputStore):
 
     def __init__(self, kinds: tuple[type[Tensor], ...] = (Tensor,)) -> None:
         # Not NO_HOOKS: the recorder would see each detach(), and _pass_on() has done it.
-        hooks: Hooks = saving_hooks() or (_same, _same)
+        hooks: Hooks = saving_hooks() or (_identity, _identity)
         self._pack_around, self._unpack_around = hooks
         keeper = self._keeper_around = keeper_of(hooks)
         self._pack_input_around = self._pack_around if keeper is None else keeper.pack_weight_input
@@ -201,5 +201,5 @@ def check_recompute(recompute: str) -> None:
         )
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

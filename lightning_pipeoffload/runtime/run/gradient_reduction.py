@@ -247,7 +247,7 @@ class _OwnedBucket(_Bucket):
         if remote is None or remote.dtype != part.dtype:
             remote = RemoteGradient.of_replica(part, name, self._owners[name])
             self._remote[name] = remote
-        remote.know(None)
+        remote.set_size(None)
         return remote
 
 

@@ -158,7 +158,7 @@ class Mailbox:
 
     def undo_step(self) -> None:
         """Undo this step's messages, after receiving those that the peers have sent."""
-        for receive in self.receives.rest():
+        for receive in self.receives.remaining_receives():
             self.transport.wait(receive)
         self._sends.release_all()
         self.start_step()

@@ -74,7 +74,7 @@ class BlockCheck:
         since: str = "",
     ) -> None:
         self._name, self._slices, self._since = name, slices, since
-        self._block, self._call = _Around(block), call
+        self._block, self._call = _BlockRunner(block), call
         self._dims, self._output_dims = dims, output_dims
         self._leaves, self._form = tree_flatten(arguments)
 
@@ -93,11 +93,13 @@ class BlockCheck:
     def _weights(self) -> dict[str, Tensor]:
         # They train as before: torch's own transformer layers call no attention where none does.
         weights = {
-            name: _varied(weight).requires_grad_(weight.requires_grad)
+            name: _with_other_values(weight).requires_grad_(weight.requires_grad)
             for name, weight in self._block.named_parameters()
         }
         buffers = {
-            name: _varied(buffer).abs() if _is_constant(buffer) else _as_float32(buffer).clone()
+            name: _with_other_values(buffer).abs()
+            if _is_constant(buffer)
+            else _as_float32(buffer).clone()
             for name, buffer in self._block.named_buffers()
         }
         return weights | buffers
@@ -180,7 +182,7 @@ class BlockCheck:
             )
 
 
-class _Around(nn.Module):
+class _BlockRunner(nn.Module):
     """A block; ``functional_call`` of it runs a function with other weights."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -242,7 +244,7 @@ def _varied_input(leaf: Any, dims: Dims) -> Any:
     if isinstance(leaf, ShapeOnly):
         return _empty(leaf).normal_().requires_grad_() if leaf.is_floating_point() else _empty(leaf)
     if leaf.is_floating_point() and len(dims) == 1:
-        return _varied(leaf).requires_grad_()
+        return _with_other_values(leaf).requires_grad_()
     return _as_float32(leaf.detach())
 
 
@@ -276,7 +278,7 @@ def _is_constant(tensor: Tensor) -> bool:
     return is_one and bool(tensor.eq(tensor.flatten()[0]).all())
 
 
-def _varied(tensor: Tensor) -> Tensor:
+def _with_other_values(tensor: Tensor) -> Tensor:
     """Change each number by a tenth, and zeros by a tenth of the other numbers."""
     values = _as_float32(tensor.detach())
     if not values.is_floating_point():

@@ -84,7 +84,7 @@ class SliceChecks:
         num_checks = num_batches.bit_length() - 1
         return not _is_power_of_two(num_batches) or members[num_checks % len(members)] == index
 
-    def since(self, index: int) -> str:
+    def batches_since_check(self, index: int) -> str:
         """Return the end of a refusal: the batches since the block's last check; then note one."""
         last, now = self._checked.get(index, 0), self._seen[index].num_batches
         self._checked[index] = now

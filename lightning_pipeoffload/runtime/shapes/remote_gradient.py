@@ -133,7 +133,7 @@ class RemoteGradient(ShapeOnly):
         """Make the gradient of ``parameter``; ``size`` is None where its norm is unknown."""
         origins = frozenset(GRADIENT_OF + origin for origin in parameter.origins)
         gradient = cls(parameter.meta, parameter.device, origins)
-        gradient.know(size)
+        gradient.set_size(size)
         return gradient
 
     @classmethod
@@ -150,7 +150,7 @@ class RemoteGradient(ShapeOnly):
         assert isinstance(shape, cls)
         return shape
 
-    def know(self, size: KnownSize | None) -> None:
+    def set_size(self, size: KnownSize | None) -> None:
         """Set the gradient's norm and largest magnitude; None: they are unknown."""
         self.expression = None if size is None else GradientExpression(size)
 

@@ -467,7 +467,7 @@ class Awaited(ShapeOnly):
     def receive(self, value: Tensor) -> None:
         """Set the value, which replaces this tensor in later torch functions."""
         if value.requires_grad:
-            _Link.apply(value, self)
+            _LinkToStandIn.apply(value, self)
         self.value = value
 
     def __format__(self, format_spec: str) -> str:
@@ -510,7 +510,7 @@ def _value_of(leaf: Any) -> Any:
     return leaf.value if is_there else leaf
 
 
-class _Link(torch.autograd.Function):
+class _LinkToStandIn(torch.autograd.Function):
     r"""Passes gradients of a stand-in to its value, for the user's ``autograd.Function``\ s."""
 
     @staticmethod

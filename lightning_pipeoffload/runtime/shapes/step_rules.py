@@ -159,23 +159,23 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in _MASKS
 
 
-def _find(searched: Tensor) -> Tensor:
+def _found_places(searched: Tensor) -> Tensor:
     return searched.new_empty((searched.numel(), searched.dim()), dtype=torch.long)
 
 
 def _index(source: Tensor, indices: Sequence[Tensor | None]) -> Any:
     expanded: list[Tensor | None] = []
     for index in indices:
-        expanded += _find(index).unbind(1) if is_mask(index) else [index]  # type: ignore[arg-type]
+        expanded += _found_places(index).unbind(1) if is_mask(index) else [index]  # type: ignore[arg-type]
     return aten.index(source, expanded)
 
 
-def _select(source: Tensor, mask: Tensor) -> Tensor:
+def _selected_elements(source: Tensor, mask: Tensor) -> Tensor:
     count = torch.broadcast_shapes(source.shape, mask.shape).numel()
     return source.new_empty((count,))
 
 
-def _unique(
+def _unique_elements(
     source: Tensor, is_sorted: bool = True, inverse: bool = False, *_: Any
 ) -> tuple[Tensor, ...]:
     count = source.numel()
@@ -187,7 +187,7 @@ def _unique_consecutive(
     source: Tensor, inverse: bool = False, counts: bool = False, dim: Any = None
 ) -> tuple[Tensor, ...]:
     if dim is None:
-        return _unique(source, True, inverse)
+        return _unique_elements(source, True, inverse)
     return _unique_along(source, dim)
 
 
@@ -203,7 +203,7 @@ def _count(source: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
     return source.new_empty((length,), dtype=dtype)
 
 
-def _repeat(repeats: Tensor, output_size: int | None = None) -> Tensor:
+def _repeated_elements(repeats: Tensor, output_size: int | None = None) -> Tensor:
     length = repeats.numel()
     return repeats.new_empty((length if output_size is None else output_size,), dtype=torch.long)
 
@@ -213,24 +213,24 @@ def _one_hot(source: Tensor, num_classes: int = -1) -> Tensor:
     return source.new_empty((*source.shape, count))
 
 
-def _align(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _aligned_sequences(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch = log_probs.shape[1:-1]  # none of a single sequence
     alphas = *batch, log_probs.shape[0], 2 * targets.shape[-1] + 1  # the longest target's
     return log_probs.new_empty(batch), log_probs.new_empty(alphas)
 
 
 _MAKERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten.nonzero.default: _find,
+    aten.nonzero.default: _found_places,
     aten.index.Tensor: _index,
-    aten.masked_select.default: _select,
-    aten._unique2.default: _unique,  # private: what unique() calls
+    aten.masked_select.default: _selected_elements,
+    aten._unique2.default: _unique_elements,  # private: what unique() calls
     aten.unique_consecutive.default: _unique_consecutive,
     aten.unique_dim.default: _unique_along,
     aten.bincount.default: _count,
-    aten.repeat_interleave.Tensor: _repeat,
+    aten.repeat_interleave.Tensor: _repeated_elements,
     aten.one_hot.default: _one_hot,
-    aten._ctc_loss.default: _align,  # private: what ctc_loss() calls
-    aten._ctc_loss.Tensor: _align,
+    aten._ctc_loss.default: _aligned_sequences,  # private: what ctc_loss() calls
+    aten._ctc_loss.Tensor: _aligned_sequences,
 }
 
 

@@ -19,8 +19,9 @@ the middle, with the numbers of the events below::
  3. F: ``ActivationMemory.open`` returns a store if the plan copies the tensors that this F saves,
     or to measure them. ``StageRunner.forward`` makes the InFlight, and a StagePass that calls
     the step.
- 4. At the stage's first block the pass takes the message. ``payload.enter`` makes its tensors the
-    beginning of the stage's graph, which ends B there: their gradients are put into ``received``.
+ 4. At the stage's first block the pass takes the message. ``payload.start_stage_graph`` makes its
+    tensors the beginning of the stage's graph, which ends B there: their gradients are put into
+    ``received``.
  5. The stage's blocks run, and autograd saves tensors.
  6. CarriedValues of the pass record values made outside of the blocks that other stages use.
  7. After the last block the pass leaves the step. The tensors for the next stage are put into

@@ -48,7 +48,7 @@ def run_checkpointed(
     """
     if not torch.is_grad_enabled() or _is_checkpointed(block):
         return call(*args, **kwargs)
-    before = _Before(block, written, generators)
+    before = _StateBefore(block, written, generators)
     args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))  # the step may fill a list later
     output = checkpoint(
         RecomputedCall(call),
@@ -62,7 +62,7 @@ def run_checkpointed(
     return output
 
 
-class _Before:
+class _StateBefore:
     def __init__(
         self, block: nn.Module, written: Iterable[Tensor], generators: Generators | None
     ) -> None:

@@ -34,12 +34,12 @@ from lightning_pipeoffload.runtime import (
     NOTHING,
     BlockOutput,
     combine_contexts,
-    enter,
     has_drawn_since,
     map_in_place,
     mix_seeds,
     output_tensors,
     seed_all,
+    start_stage_graph,
 )
 from lightning_pipeoffload.runtime.compiled import uncompiled
 from lightning_pipeoffload.runtime.cut import (
@@ -364,10 +364,10 @@ class StagePass:
         # Here, not before the step: its beginning runs while the tensors are on their way.
         entered: Sequence[Tensor] = (tensors := self._receive())
         if self._received is not None and torch.is_grad_enabled():
-            entered = enter(tensors, self._received)
+            entered = start_stage_graph(tensors, self._received)
         elif self._received is not None:  # in a no_grad of the step's; carried values train later
             with torch.inference_mode(False), torch.enable_grad():
-                entered = enter(tensors, self._received)
+                entered = start_stage_graph(tensors, self._received)
         if self._carried:
             self._carried.receive(entered[self._record.num_output_tensors :])
         self._context.tensors.show(self._context.stage.index)

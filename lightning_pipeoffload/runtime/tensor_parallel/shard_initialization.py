@@ -45,14 +45,14 @@ def initializing_shards(module: nn.Module | None = None) -> Iterator[None]:
         _modules.add(module)
     with ExitStack() as stack:
         for name in _DRAWS:
-            by_whole = _through(_draw_whole, getattr(Tensor, name))
+            by_whole = _replacement(_draw_whole, getattr(Tensor, name))
             stack.enter_context(replaced(Tensor, name, by_whole))
         for name, by in _OF_INIT.items():
-            stack.enter_context(replaced(init, name, _through(by, getattr(init, name))))
+            stack.enter_context(replaced(init, name, _replacement(by, getattr(init, name))))
         yield
 
 
-def _through(by: Any, function: Any) -> Callable[..., Any]:
+def _replacement(by: Any, function: Any) -> Callable[..., Any]:
     @wraps(function)
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return by(function, tensor, *args, **kwargs)

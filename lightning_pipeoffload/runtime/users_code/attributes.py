@@ -131,7 +131,7 @@ class AttributeWatch:
                 self.long.add(variable.attribute)
                 self._seen[variable.key] = variable, [(variable.value, 0)]
             else:
-                self._see(variable)
+                self._record_variable(variable)
         plain = nn.Module.__setattr__
 
         def note(part: nn.Module, name: str, value: Any) -> None:
@@ -141,7 +141,7 @@ class AttributeWatch:
                 variable = Variable(self._paths[id(part)], part, name)
                 is_users_file = not is_librarys_file(sys._getframe(1).f_code.co_filename)
                 self.writes.append(Write(variable, self._point, calling_line(), is_users_file))
-                self._see(variable)
+                self._record_variable(variable)
 
         with replaced(nn.Module, "__setattr__", note):
             yield
@@ -154,7 +154,7 @@ class AttributeWatch:
             and short_fingerprint(value, _MOST_VALUES) is None
         )
 
-    def _see(self, variable: Variable) -> None:
+    def _record_variable(self, variable: Variable) -> None:
         value, key = variable.value, variable.key
         self._held.pop(key, None)
         if _can_change(value):
@@ -182,7 +182,7 @@ class AttributeWatch:
     def _record_write(self, variable: Variable, point: StepPoint) -> None:
         is_own = is_users(type(variable.part).__module__)
         self.writes.append(Write(variable, point, "", is_own))
-        self._see(variable)
+        self._record_variable(variable)
 
 
 def _can_change(value: Any) -> bool:

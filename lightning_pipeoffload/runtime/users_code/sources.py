@@ -36,7 +36,7 @@ class Generators:
 
     def find(self) -> None:
         """Find the attributes that hold generators; later they may hold other generators."""
-        for place in _held(self._module):
+        for place in _held_objects(self._module):
             if is_generator(place.value):
                 self._places[place.label] = place.holder, place.key
         self.exist = bool(self._places)
@@ -127,7 +127,7 @@ def refusing_iterators(module: nn.Module) -> Iterator[None]:
     """Raise ``ValueError`` if a step in the context advances a module's iterator, or adds one."""
     iterators = [
         place
-        for place in _held(module)
+        for place in _held_objects(module)
         if is_iterator(place.value) and not isinstance(place.holder, tuple)
     ]
     errors: list[ValueError] = []
@@ -144,7 +144,7 @@ def refusing_iterators(module: nn.Module) -> Iterator[None]:
 
 
 def _refuse_new_iterators(module: nn.Module, known_ids: set[int]) -> None:
-    for place in _held(module):
+    for place in _held_objects(module):
         if is_iterator(place.value) and id(place.value) not in known_ids:
             raise _refusal(place)
 
@@ -157,7 +157,7 @@ def is_iterator(value: Any) -> bool:
 
 
 class _RefusingIterator:
-    def __init__(self, place: _Held, errors: list[ValueError]) -> None:
+    def __init__(self, place: _HeldObject, errors: list[ValueError]) -> None:
         self._place, self._errors = place, errors
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -173,7 +173,7 @@ class _RefusingIterator:
         return getattr(self._place.value, name)
 
 
-def _refusal(place: _Held) -> ValueError:
+def _refusal(place: _HeldObject) -> ValueError:
     return ValueError(
         f"{place.label} is a {type(place.value).__name__} that the step advances"
         f"{in_brackets(calling_line())}, and each stage would advance its own; read in the data "
@@ -182,7 +182,7 @@ def _refusal(place: _Held) -> ValueError:
     )
 
 
-class _Held(NamedTuple):
+class _HeldObject(NamedTuple):
     """A value in a module's ``__dict__``, or in a container of an attribute, at ``key``."""
 
     label: str
@@ -191,18 +191,18 @@ class _Held(NamedTuple):
     key: Any
 
 
-def _held(module: nn.Module) -> list[_Held]:
+def _held_objects(module: nn.Module) -> list[_HeldObject]:
     seen: set[int] = set()
-    held: list[_Held] = []
+    held: list[_HeldObject] = []
     for path, part in module.named_modules():
         space = vars(part)
         for name in space.keys() - REGISTRIES:
             label = f"self.{path}.{name}" if path else f"self.{name}"
-            held += _leaves(_Held(label, space[name], space, name), seen)
+            held += _leaves(_HeldObject(label, space[name], space, name), seen)
     return held
 
 
-def _leaves(place: _Held, seen: set[int]) -> Iterator[_Held]:
+def _leaves(place: _HeldObject, seen: set[int]) -> Iterator[_HeldObject]:
     value = place.value
     if not isinstance(value, (list, tuple, deque, dict)):
         yield place
@@ -210,4 +210,4 @@ def _leaves(place: _Held, seen: set[int]) -> Iterator[_Held]:
         seen.add(id(value))
         parts = dict.items(value) if isinstance(value, dict) else enumerate(value)
         for key, part in [*parts]:
-            yield from _leaves(_Held(f"{place.label}[{key!r}]", part, value, key), seen)
+            yield from _leaves(_HeldObject(f"{place.label}[{key!r}]", part, value, key), seen)

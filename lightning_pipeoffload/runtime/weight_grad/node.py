@@ -109,14 +109,14 @@ def apply_saving(x: Tensor, call: DeferredCall, hooks: Hooks) -> Tensor:
     saved = None if keeper is None else _WeightInput(keeper)
     with nullcontext() if saved is None else saved.saving():
         if not x.requires_grad:
-            return _Deferred.apply(x, ANCHOR, call, None, saved)
+            return _DeferredOperation.apply(x, ANCHOR, call, None, saved)
         # A Function saves after its forward; a checkpoint's recomputation, which stops at the last
         # saved tensor, would needlessly run the block's last operation.
-        kept = _Keep.apply(x)
-    return _Deferred.apply(kept, ANCHOR, call, kept.grad_fn, saved)
+        kept = _SaveInput.apply(x)
+    return _DeferredOperation.apply(kept, ANCHOR, call, kept.grad_fn, saved)
 
 
-class _Keep(torch.autograd.Function):
+class _SaveInput(torch.autograd.Function):
     """The identity; saves x before the operation that follows has run."""
 
     @staticmethod
@@ -161,7 +161,7 @@ class _SaveOutsideGraph(torch.autograd.Function):
         return grad, None
 
 
-class _Deferred(torch.autograd.Function):
+class _DeferredOperation(torch.autograd.Function):
     """An operation whose inputs to autograd are x and the anchor; the weight is kept by reference.
 
     ``saver`` is the node that has saved x; None: this node saves it. ``saved`` is None if the
@@ -190,7 +190,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph, which this refuses
-            return once_differentiable(_Deferred.backward)(ctx, grad)
+            return once_differentiable(_DeferredOperation.backward)(ctx, grad)
         if grad is None:  # of a custom function that returns None
             return _NO_GRADIENTS
         call, saver, saved = ctx.deferred
@@ -212,7 +212,7 @@ class _Deferred(torch.autograd.Function):
 # Without the checks of Function.apply, which take a fifth of a small layer's forward. They are for
 # transforms of torch.func, of which none is active in a kernel.
 apply_directly: Callable[[Tensor, Tensor, DeferredCall], Tensor] = super(
-    torch.autograd.Function, _Deferred
+    torch.autograd.Function, _DeferredOperation
 ).apply
 """Runs an operation on x; its backward puts the weight's gradient into the queue for W.
 

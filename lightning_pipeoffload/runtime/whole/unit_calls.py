@@ -25,7 +25,7 @@ from lightning_pipeoffload.runtime.whole.values import Values
 _SMALL = 16  # numbers of a tensor that travel in the header
 
 
-class Described(NamedTuple):
+class DescribedTensor(NamedTuple):
     """A tensor that a unit made.
 
     Attributes:
@@ -94,7 +94,7 @@ class OwnersCall:
     ) -> None:
         self._values, self._group, self._unit = values, group, unit
         self._names, self._roots, self._subject = module_names, roots, subject
-        self._described: dict[int, tuple[Tensor, Described]] = {}
+        self._described: dict[int, tuple[Tensor, DescribedTensor]] = {}
         self._sent: list[Tensor] = []  # to all ranks, after the header
         self._num_described = 0
         self._stay: dict[int, HeldOutput] = {}  # what is returned in place of an output
@@ -141,7 +141,7 @@ class OwnersCall:
             ) from error
         return sender.file.getvalue()
 
-    def _describe_writes(self, state: ReachedState) -> list[tuple[Tensor, Described]]:
+    def _describe_writes(self, state: ReachedState) -> list[tuple[Tensor, DescribedTensor]]:
         """List the tensors that the unit has written in place, with what others put into them."""
         writes = []
         for tensor, value in state.written():
@@ -150,12 +150,12 @@ class OwnersCall:
                 writes.append((tensor, self._describe_value(value)))
         return writes
 
-    def _describe(self, tensor: Tensor) -> Described:
+    def _describe(self, tensor: Tensor) -> DescribedTensor:
         if id(tensor) not in self._described:
             self._described[id(tensor)] = tensor, self._describe_new(value_of(tensor))
         return self._described[id(tensor)][1]
 
-    def _describe_new(self, tensor: Tensor) -> Described:
+    def _describe_new(self, tensor: Tensor) -> DescribedTensor:
         if isinstance(tensor, ShapeOnly):
             raise RuntimeError(
                 f"{self._unit.name} returns or keeps a tensor whose value another rank has "
@@ -173,17 +173,17 @@ class OwnersCall:
             self._stay[id(tensor)] = self._values.output(number, tensor, origin, self._group.rank)
         return self._description(tensor, number, None)
 
-    def _describe_value(self, tensor: Tensor) -> Described:
+    def _describe_value(self, tensor: Tensor) -> DescribedTensor:
         if tensor.numel() <= _SMALL:
             return self._description(tensor, 0, tensor.flatten().tolist())
         self._sent.append(tensor)
         return self._description(tensor, 0, None)
 
-    def _description(self, tensor: Tensor, number: int, numbers: Any) -> Described:
+    def _description(self, tensor: Tensor, number: int, numbers: Any) -> DescribedTensor:
         self._num_described += 1
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         is_on_host = tensor.device.type == "cpu"
-        return Described(
+        return DescribedTensor(
             self._num_described,
             number,
             shape,
@@ -245,13 +245,13 @@ class RemoteCall:
             else:
                 hook(module, args, output)
 
-    def _make(self, described: Described) -> Tensor:
+    def _make(self, described: DescribedTensor) -> Tensor:
         if described.serial not in self._made:
             make = self._make_held if described.number else self._make_value
             self._made[described.serial] = make(described)
         return self._made[described.serial]
 
-    def _make_held(self, described: Described) -> Tensor:
+    def _make_held(self, described: DescribedTensor) -> Tensor:
         assert self._unit.rank is not None
         number, name = self._values.next_number(), self._unit.name
         device = torch.device("cpu") if described.is_on_host else self._group.device
@@ -262,7 +262,7 @@ class RemoteCall:
         origin = f"what {name} keeps in its arguments or attributes, on {place}"
         return self._values.state(number, described.on_meta(), origin, self._unit.rank, device)
 
-    def _make_value(self, described: Described) -> Tensor:
+    def _make_value(self, described: DescribedTensor) -> Tensor:
         assert self._unit.rank is not None
         shape, dtype, device = described.shape, described.dtype, self._group.device
         if described.numbers is None:

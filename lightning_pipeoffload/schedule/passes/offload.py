@@ -79,7 +79,7 @@ class OffloadReport:
 Offloaded = tuple[Schedule, OffloadReport]
 
 
-def _anything(schedule: Schedule) -> bool:
+def _accepts_any(schedule: Schedule) -> bool:
     return True
 
 
@@ -88,7 +88,7 @@ def offload_activations(
     costs: Costs,
     amount: str | float = "half",
     memory_limit: float | None = None,
-    has_room: Callable[[Schedule], bool] = _anything,
+    has_room: Callable[[Schedule], bool] = _accepts_any,
 ) -> Offloaded:
     """Add OFFLOAD, FREE and RELOAD to a schedule of compute actions.
 
@@ -334,7 +334,10 @@ def _paged(schedule: Schedule, costs: Costs, memory_limit: float) -> Schedule | 
     if _least_memory(sizes) > limit:
         return None
     apart = split_every_backward(schedule)
-    ranks = (_early(list(_Paging(rank, sizes, limit).run()), sizes, limit) for rank in apart)
+    ranks = (
+        _with_earlier_reloads(list(_Paging(rank, sizes, limit).run()), sizes, limit)
+        for rank in apart
+    )
     paged = schedule.with_actions(ranks)
     is_kept = not sizes.key_values or max(peak_memory(paged, costs)) <= limit
     return paged if is_kept else None
@@ -410,7 +413,7 @@ class _Paging:
         return self._index[Action(kind, *place)]
 
 
-def _early(actions: list[Action], sizes: UnitSizes, limit: float) -> list[Action]:
+def _with_earlier_reloads(actions: list[Action], sizes: UnitSizes, limit: float) -> list[Action]:
     """Start copies back a few actions earlier, where there is room."""
     changes = list(memory_changes(actions, sizes, MEMORY_EFFECTS))
     # What there is before each action, and after the last.

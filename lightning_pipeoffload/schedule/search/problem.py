@@ -99,7 +99,7 @@ class Problem:
     @cached_property
     def operations(self) -> Operations:
         """The operations and their seconds, of slices the mean."""
-        costs = _of_mean_slice(self.costs, self.num_stages, self.num_slices)
+        costs = _costs_of_mean_slice(self.costs, self.num_stages, self.num_slices)
         return Operations(self.placement, costs)
 
     @property
@@ -212,7 +212,7 @@ class Problem:
         return all_of_them if memory >= all_of_them * activation else int(memory / activation)
 
 
-def _of_mean_slice(costs: Costs, num_stages: int, num_slices: int) -> Costs:
+def _costs_of_mean_slice(costs: Costs, num_stages: int, num_slices: int) -> Costs:
     """Return the times of a slice of the mean length."""
     if num_slices == 1:
         return costs

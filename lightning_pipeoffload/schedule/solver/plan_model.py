@@ -111,13 +111,13 @@ class _HintedModel:
         if flag is not None:
             rule.only_enforce_if(flag.now)
 
-    def work(self, start: _Hinted, size: int, flag: _Hinted | None = None) -> Any:
+    def fixed_interval(self, start: _Hinted, size: int, flag: _Hinted | None = None) -> Any:
         """Return the interval of a fixed size from a start on."""
         if flag is None:
             return self.model.new_fixed_size_interval_var(start.now, size, "")
         return self.model.new_optional_fixed_size_interval_var(start.now, size, flag.now, "")
 
-    def stay(self, start: _Hinted, end: _Hinted, flag: _Hinted | None = None) -> Any:
+    def interval(self, start: _Hinted, end: _Hinted, flag: _Hinted | None = None) -> Any:
         """Return the interval from a start to an end."""
         is_hinted = flag is None or flag.hint
         size = self.number(end.hint - start.hint if is_hinted else 0)
@@ -248,7 +248,9 @@ class _ActionVariables:
         model.after(begin, ready, flag)
         less, more = ticks
         if less == more or other is None:
-            return _Copy(flag, begin, start, start.plus(less), model.work(start, less, flag))
+            return _Copy(
+                flag, begin, start, start.plus(less), model.fixed_interval(start, less, flag)
+            )
         end = model.number(start.hint + (more if other.hint else less))
         size = less + (more - less) * other.now
         optional = model.model.new_optional_interval_var
@@ -260,15 +262,15 @@ class _ActionVariables:
             yield from ((False, self.offload), (True, self.reload))
             yield from ((False, self.queue), (True, self.rest))
 
-    def work(self) -> Iterator[Any]:
+    def busy_intervals(self) -> Iterator[Any]:
         """Yield what keeps the rank busy; what takes memory between two actions is a moment."""
         for kind, begin in self.begins.items():
-            yield self._model.work(begin, self._whole.seconds[kind][self.stage])
+            yield self._model.fixed_interval(begin, self._whole.seconds[kind][self.stage])
         for back, copy in self.copies():
             if back:
-                yield self._model.work(copy.begin, 0, copy.flag)
+                yield self._model.fixed_interval(copy.begin, 0, copy.flag)
 
-    def stays(self) -> Iterator[_Stay]:
+    def memory_intervals(self) -> Iterator[_Stay]:
         """Yield when each part is on the device."""
         model, away, queued = self._model, self.offload.flag, self.queue.flag
         start, end = self.begins[Kind.F], self.ends[Kind.W]
@@ -277,17 +279,17 @@ class _ActionVariables:
         # B changes what is there at its end, unless it adds more than it drops.
         b = (self.begins if gradient > for_b else self.ends)[Kind.B]
         if for_b:
-            yield model.stay(start, model.select(away, self.offload.end, b)), for_b
-            yield model.stay(self.reload.begin, b, away), for_b
+            yield model.interval(start, model.select(away, self.offload.end, b)), for_b
+            yield model.interval(self.reload.begin, b, away), for_b
         if for_w:
             kept = model.select(queued, self.queue.end, end)
-            yield model.stay(start, model.select(away, self.offload.end, kept)), for_w
+            yield model.interval(start, model.select(away, self.offload.end, kept)), for_w
             whole = model.but_not(away, self.in_parts)
-            yield model.stay(self.reload.begin, end, whole), for_w
-            yield model.stay(self.rest.begin, end, self.rest.flag), for_w
+            yield model.interval(self.reload.begin, end, whole), for_w
+            yield model.interval(self.rest.begin, end, self.rest.flag), for_w
         if gradient:
-            yield model.stay(b, model.select(queued, self.queue.end, end)), gradient
-            yield model.stay(self.rest.begin, end, queued), gradient
+            yield model.interval(b, model.select(queued, self.queue.end, end)), gradient
+            yield model.interval(self.rest.begin, end, queued), gradient
 
     def entries(self, value: Callable[[_Hinted], int]) -> Iterator[_Entry]:
         """Yield the actions of a solution."""
@@ -417,7 +419,7 @@ class PlanModel:
         lanes: defaultdict[Hashable, list[Any]] = defaultdict(list)
         for each in self._passes.values():
             rank = self._whole.placement[each.stage]
-            lanes[rank] += each.work()
+            lanes[rank] += each.busy_intervals()
             for back, copy in each.copies():
                 lanes[rank, "copies", back and self._costs.copy_lanes == 2].append(copy.interval)
         for intervals in lanes.values():
@@ -427,7 +429,7 @@ class PlanModel:
         of_rank: defaultdict[int, list[_Stay]] = defaultdict(list)
         for each in self._passes.values():
             if each.may_copy:
-                of_rank[self._whole.placement[each.stage]] += each.stays()
+                of_rank[self._whole.placement[each.stage]] += each.memory_intervals()
         for there in of_rank.values():
             intervals, grains = zip(*there, strict=True)
             self._model.model.add_cumulative(intervals, grains, self._whole.limit)
