@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeoffload.runtime import leaves_of, mix_seed, seed_all
+from lightning_pipeoffload.runtime import leaves_of, mix_seed, replaced, seed_all
 from lightning_pipeoffload.runtime.cut import Running
 from lightning_pipeoffload.runtime.run import Pipeline
 from lightning_pipeoffload.runtime.shapes import HeldOutput, quantize
@@ -248,22 +248,17 @@ class WholeRun:
         stand_ins = [
             (slot, self._layout.values.weight(value, slot.name, unit.rank)) for slot, value in real
         ]
-        space, forward = vars(unit.module), unit.module.forward
-        before = space.get("forward")
+        forward = unit.module.forward
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             with swapped(real):
                 return forward(*args, **kwargs)
 
-        space["forward"] = lambda *args, **kwargs: self._call(unit, plain, args, kwargs)
-        try:
-            with swapped(stand_ins):
-                yield
-        finally:
-            if before is None:
-                del space["forward"]
-            else:
-                space["forward"] = before
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call(unit, plain, args, kwargs)
+
+        with replaced(unit.module, "forward", call), swapped(stand_ins):
+            yield
 
     def _seed_segment(self) -> None:
         if self._seed is not None:
