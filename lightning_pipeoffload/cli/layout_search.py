@@ -447,23 +447,20 @@ class LayoutSearch:
         """Plan the layouts that fit without copies; return all that may become the fastest."""
         places: list[LayoutToPlan] = []
         for place in self._places(planners, times):
-            best = self._best
-            if place.work > SHOWN * best:
+            if place.work > SHOWN * self._best:
                 self._leave_out(place.layout, _SLOW)
-                continue
-            places.append(place)
-            if place.least > best * (1 if place.is_large else SHOWN) or place.least == inf:
-                continue  # if it is faster, then with copies
-            self._has_quick_plan(place)
+            else:
+                places.append(place)
+                self._has_quick_plan(place)
         return places
 
     def _has_quick_plan(self, place: LayoutToPlan) -> bool:
         """Plan a layout without copies, if that has not been done; return whether it fits so."""
-        if place.layout not in self._planned:
+        # A large one is wanted only if it is the fastest.
+        most = (1.0 if place.is_large else SHOWN) * self._best
+        if place.layout not in self._planned and place.least <= most and place.least < inf:
             self._say("", place.layout)
-            # A large one is wanted only if it is the fastest.
-            times = 1.0 if place.is_large else SHOWN
-            candidate = self._plan(place, times * self._best, _SHORTLY)
+            candidate = self._plan(place, most, _SHORTLY)
             if candidate is not None:
                 self._planned[place.layout] = candidate
                 self._close(place.layout)
