@@ -226,8 +226,8 @@ class _WeightAssignment:
         )
         if missing:
             raise ValueError(
-                f"{self._path} lacks {_named(missing)} of {self._kind}; strict=False leaves their "
-                f"values unchanged"
+                f"{self._path} lacks {_list_names(missing)} of {self._kind}; strict=False leaves "
+                f"their values unchanged"
             )
 
     def refuse_unexpected(self) -> None:
@@ -237,8 +237,8 @@ class _WeightAssignment:
         )
         if left:
             raise ValueError(
-                f"{self._path} has {_named(left)}, which {self._kind} does not have; strict=False "
-                f"ignores them"
+                f"{self._path} has {_list_names(left)}, which {self._kind} does not have; "
+                f"strict=False ignores them"
             )
 
     def refuse_apart(self) -> None:
@@ -261,7 +261,7 @@ def _not_matching(names: Iterable[str], patterns: Iterable[str] | None) -> list[
     return [name for name in names if not any(re.search(each, name) for each in ignored)]
 
 
-def _named(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 

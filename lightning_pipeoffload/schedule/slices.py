@@ -111,7 +111,7 @@ class Slices:
         """
         measured = dict(self.units).get(name)
         if measured is not None:
-            return _of_units(name, measured, costs, num_slices)
+            return _costs_of_slices(name, measured, costs, num_slices)
         sizes = self.shares(num_slices)
         ends = [0.0, *accumulate(sizes)]
         squares = [end**2 - start**2 for start, end in zip(ends, ends[1:], strict=False)]
@@ -151,7 +151,7 @@ class Slices:
             yield of_every_stage(f"slices.{share}", getattr(self, share, 0.0), num_stages)
 
 
-def _of_units(
+def _costs_of_slices(
     name: str, shares: Sequence[float], costs: Sequence[float], num_slices: int
 ) -> list[float]:
     if len(shares) != len(costs) * num_slices:

@@ -160,14 +160,14 @@ class WriteObserver(Observer[Writes]):
         return saved_tensors_hooks(note, lambda packed: packed)
 
     def enter_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._attributes.compare(StepPoint(index, is_in_block=True))
+        self._attributes.record_changes(StepPoint(index, is_in_block=True))
         self._arguments.before(args, kwargs)
         self._argument_memory = {memory_of(leaf) for leaf in shape_only_leaves((args, kwargs))}
 
     def leave_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments.after(index, self._trace.num_calls, args, kwargs)
         after = self._trace.calls.least[self._trace.num_calls + 1]
-        self._attributes.compare(StepPoint(after, is_in_block=False))
+        self._attributes.record_changes(StepPoint(after, is_in_block=False))
 
     def record_below_autograd(self, operation: Operation) -> None:
         self._arguments.record_use(operation.args, self._trace.num_calls)
@@ -206,7 +206,7 @@ class WriteObserver(Observer[Writes]):
 
     def finish(self) -> None:
         self._find_saved_attributes()
-        self._attributes.compare(self._trace.point)
+        self._attributes.record_changes(self._trace.point)
         self._attributes.finish()
 
     def _find_saved_attributes(self) -> None:

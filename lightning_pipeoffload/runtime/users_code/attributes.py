@@ -161,7 +161,7 @@ class AttributeWatch:
             self._held[key] = None
         self._seen[key] = variable, fingerprint(value) if key in self._held else [(value, 0)]
 
-    def compare(self, following: StepPoint) -> None:
+    def record_changes(self, following: StepPoint) -> None:
         """Record changes in place since the last comparison; called before ``following``."""
         with torch._C.DisableTorchFunction():  # private: this is no call of the step's
             for variable, before in [self._seen[key] for key in self._held]:

@@ -36,7 +36,7 @@ HOPS = ((5, 5), (5, 3), (5, 1), (3, 3), (3, 1), (1, 1))
 """Slots between two ranks on the way down: on the first ranks, and on those after."""
 
 
-class Shape(NamedTuple):
+class WaveShape(NamedTuple):
     """How fast a microbatch goes down the ranks and back up.
 
     Attributes:
@@ -53,9 +53,9 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    *(Shape(*hops) for hops in HOPS),
-    *(Shape(*hops, wait_at_turn=INTERVAL) for hops in HOPS),
-    Shape(3, 5, wait_between=2),
+    *(WaveShape(*hops) for hops in HOPS),
+    *(WaveShape(*hops, wait_at_turn=INTERVAL) for hops in HOPS),
+    WaveShape(3, 5, wait_between=2),
 )
 """The rows of numbers to search, plain ones first.
 
@@ -160,7 +160,7 @@ def _blocks(num_ranks: int, interval: int) -> Iterator[BuildingBlock]:
 
 
 def _block(
-    shape: Shape, num_near: int, num_ranks: int, first_rank: tuple[int, ...], interval: int
+    shape: WaveShape, num_near: int, num_ranks: int, first_rank: tuple[int, ...], interval: int
 ) -> BuildingBlock:
     """Return the block of a shape with the smallest turns that give these slots on its first rank.
 

@@ -137,7 +137,7 @@ class OrderRule(Protocol):
         """Note what the rank has started."""
 
 
-class Filled(NamedTuple):
+class ListedOrder(NamedTuple):
     """The result of a run.
 
     Attributes:
@@ -171,11 +171,11 @@ class Filler(ListScheduler):
         """Return a rank's idle time so far plus all of its work: its least possible span."""
         return self.idle[rank] + self.problem.work[rank]
 
-    def filled(self) -> Filled:
+    def result(self) -> ListedOrder:
         """Return the result."""
         num_actions = sum(map(len, self.done))
         complete = num_actions == 3 * self.problem.num_units * self.problem.num_stages
-        return Filled(self.done if complete else None, self.longest, num_actions)
+        return ListedOrder(self.done if complete else None, self.longest, num_actions)
 
 
 class _ByClock(Filler):
@@ -254,7 +254,7 @@ class _SlicesByClock(_ByClock):
 
 def fill_gaps(
     problem: Problem, rule: OrderRule, patience: float | None, shorter_than: float = inf
-) -> Filled:
+) -> ListedOrder:
     """Put W into an order of F and B, and time the result.
 
     W runs where the next F or B lacks memory, where it fits before the next one can start, and at
@@ -272,7 +272,7 @@ def fill_gaps(
     by_clock = _ByClock if problem.num_slices == 1 else _SlicesByClock
     filler = by_clock(problem, rule, patience)
     filler.run(shorter_than)
-    return filler.filled()
+    return filler.result()
 
 
 class _ByRounds(Filler):
@@ -325,7 +325,7 @@ class _ByRounds(Filler):
 
 def fill_rounds(
     problem: Problem, rule: OrderRule, is_patient_before_b: bool, shorter_than: float = inf
-) -> Filled:
+) -> ListedOrder:
     """Put W into an order of F and B, and time the result.
 
     W runs where the next F or B lacks memory, where it fits before the next one can start, and at
@@ -342,7 +342,7 @@ def fill_rounds(
     for rank, pending in enumerate(filler.pending):
         while pending:
             filler.start_weight(rank, filler.clock[rank])
-    filled = filler.filled()
+    filled = filler.result()
     return filled if filled.longest_span < shorter_than else filled._replace(order=None)
 
 
@@ -373,7 +373,7 @@ class Search:
             patience: Seconds, as for ``fill_gaps``.
         """
         if self.best is None or (self._num_actions_left > 0 and not self.has_no_bubble):
-            self._keep(fill_gaps(self._problem, rule, patience, self.longest_span))
+            self._keep_best(fill_gaps(self._problem, rule, patience, self.longest_span))
 
     def consider_rounds(self, rule: OrderRule, is_patient_before_b: bool) -> None:
         """Complete an order round by round, and keep it if it is shorter than all before.
@@ -385,9 +385,11 @@ class Search:
             is_patient_before_b: As for ``fill_rounds``.
         """
         if not self.has_no_bubble:
-            self._keep(fill_rounds(self._problem, rule, is_patient_before_b, self.longest_span))
+            self._keep_best(
+                fill_rounds(self._problem, rule, is_patient_before_b, self.longest_span)
+            )
 
-    def _keep(self, filled: Filled) -> None:
+    def _keep_best(self, filled: ListedOrder) -> None:
         self._num_actions_left -= filled.num_actions
         if filled.order is not None:
             self.best, self.longest_span = filled.order, filled.longest_span

@@ -26,7 +26,7 @@ from ..schedule import Schedule, loop_placement, v_placement
 from ..simulation.memory import peak_memory
 from ..validate import validate
 from .plan_model import PlanModel, check_solver
-from .plan_problem import PlanProblem, WholeCosts
+from .plan_problem import IntegerCosts, PlanProblem
 
 _ABOUT_EQUAL = 1 + 1e-6
 _MOST_STEPS = 8  # orders between two families that are tried
@@ -112,7 +112,7 @@ class Improvement:
         if self.is_final or monotonic() >= deadline:
             return
         costs = self._problem.costs
-        whole = WholeCosts.of(costs, self._problem.placement, self._problem.memory_limit)
+        whole = IntegerCosts.rounded(costs, self._problem.placement, self._problem.memory_limit)
         model = PlanModel(whole, costs, self.plan, self._problem.has_barrier)
         left = deadline - monotonic()
         if left > 0 and model.solve(left, self._consider):

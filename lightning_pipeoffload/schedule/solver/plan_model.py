@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ..actions import ACTIVATION, RELOADS, WAITING, Action, Kind, Part, ScheduleError
 from ..costs import Costs
 from ..schedule import Schedule, stages_on
-from .plan_problem import StartTimes, WholeCosts, earliest_end, earliest_starts, most_work
+from .plan_problem import IntegerCosts, StartTimes, earliest_end, earliest_starts, most_work
 
 
 def check_solver() -> None:
@@ -167,7 +167,7 @@ class _ActionVariables:
     def __init__(
         self,
         model: _HintedModel,
-        whole: WholeCosts,
+        whole: IntegerCosts,
         place: tuple[int, int],
         hint: StartTimes,
         earliest: dict[Kind, int],
@@ -375,7 +375,7 @@ class PlanModel:
     """
 
     def __init__(
-        self, whole: WholeCosts, costs: Costs, plan: Schedule, has_barrier: bool = True
+        self, whole: IntegerCosts, costs: Costs, plan: Schedule, has_barrier: bool = True
     ) -> None:
         self._whole, self._costs = whole, costs
         self._num_microbatches, self._has_barrier = plan.num_microbatches, has_barrier

@@ -214,7 +214,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class WholeCosts:
+class IntegerCosts:
     """The costs of a placement's stages, in ticks and grains.
 
     Attributes:
@@ -235,7 +235,9 @@ class WholeCosts:
     limit: int | None
 
     @classmethod
-    def of(cls, costs: Costs, placement: tuple[int, ...], memory_limit: float | None) -> WholeCosts:
+    def rounded(
+        cls, costs: Costs, placement: tuple[int, ...], memory_limit: float | None
+    ) -> IntegerCosts:
         """Round costs, and a memory limit."""
         num_stages = len(placement)
         seconds = costs.compute(num_stages)
@@ -354,7 +356,7 @@ class StartTimes:
 
     @classmethod
     def of(
-        cls, plan: Schedule, costs: Costs, whole: WholeCosts, has_barrier: bool = True
+        cls, plan: Schedule, costs: Costs, whole: IntegerCosts, has_barrier: bool = True
     ) -> StartTimes:
         """Simulate a plan whose B and W are apart, before it is lowered, with costs in ticks.
 

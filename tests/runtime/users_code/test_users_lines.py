@@ -141,7 +141,7 @@ def test_a_mapping_that_loads_its_values_is_left_alone():
     with unchanged(module), watch.recording():
         module.values.append(2)
         module.total = 1
-        watch.compare(StepPoint(0, is_in_block=False))
+        watch.record_changes(StepPoint(0, is_in_block=False))
         watch.finish()
     assert [write.variable.label for write in watch.writes] == ["self.total", "self.values"]
     containers = [each for each, _ in fingerprint(OrderedDict(a=[1]))[1:]]
@@ -155,7 +155,7 @@ def test_a_metric_whose_hash_goes_by_its_state_is_one_object():
     with unchanged(module) as written, watch.recording():
         module.mean(torch.ones(2))
         module.mean.mean_value.add_(1)
-        watch.compare(StepPoint(0, is_in_block=False))
+        watch.record_changes(StepPoint(0, is_in_block=False))
     found = [write.variable.name for write in watch.writes]
     assert found.count("_computed") == 2  # compute() keeps the value, and forward() drops it
     assert {write.variable.attribute for write in watch.writes} >= written
