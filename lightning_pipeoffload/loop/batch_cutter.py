@@ -151,7 +151,7 @@ class BatchCutter:
         self.first_batch |= copy.deepcopy(dict(first_batch))
         self._structures.clear()
         if "blocks" in self.first_batch:
-            self._pipeline.resume_with(self.first_batch["blocks"])
+            self._pipeline.use_saved_blocks(self.first_batch["blocks"])
 
     # A training batch
 

@@ -25,7 +25,7 @@ _ROUNDING = 1e-4  # of a sum of many weights
 
 
 @dataclass
-class _RankNote:
+class _RankReport:
     """A summary of one rank's part of a minibatch, for the other ranks."""
 
     loss: float
@@ -120,15 +120,15 @@ class MinibatchTraining(BackwardHooks):
         self._precision.post_backward(loss, self._module)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _step_report(self, part: Minibatch, total: Any, logged: list[LoggedName]) -> _RankNote:
+    def _step_report(self, part: Minibatch, total: Any, logged: list[LoggedName]) -> _RankReport:
         num = self._module.trainer.num_training_batches
         progress = self._module.trainer.fit_loop.epoch_loop.batch_progress
         is_end = progress.is_last_batch or progress.current.ready >= num
         dtype = total.dtype if isinstance(total, Tensor) else torch.float32
-        return _RankNote(float(total), dtype, sum(part.weights), logged, num, is_end)
+        return _RankReport(float(total), dtype, sum(part.weights), logged, num, is_end)
 
 
-def _mean_loss(notes: Sequence[_RankNote]) -> Tensor:
+def _mean_loss(notes: Sequence[_RankReport]) -> Tensor:
     """Return the loss of all ranks in their widest dtype, with the same bits on each rank."""
     weight = sum(note.weight for note in notes) or 1.0  # no rank has a microbatch
     _refuse_weights(weight)
@@ -136,7 +136,7 @@ def _mean_loss(notes: Sequence[_RankNote]) -> Tensor:
     return torch.tensor(sum(note.loss for note in notes) / weight, dtype=dtype)
 
 
-def _refuse_unlike(notes: Sequence[_RankNote]) -> None:
+def _refuse_unlike(notes: Sequence[_RankReport]) -> None:
     """Refuse different numbers of minibatches, with which ranks would wait for ever."""
     counts = [note.num_minibatches for note in notes]
     ended = [rank for rank, note in enumerate(notes) if note.is_end]

@@ -101,7 +101,7 @@ class ReadObserver(Observer[DeviceReads]):
         elif _reads(func, args):
             self._record_read(args[0])
         if self._is_between:
-            self._record_between(func, args, kwargs, result)
+            self._record_if_common(func, args, kwargs, result)
 
     @property
     def _is_between(self) -> bool:
@@ -116,7 +116,7 @@ class ReadObserver(Observer[DeviceReads]):
             line = line_of(frame.f_code.co_filename, frame.f_lineno)
             self._part.lines.setdefault(line, self._trace.chain.part(*self._trace.point))
 
-    def _record_between(
+    def _record_if_common(
         self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
         """Record whether an operation between blocks depends only on the batch and constants."""

@@ -237,7 +237,7 @@ class ModuleCopies:
                 _put(copied, by_tensor.setdefault(id(of_copy), _part_of(of_copy, sharding)))
                 keep_in_state(copied.module, {copied.attribute: sharding})
             elif isinstance(shape, RemoteTensor) and not isinstance(of_copy, RemoteTensor):
-                _put(copied, by_tensor.setdefault(id(of_copy), _shape_like(shape, copied)))
+                _put(copied, by_tensor.setdefault(id(of_copy), _remote_copy(shape, copied)))
             elif isinstance(of_copy, RemoteTensor) and not isinstance(shape, RemoteTensor):
                 _put(copied, by_tensor.setdefault(id(of_copy), _value_like(shape, of_copy)))
 
@@ -281,7 +281,7 @@ def _part_of(of_copy: Tensor, sharding: Sharding) -> Tensor:
     return part
 
 
-def _shape_like(shape: RemoteTensor, copied: Slot) -> Tensor:
+def _remote_copy(shape: RemoteTensor, copied: Slot) -> Tensor:
     (origin,) = shape.origins
     return RemoteTensor.standing_for(copied, f"a copy of {origin}", copied.tensor.device)
 

@@ -186,7 +186,7 @@ class Pipeline:
         if names != self.chain.names:
             self._cut_instead_at(names)
 
-    def resume_with(self, names: list[str]) -> None:
+    def use_saved_blocks(self, names: list[str]) -> None:
         """Cut at the blocks that a fit was saved with, if the module still has them."""
         is_open = self._is_open and not self.is_split
         if is_open and set(names) <= dict(self.module.named_modules()).keys():

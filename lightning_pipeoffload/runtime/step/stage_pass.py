@@ -147,7 +147,7 @@ class StageContext:
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the context of an F: it sets this stage's attributes, and restores generators."""
-        attributes = self.writes.of_stage(self.stage)
+        attributes = self.writes.with_values_of_stage(self.stage)
         if not self.generators.exist:
             return attributes
         return combine_contexts(attributes, self.generators.restoring())

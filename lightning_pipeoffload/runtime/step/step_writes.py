@@ -189,7 +189,7 @@ class StepWrites:
         by_id = {id(tensor): tensor for tensor in (*weights, *tensors_in(values))}
         return [tensor for tensor in by_id.values() if not isinstance(tensor, ShapeOnly)]
 
-    def of_stage(self, stage: Stage) -> AbstractContextManager[Any]:
+    def with_values_of_stage(self, stage: Stage) -> AbstractContextManager[Any]:
         """Return the context of an F that begins: attributes have the values that ``stage`` wrote.
 
         If the step itself writes weights of blocks, such blocks of the rank's other stages have

@@ -240,11 +240,11 @@ def test_a_resumed_fit_has_the_blocks_it_was_saved_with():
     pipeline = InProcessPipeline(of_stages(), build("1f1b", 3, 4), call_step)
     saved = [f"layer{number}" for number in range(1, 4)]
     for rank in pipeline.ranks:
-        rank.resume_with(["a.module.that.is.gone"])
-        rank.resume_with(saved)
+        rank.use_saved_blocks(["a.module.that.is.gone"])
+        rank.use_saved_blocks(saved)
     pipeline.run(torch.randn(4, 4), 1)
     for rank in pipeline.ranks:
-        rank.resume_with(names("layer1", 2))  # once the module is split, it is cut no more
+        rank.use_saved_blocks(names("layer1", 2))  # once the module is split, it is cut no more
     assert [rank.called_blocks for rank in pipeline.ranks] == [saved] * 3
 
 
